@@ -1,0 +1,156 @@
+"""What every draft head is: a module with a loss for training and a session for decoding.
+
+A head family is one file that defines a config dataclass and a `DraftHead` registered under the
+family's name; training, decoding, tests and comparison find it in `HEADS`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target import Features, FeatureSpec, Target
+from drafthead.heads.tree import Path, TokenTree, TreeShape
+
+# Guesses beyond this rank are never put into a tree.
+MAX_RANK = 10
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What the target committed in one pass, as a drafter needs it to go on.
+
+    Row by row: the positions whose cache rows were kept, the target's features there, and the
+    token that follows each of them. After a pass that accepted "b c" behind root "a" and gave the
+    bonus token "d", the positions are those of a, b, c and the tokens are b, c, d. Positions at or
+    beyond a row's length are padding. The last token is the next root.
+    """
+
+    tokens: torch.Tensor  # [B, T]
+    features: Features  # of [B, T] positions
+    lengths: torch.Tensor  # [B], at least 1
+
+
+class DraftSession(ABC):
+    """A drafter at work on one batch: proposes a tree, learns what was committed, and again."""
+
+    @abstractmethod
+    def propose(self, sampling: SamplingConfig, random: RowRandom | None) -> TokenTree:
+        """The tree behind the last committed token.
+
+        With `random`, children are drawn without replacement and the tree carries the
+        distributions they were drawn from; without, children are the most probable tokens.
+        """
+
+    @abstractmethod
+    def commit(self, committed: Committed) -> None:
+        """Take in what the target committed; called after the prompt pass and after every step."""
+
+    @abstractmethod
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Go on with the rows [R] of the batch only, in that order."""
+
+
+class Drafter(ABC):
+    """Whatever proposes tokens: a head, a draft model, prompt lookup."""
+
+    features: FeatureSpec
+    max_nodes: int  # the most nodes that one of its trees has, the root included
+
+    @abstractmethod
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T], right-padded, of the given lengths [B]."""
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """Token sequences with the target's features, for training and for measuring.
+
+    Several conversations may share a row: `segments` numbers them from 1 and is 0 on padding.
+    """
+
+    input_ids: torch.Tensor  # [B, T]
+    segments: torch.Tensor  # [B, T]
+    supervised: torch.Tensor  # [B, T] bool: this token is to be learnt
+    features: Features  # [B, T, D] of the target at these positions
+
+    def num_supervised(self) -> torch.Tensor:
+        """Number of supervised tokens, the unit in which losses are averaged."""
+        return self.supervised.sum()
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The loss of a batch and what it says of each depth.
+
+    Depth k guesses the k-th token behind the root. `ranks` are the head's ranks of the true tokens,
+    0 for its best guess and MAX_RANK for any rank from MAX_RANK on or a position past the end.
+    """
+
+    total: torch.Tensor  # scalar, summed over positions and weighted over depths
+    depth_losses: torch.Tensor  # [K], detached sums
+    depth_counts: torch.Tensor  # [K] positions that have a true token at that depth
+    ranks: torch.Tensor  # [A, K] for the A positions that have a root
+
+
+class DraftHead(nn.Module, ABC):
+    """A trained module that drafts from the target's features."""
+
+    family: ClassVar[str]
+    config_class: ClassVar[type]
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+        # Measured on held-out answers after training; None for a head that was never measured.
+        self.path_counts: dict[Path, int] | None = None
+
+    @property
+    @abstractmethod
+    def features_needed(self) -> FeatureSpec:
+        """Which hidden states of the target the head reads."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Number K of tokens that the head drafts behind the root."""
+
+    @abstractmethod
+    def initialize(self, target: Target) -> None:
+        """Give a fresh head the start that its family trains from, such as copied weights."""
+
+    @abstractmethod
+    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
+        """The training loss of a batch."""
+
+    @abstractmethod
+    def drafter(self, target: Target, shape: TreeShape) -> Drafter:
+        """The head as a drafter of trees of one shape."""
+
+
+HEADS: dict[str, type[DraftHead]] = {}
+
+
+def register_head(family: str, config_class: type) -> Callable[[type[DraftHead]], type[DraftHead]]:
+    """Make a head family known by name; raises ValueError when the name is taken."""
+
+    def register(cls: type[DraftHead]) -> type[DraftHead]:
+        if family in HEADS:
+            raise ValueError(f"two head families are called {family!r}")
+        cls.family, cls.config_class = family, config_class
+        HEADS[family] = cls
+        return cls
+
+    return register
+
+
+def head_family(name: str) -> type[DraftHead]:
+    """The head class called `name`; raises UserError that lists the known families."""
+    if name not in HEADS:
+        raise UserError(f"unknown head family {name!r}; known families: {', '.join(sorted(HEADS))}")
+    return HEADS[name]

@@ -1,0 +1,296 @@
+"""Medusa (Cai et al., 2024, arXiv 2401.10774): K independent heads on the last hidden state.
+
+Where the target's own output head guesses the next token, head k guesses the k-th token after it:
+residual blocks x + SiLU(W x + b) on the target's final hidden state, then an output projection.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from drafthead.heads.base import (
+    MAX_RANK,
+    Committed,
+    Drafter,
+    DraftHead,
+    DraftSession,
+    HeadBatch,
+    HeadLoss,
+    register_head,
+)
+from drafthead.heads.losses import hard_cross_entropy, in_chunks, soft_cross_entropy
+from drafthead.heads.sampling import (
+    RowRandom,
+    SamplingConfig,
+    draw_without_replacement,
+    probabilities,
+)
+from drafthead.heads.target import FeatureSpec, Target
+from drafthead.heads.tree import TokenTree, TreeShape
+
+# Children are drawn from the head's most probable tokens; any distribution known before the draw
+# keeps the verification exact, and a short one keeps it cheap.
+DRAFT_SUPPORT = 64
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Shape and loss of Medusa heads. Sizes are filled in from the target."""
+
+    num_heads: int = 4
+    num_blocks: int = 1
+    output: Literal["own", "shared"] = "own"  # shared: the target's frozen output head
+    bias: bool = True  # in the residual blocks
+    labels: Literal["hard", "soft"] = "hard"  # soft: the target's whole distribution
+    depth_decay: float = 0.8  # head k's loss is weighted by depth_decay ** (k - 1)
+    hidden_size: int = 0
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_blocks < 1:
+            raise ValueError("num_heads and num_blocks must be at least 1")
+        if not 0 < self.depth_decay <= 1:
+            raise ValueError(f"depth_decay must lie in (0, 1], got {self.depth_decay}")
+
+
+class MedusaBranch(nn.Module):
+    """One head: residual blocks and, unless it is shared, the projection to the vocabulary."""
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__()
+        size = config.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.Linear(size, size, bias=config.bias) for _ in range(config.num_blocks)
+        )
+        self.output = (
+            nn.Linear(size, config.vocab_size, bias=False) if config.output == "own" else None
+        )
+        for block in self.blocks:
+            # With zero blocks a fresh head says exactly what the target's output head says.
+            nn.init.zeros_(block.weight)
+            if config.bias:
+                nn.init.zeros_(block.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The block outputs [..., D] that the projection reads."""
+        for block in self.blocks:
+            hidden = hidden + silu(block(hidden))
+        return hidden
+
+
+@register_head("medusa", MedusaConfig)
+class MedusaHeads(DraftHead):
+    """K Medusa heads."""
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__(config)
+        self.branches = nn.ModuleList(MedusaBranch(config) for _ in range(config.num_heads))
+
+    @property
+    def features_needed(self) -> FeatureSpec:
+        """The hidden state after the final norm."""
+        return FeatureSpec(layers=(), last=True)
+
+    @property
+    def depth(self) -> int:
+        """One token for each head."""
+        return len(self.branches)
+
+    def initialize(self, target: Target) -> None:
+        """Copy the target's output head into each head's own projection."""
+        for branch in self.branches:
+            if branch.output is not None:
+                branch.output.weight.data.copy_(target.output_head.weight)
+
+    def logits(self, hidden: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+        """Logits [..., V] of head `index`, for the token index + 2 places after hidden [..., D]."""
+        branch = self.branches[index]
+        hidden = branch(hidden)
+        if branch.output is None:
+            return target.project(hidden)
+        return target.finish_logits(branch.output(hidden))
+
+    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
+        """Sum over heads k of depth_decay^(k-1) x cross entropy with the token k + 1 places on.
+
+        Anchors are the positions whose next token (the root) is supervised. For the ids
+        ``p q A B C`` with A B C supervised, head 1 learns q->B and A->C, head 2 learns q->C.
+        """
+        hidden = batch.features.last
+        assert hidden is not None
+        rows, anchors = anchor_positions(batch)
+        losses, counts, ranks = [], [], []
+        for index in range(self.depth):
+            valid, labels = labels_at(batch, rows, anchors, offset=index + 2)
+            student = hidden[rows[valid], anchors[valid]]
+            # The target's own prediction of that label stands one place before it.
+            teacher = hidden[rows[valid], anchors[valid] + index + 1]
+            losses.append(self._depth_loss(index, student, teacher, labels[valid], target))
+            counts.append(valid.sum())
+            ranks.append(self._ranks(index, student, labels, valid, target))
+        weights = [self.config.depth_decay**index for index in range(self.depth)]
+        total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
+        return HeadLoss(
+            total=total,
+            depth_losses=torch.stack(losses).detach(),
+            depth_counts=torch.stack(counts),
+            ranks=torch.stack(ranks, dim=1),
+        )
+
+    def _depth_loss(
+        self,
+        index: int,
+        student: torch.Tensor,  # [A, D]
+        teacher: torch.Tensor,  # [A, D]
+        labels: torch.Tensor,  # [A]
+        target: Target,
+    ) -> torch.Tensor:
+        """Hard or soft cross entropy of one head, summed over the anchors."""
+
+        def hard(student: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return hard_cross_entropy(self.logits(student, index, target), labels)
+
+        def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+            logits = self.logits(student, index, target)
+            return soft_cross_entropy(logits, target.project(teacher))
+
+        if self.config.labels == "hard":
+            return in_chunks(hard, self.config.vocab_size, student, labels)
+        return in_chunks(soft, self.config.vocab_size, student, teacher)
+
+    @torch.no_grad()
+    def _ranks(
+        self,
+        index: int,
+        student: torch.Tensor,  # [A', D]
+        labels: torch.Tensor,  # [A]
+        valid: torch.Tensor,  # [A] bool, A' of them true
+        target: Target,
+    ) -> torch.Tensor:
+        """Rank [A] of the true token among the head's guesses, MAX_RANK where it is no guess."""
+        ranks = torch.full_like(labels, MAX_RANK)
+        guesses = self.logits(student, index, target).topk(MAX_RANK, dim=-1).indices
+        hit = guesses == labels[valid][:, None]
+        ranks[valid] = torch.where(hit.any(-1), hit.int().argmax(-1), MAX_RANK)
+        return ranks
+
+    def drafter(self, target: Target, shape: TreeShape) -> Drafter:
+        """Medusa heads on a static tree."""
+        return MedusaDrafter(self, target, shape)
+
+
+def anchor_positions(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [A] and positions [A] whose next token is supervised and in the same segment."""
+    same = batch.segments[:, 1:] == batch.segments[:, :-1]
+    rows, anchors = (batch.supervised[:, 1:] & same).nonzero(as_tuple=True)
+    return rows, anchors
+
+
+def labels_at(
+    batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, offset: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which anchors [A] have a supervised token `offset` places on in their segment, and which."""
+    length = batch.input_ids.shape[1]
+    places = (anchors + offset).clamp_max(length - 1)
+    valid = (
+        (anchors + offset < length)
+        & (batch.segments[rows, places] == batch.segments[rows, anchors])
+        & batch.supervised[rows, places]
+    )
+    return valid, batch.input_ids[rows, places]
+
+
+class MedusaDrafter(Drafter):
+    """Medusa heads that fill a static tree."""
+
+    def __init__(self, heads: MedusaHeads, target: Target, shape: TreeShape):
+        """Raises UserError when the tree is deeper than the number of heads."""
+        self.heads, self.target = heads, target
+        self.features = heads.features_needed
+        self.max_nodes = shape.num_nodes
+        self.layout = MedusaLayout(shape, heads.depth, target.device)
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session; the prompt itself is not needed, its features come with the first commit."""
+        return MedusaSession(self.heads, self.target, self.layout)
+
+
+class MedusaLayout:
+    """A static tree as the index tables that fill it.
+
+    A node of depth d is the `rank`-th guess of head d - 1 under its parent.
+    """
+
+    def __init__(self, shape: TreeShape, num_heads: int, device: torch.device):
+        if shape.depth > num_heads:
+            raise ValueError(f"a tree of depth {shape.depth} does not fit {num_heads} heads")
+        self.shape = shape
+        self.parents = shape.parents[1:].to(device)  # [N - 1]
+        self.ranks = shape.ranks[1:].to(device)  # [N - 1]
+        self.head_of_node = (shape.depths[1:] - 1).to(device)  # [N - 1]
+        # Under which head's distribution a node's children stand; leaves of full depth have none.
+        self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
+
+
+class MedusaSession(DraftSession):
+    """Medusa heads at work: the state is one hidden state a row."""
+
+    def __init__(self, heads: MedusaHeads, target: Target, layout: MedusaLayout):
+        self.heads, self.target, self.layout = heads, target, layout
+        self.hidden: torch.Tensor | None = None  # [B, D], where the root was predicted
+        self.roots: torch.Tensor | None = None  # [B]
+
+    def commit(self, committed: Committed) -> None:
+        """Keep the root and the hidden state that predicted it."""
+        rows = torch.arange(committed.lengths.shape[0], device=committed.tokens.device)
+        last = committed.lengths - 1
+        assert committed.features.last is not None
+        self.hidden = committed.features.last[rows, last]
+        self.roots = committed.tokens[rows, last]
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop the state of all other rows."""
+        assert self.hidden is not None and self.roots is not None
+        self.hidden, self.roots = self.hidden[rows], self.roots[rows]
+
+    @torch.no_grad()
+    def propose(self, sampling: SamplingConfig, random: RowRandom | None) -> TokenTree:
+        """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
+        assert self.hidden is not None and self.roots is not None
+        depth = self.layout.shape.depth
+        logits = torch.stack(
+            [self.heads.logits(self.hidden, index, self.target) for index in range(depth)], dim=1
+        )  # [B, K, V]
+        if random is None:
+            return self._best(logits)
+        return self._drawn(logits, sampling, random)
+
+    def _best(self, logits: torch.Tensor) -> TokenTree:
+        """Each node is the guess of its rank of its depth's head; logits [B, K, V]."""
+        layout = self.layout
+        guesses = logits.topk(layout.shape.width, dim=-1).indices  # [B, K, width]
+        drafted = guesses[:, layout.head_of_node, layout.ranks]  # [B, N - 1]
+        return TokenTree.from_shape(layout.shape, self._with_root(drafted))
+
+    def _drawn(
+        self, logits: torch.Tensor, sampling: SamplingConfig, random: RowRandom
+    ) -> TokenTree:
+        """Children drawn without replacement, anew under each parent; logits [B, K, V]."""
+        layout = self.layout
+        top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
+        probs = probabilities(top.values, sampling)  # [B, K, k]
+        draft_ids = top.indices[:, layout.head_of_children]  # [B, N, k]
+        draft_probs = probs[:, layout.head_of_children]
+        uniform = random.uniform(*draft_probs.shape[1:])
+        order = draw_without_replacement(draft_probs, layout.shape.width, uniform)
+        drawn = draft_ids.gather(-1, order)  # [B, N, width]
+        drafted = drawn[:, layout.parents, layout.ranks]  # [B, N - 1]
+        return TokenTree.from_shape(layout.shape, self._with_root(drafted), draft_ids, draft_probs)
+
+    def _with_root(self, drafted: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, N] from the drafted [B, N - 1]."""
+        assert self.roots is not None
+        return torch.cat([self.roots[:, None], drafted], dim=1)

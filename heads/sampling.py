@@ -1,0 +1,131 @@
+"""From logits to probabilities, and random draws that belong to one row of a batch.
+
+Each row draws from its own generator, so its tokens do not depend on the rows beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drafthead.heads.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the target's logits become the distribution that is sampled.
+
+    Temperature 0 is greedy decoding. `top_k` 0 and `top_p` 1 keep the whole vocabulary; both apply
+    after the temperature, top-k first, as in transformers.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise UserError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be 0 (off) or above, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most probable one."""
+        return self.temperature == 0
+
+
+def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    """The float32 distribution [..., V] that a sampled token follows.
+
+    Top-k keeps ties with the k-th logit; top-p keeps the smallest set of most probable tokens
+    whose mass reaches `top_p`. At temperature 0 all mass lies on the first of the largest logits.
+    """
+    if sampling.greedy:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(
+            -1, logits.argmax(-1, keepdim=True), 1.0
+        )
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        smallest_kept = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < smallest_kept, -torch.inf)
+    if sampling.top_p < 1:
+        scores = scores.masked_fill(~nucleus(scores, sampling.top_p), -torch.inf)
+    return scores.softmax(-1)
+
+
+def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Which tokens [..., V] belong to the smallest most probable set of mass `top_p`.
+
+    Probabilities (.5, .3, .2) and top_p .6 keep the first two: the mass above the second is .5.
+    """
+    ordered, order = scores.sort(dim=-1, descending=True)
+    probs = ordered.softmax(-1)
+    mass_above = probs.cumsum(-1) - probs
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, mass_above < top_p)
+
+
+class RowRandom:
+    """One random stream for each row of a batch and each step of that row.
+
+    A step's stream is seeded from the row's seed and its number of tokens so far. So a row's answer
+    depends neither on the rows beside it nor on how many numbers its earlier steps took.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device):
+        self.device = device
+        self.seeds = list(seeds)
+        self.generators = [torch.Generator(device) for _ in self.seeds]
+
+    def begin_step(self, num_tokens: Sequence[int]) -> None:
+        """Start the streams of the step behind `num_tokens` tokens of each row."""
+        for generator, seed, count in zip(self.generators, self.seeds, num_tokens, strict=True):
+            generator.manual_seed(mixed(seed, count))
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """Uniform numbers in [0, 1), float32 [B, *shape]."""
+        draws = [torch.rand(shape, generator=g, device=self.device) for g in self.generators]
+        return torch.stack(draws)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop the streams of all other rows."""
+        self.seeds = [self.seeds[row] for row in rows]
+        self.generators = [self.generators[row] for row in rows]
+
+
+def mixed(seed: int, count: int) -> int:
+    """A seed for step `count` that looks unrelated to its neighbours' (SplitMix64's finaliser)."""
+    mask = 2**64 - 1
+    z = (seed * 0x9E3779B97F4A7C15 + (count + 1) * 0xD1B54A32D192ED03) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw a token [B] from unnormalised probs [B, V] by inverting their sum with uniform [B].
+
+    The first token at which the cumulative mass exceeds uniform x total mass; a token without mass
+    is never drawn.
+    """
+    cumulative = probs.double().cumsum(-1)
+    threshold = uniform.double()[:, None] * cumulative[:, -1:]
+    drawn = (cumulative <= threshold).sum(-1)
+    # uniform just below 1 can round to the total: the last token with mass is meant.
+    last_with_mass = (cumulative < cumulative[:, -1:]).sum(-1)
+    return torch.minimum(drawn, last_with_mass)
+
+
+def draw_without_replacement(
+    probs: torch.Tensor, count: int, uniform: torch.Tensor
+) -> torch.Tensor:
+    """Indices [..., count] of successive draws from probs [..., k] without replacement.
+
+    Gumbel top-k (Kool et al., 2019, arXiv 1903.06059): adding Gumbel noise to the log-probabilities
+    and sorting gives the order of successive draws. Entries of probability 0 come last.
+    """
+    tiny = torch.finfo(uniform.dtype).tiny
+    gumbel = -torch.log((-torch.log(uniform.clamp_min(tiny))).clamp_min(tiny))
+    return (probs.log() + gumbel).topk(count, dim=-1).indices

@@ -1,0 +1,253 @@
+"""The frozen base model behind one interface, whatever its architecture.
+
+Features are read with forward hooks on the model's own modules, so no modelling file is patched
+and quantised or PEFT-wrapped models work alike. Only the asked-for layers are kept; transformers'
+`output_hidden_states=True` would keep them all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+
+# Where the architectures of transformers keep their decoder layers and their final norm.
+LAYER_NAMES = ("layers", "h", "blocks")
+NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Which hidden states a drafter reads.
+
+    `layers` are decoder layer indices and mean the OUTPUT of that layer (0 is the first layer), in
+    the order in which they are concatenated; `last` is the hidden state after the final norm.
+    """
+
+    layers: tuple[int, ...] = ()
+    last: bool = True
+
+    def __or__(self, other: "FeatureSpec") -> "FeatureSpec":
+        """What two readers need together."""
+        layers = tuple(sorted({*self.layers, *other.layers}))
+        return FeatureSpec(layers, self.last or other.last)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Hidden states of the target at T positions."""
+
+    last: torch.Tensor | None  # [B, T, D] after the final norm
+    taps: tuple[torch.Tensor, ...] = ()  # one [B, T, D] for each of FeatureSpec.layers
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Features":
+        """The same features with `function` applied to each tensor."""
+        last = None if self.last is None else function(self.last)
+        return Features(last, tuple(function(tap) for tap in self.taps))
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one pass of the target gives."""
+
+    logits: torch.Tensor  # [B, T or logits_to_keep, V]
+    features: Features
+
+
+def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
+    """The first attribute of `root` among `names`; raises UserError that says what is missing."""
+    for name in names:
+        module = getattr(root, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise UserError(
+        f"{type(root).__name__} has no {what} under any of the names {', '.join(names)}: "
+        "this architecture cannot be tapped"
+    )
+
+
+class Target:
+    """A frozen causal language model with taps on its hidden states."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
+        """Freeze `model` and find its layers.
+
+        Raises UserError when the architecture hides its decoder layers, final norm or output head.
+        """
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        decoder = model.get_decoder()
+        self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
+        self.final_norm = find_module(decoder, NORM_NAMES, "final norm")
+        output_head = model.get_output_embeddings()
+        if output_head is None:
+            raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
+        self.output_head: nn.Module = output_head
+        self.config = model.config.get_text_config()
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
+    ) -> "Target":
+        """Load a model and its tokenizer from a folder or a hub id.
+
+        `dtype` is `auto` (as stored), `float32`, `bfloat16` or `float16`; `device` is `auto` (a GPU
+        if there is one) or a torch device. Raises UserError naming what could not be loaded.
+        """
+        torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
+        torch_device = device_named(device)
+        try:
+            AutoConfig.from_pretrained(name, trust_remote_code=trust_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch_dtype, trust_remote_code=trust_code
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+        except Exception as error:  # transformers raises many kinds for a bad folder
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise UserError(f"cannot load the model {name}: {reason}") from error
+        return cls(model.to(torch_device), tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs belong."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type of the hidden states."""
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the features."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number V of logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence in tokens that the positions allow; None when unlimited."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings [..., D] of token ids [...]."""
+        return self.model.get_input_embeddings()(token_ids)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of final hidden states [..., D], as the model itself would give them."""
+        return self.finish_logits(self.output_head(hidden))
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scaling and the cap that the model puts on what its output head says."""
+        if scale := getattr(self.config, "logit_scale", None):
+            logits = logits * scale
+        if divisor := getattr(self.config, "logits_scaling", None):
+            logits = logits / divisor
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def run(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S] added to the attention scores
+        features: FeatureSpec,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> TargetOutput:
+        """One pass over T tokens, behind what `cache` holds.
+
+        `logits_to_keep=n` computes the logits of the last n positions alone (0: of all). Features
+        are given for all T positions.
+        """
+        with Taps(self, features) as taps:
+            output = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=logits_to_keep,
+            )
+        return TargetOutput(output.logits, taps.features())
+
+
+class Taps:
+    """Forward hooks that keep the outputs of chosen layers during one pass."""
+
+    def __init__(self, target: Target, spec: FeatureSpec):
+        """Raises UserError when a layer of `spec` lies outside the model."""
+        outside = [i for i in spec.layers if not 0 <= i < target.num_layers]
+        if outside:
+            raise UserError(
+                f"the target has layers 0 to {target.num_layers - 1}, but the head taps {outside}"
+            )
+        self.spec = spec
+        self.modules = [target.layers[i] for i in spec.layers]  # type: ignore[index]
+        if spec.last:
+            self.modules.append(target.final_norm)
+        self.kept: list[torch.Tensor | None] = [None] * len(self.modules)
+
+    def __enter__(self) -> "Taps":
+        """Attach the hooks."""
+        self.handles = [
+            module.register_forward_hook(self._keeper(i)) for i, module in enumerate(self.modules)
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks, whatever happened during the pass."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _keeper(self, index: int) -> Callable[..., None]:
+        def keep(_module: nn.Module, _inputs: object, output: object) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self.kept[index] = hidden  # type: ignore[assignment]
+
+        return keep
+
+    def features(self) -> Features:
+        """What the hooks kept; raises UserError if a tapped module was not run."""
+        kept = [hidden for hidden in self.kept if hidden is not None]
+        if len(kept) != len(self.kept):
+            raise UserError("a tapped layer did not run: this architecture cannot be tapped")
+        return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch type called `name`; raises UserError for a name that is not a floating type."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"unknown dtype {name!r}: use auto, float32, bfloat16 or float16")
+    return dtype
+
+
+def device_named(name: str) -> torch.device:
+    """The torch device called `name`, `auto` being a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but this machine has no usable CUDA GPU")
+    return device

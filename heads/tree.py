@@ -1,0 +1,184 @@
+"""Token trees: what a drafter proposes and the target verifies in one pass.
+
+Nodes are in topological order and node 0 is the last committed token, so a parent always stands
+before its children and a chain is the tree whose parents are -1, 0, 1, 2, ...
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from drafthead.heads.errors import UserError
+
+Path = tuple[int, ...]
+
+PADDING = -1
+
+
+def ancestor_mask(parents: torch.Tensor) -> torch.Tensor:
+    """Who may attend to whom: [..., N, N] true where column m is node n itself or its ancestor.
+
+    For parents (-1, 0, 0, 1) node 3 hangs under node 1::
+
+        1 . . .
+        1 1 . .
+        1 . 1 .
+        1 1 . 1
+    """
+    num_nodes = parents.shape[-1]
+    mask = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
+    mask = mask.expand(*parents.shape[:-1], num_nodes, num_nodes).clone()
+    for node in range(1, num_nodes):
+        row = parents[..., node, None, None].expand(*parents.shape[:-1], 1, num_nodes)
+        mask[..., node, :] |= mask.gather(-2, row).squeeze(-2)
+    return mask
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The form of a static tree: under which parent each node hangs, and as which child.
+
+    `paths` holds one tuple of child ranks a node, without the root: (0,) is the best child of the
+    root, (0, 2) the third-best child of that node. Shapes are built by `from_paths`, which orders
+    them, and by `chain`.
+    """
+
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> "TreeShape":
+        """Order the paths by depth and ranks.
+
+        Raises UserError for a repeated path, a negative rank, or a node whose parent or
+        better-ranked sibling is missing.
+        """
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        known = set(ordered) | {()}
+        if len(known) != len(ordered) + 1:
+            raise UserError("a token tree lists the same path twice, or the root")
+        for path in ordered:
+            if min(path) < 0:
+                raise UserError(f"token tree path {path} has a negative rank")
+            before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
+            if before not in known:
+                raise UserError(f"token tree path {path} needs {before}, which is missing")
+        return cls(tuple(ordered))
+
+    @classmethod
+    def chain(cls, depth: int) -> "TreeShape":
+        """The tree of width 1 with `depth` drafted tokens."""
+        return cls(tuple((0,) * d for d in range(1, depth + 1)))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number N of nodes, the root included."""
+        return len(self.paths) + 1
+
+    @property
+    def depth(self) -> int:
+        """Most drafted tokens on one path."""
+        return len(self.paths[-1]) if self.paths else 0
+
+    @cached_property
+    def parents(self) -> torch.Tensor:
+        """Parent of each node, [N] with -1 for the root."""
+        index = {(): 0} | {path: n for n, path in enumerate(self.paths, 1)}
+        return torch.tensor([-1, *(index[path[:-1]] for path in self.paths)])
+
+    @cached_property
+    def depths(self) -> torch.Tensor:
+        """Depth of each node, [N]; the root has 0."""
+        return torch.tensor([0, *map(len, self.paths)])
+
+    @cached_property
+    def ranks(self) -> torch.Tensor:
+        """Which child of its parent each node is, [N]; the root counts as 0."""
+        return torch.tensor([0, *(path[-1] for path in self.paths)])
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """`ancestor_mask` of the parents, [N, N]."""
+        return ancestor_mask(self.parents)
+
+    @cached_property
+    def width(self) -> int:
+        """Most children of one node."""
+        return max((path[-1] + 1 for path in self.paths), default=0)
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A batch of proposals of the same number of nodes.
+
+    Siblings are different tokens. A node whose token is PADDING fills up a row that proposes less
+    than the others and is never accepted.
+
+    `draft_ids` and `draft_probs` say from which distribution each node's children were drawn, in
+    the order of their node index and without replacement, on a support of k tokens; None when the
+    children were chosen and not drawn.
+    """
+
+    tokens: torch.Tensor  # [B, N], PADDING for no token
+    parents: torch.Tensor  # [B, N], -1 for the root
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, N] bool
+    max_depth: int
+    width: int
+    draft_ids: torch.Tensor | None = None  # [B, N, k]
+    draft_probs: torch.Tensor | None = None  # [B, N, k], sums to 1
+
+    @classmethod
+    def from_shape(
+        cls,
+        shape: TreeShape,
+        tokens: torch.Tensor,  # [B, N]
+        draft_ids: torch.Tensor | None = None,  # [B, N, k]
+        draft_probs: torch.Tensor | None = None,  # [B, N, k]
+    ) -> "TokenTree":
+        """A tree of the given shape on the device of `tokens`."""
+        batch, device = tokens.shape[0], tokens.device
+
+        def for_each_row(table: torch.Tensor) -> torch.Tensor:
+            return table.to(device).expand(batch, *table.shape)
+
+        return cls(
+            tokens=tokens,
+            parents=for_each_row(shape.parents),
+            depths=for_each_row(shape.depths),
+            ancestors=for_each_row(shape.ancestors),
+            max_depth=shape.depth,
+            width=shape.width,
+            draft_ids=draft_ids,
+            draft_probs=draft_probs,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number N of nodes, the root included."""
+        return self.tokens.shape[1]
+
+
+def grow_tree(
+    path_counts: dict[Path, int], num_nodes: int, max_depth: int | None = None
+) -> TreeShape:
+    """The tree of at most `num_nodes` nodes with the largest expected number of accepted tokens.
+
+    `path_counts[(r1, .., rd)]` counts the held-out positions at which the true continuation was
+    the r1-th guess of depth 1 and ... and the rd-th guess of depth d, so it is the number of times
+    that node would have been accepted. A child is accepted no more often than its parent, hence
+    the most frequent paths form the best tree. Medusa's product of accuracies (arXiv 2401.10774,
+    section 2.3.3) would take the depths for independent; counting whole paths does not.
+
+    Drawn children come in order, so a node brings its better-ranked siblings along.
+    """
+    if num_nodes < 1:
+        raise UserError(f"a token tree needs at least 1 node, got {num_nodes}")
+    ordered = sorted(path_counts, key=lambda path: (-path_counts[path], len(path), path))
+    chosen: dict[Path, None] = {(): None}  # in the order of choice
+    for path in ordered:
+        fits = max_depth is None or len(path) <= max_depth
+        if fits and path[:-1] in chosen:
+            chosen.update(dict.fromkeys((*path[:-1], rank) for rank in range(path[-1] + 1)))
+    return TreeShape.from_paths(list(chosen)[1:num_nodes])

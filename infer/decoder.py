@@ -1,0 +1,208 @@
+"""The entry for users: load a target with or without a drafter, and decode."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from drafthead.heads.base import Drafter, DraftHead
+from drafthead.heads.checkpoint import load_head
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target import FeatureSpec, Target
+from drafthead.heads.tree import TreeShape, grow_tree
+from drafthead.infer.autoregressive import decode_plainly
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.engine import Emitted, Request, Run, speculate
+from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
+from drafthead.infer.results import DecodeResult
+from drafthead.infer.verifiers import verifier_for
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TREE_NODES = 16
+DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
+# Attention that a tree mask describes fully; sliding windows only while nothing slides out.
+TREE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class Decoder:
+    """A target and what drafts for it."""
+
+    def __init__(self, target: Target, drafter: Drafter | None = None):
+        """Decode with `drafter`, or plainly without one.
+
+        Raises UserError for a target whose layers cannot hold a token tree.
+        """
+        self.target, self.drafter = target, drafter
+        self.tokenizer = target.tokenizer
+        self.max_length = context_limit(target)
+        self.end_ids = end_token_ids(target)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        head: str | Path | None = None,
+        draft_model: str | Path | None = None,
+        prompt_lookup: bool = False,
+        tree_nodes: int = DEFAULT_TREE_NODES,
+        draft_tokens: int = DEFAULT_CHAIN,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> "Decoder":
+        """Load a target by folder or hub id, and at most one drafter.
+
+        `tree_nodes` is the size of a head's token tree, the root included; `draft_tokens` is how
+        many tokens a draft model or prompt lookup proposes a step. Code that comes with a model
+        runs only with `trust_remote_code`. Raises UserError when something cannot be loaded or
+        does not fit the target.
+        """
+        if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
+            raise UserError("choose one of head, draft_model and prompt_lookup")
+        loaded = Target.from_pretrained(target, dtype, device, trust_remote_code)
+        drafter: Drafter | None = None
+        if head is not None:
+            drafter = tree_drafter(load_head(Path(head), loaded), loaded, tree_nodes)
+        elif draft_model is not None:
+            small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
+            drafter = DraftModel(small, loaded, draft_tokens)
+        elif prompt_lookup:
+            drafter = PromptLookup(draft_tokens)
+        return cls(loaded, drafter)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        verifier: str = "auto",
+        seed: int | Sequence[int] = 0,
+    ) -> DecodeResult:
+        """Decode one prompt or a batch.
+
+        A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
+        or token ids. Temperature 0 is greedy. `verifier` `auto` is the lossless one for the
+        temperature; lossy ones are used only by name. A row's answer depends on its own seed alone:
+        pass one seed for each row, or an int from which the rows count upwards.
+        """
+        run = self._run(prompts, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        for _ in self._decode(run, verifier):
+            pass
+        run.complete_stats()
+        sequences = [row.tokens for row in run.batch.rows]
+        texts = (
+            self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+            if self.tokenizer
+            else []
+        )
+        finished = [row.finished for row in run.batch.rows]
+        return DecodeResult(sequences, texts, finished, run.stats)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        verifier: str = "auto",
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Decode one prompt and yield its text as it comes; arguments as for `generate`."""
+        if not is_single(prompt):
+            raise UserError("stream takes one prompt; use generate for a batch")
+        if self.tokenizer is None:
+            raise UserError("the target has no tokenizer to turn tokens into text with")
+        run = self._run(prompt, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        emitted = (step[0] for step in self._decode(run, verifier))
+        return text_pieces(emitted, self.tokenizer)
+
+    def _run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        seed: int | Sequence[int],
+    ) -> Run:
+        """Check the request and prepare the batch."""
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        ids = encode(prompts, self.tokenizer)
+        seeds = [seed + row for row in range(len(ids))] if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(ids):
+            raise UserError(f"{len(ids)} prompts need {len(ids)} seeds or one, got {len(seeds)}")
+        limits = [self._limit(number, row, max_new_tokens) for number, row in enumerate(ids)]
+        request = Request(ids, limits, sampling, seeds, self.end_ids)
+        if self.drafter is None:
+            return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
+        return Run(self.target, request, self.drafter.features, self.drafter.max_nodes)
+
+    def _limit(self, number: int, ids: list[int], max_new_tokens: int) -> int:
+        """Most new tokens for a prompt: what was asked for, or what the context has room for."""
+        outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
+        if outside:
+            raise UserError(
+                f"prompt {number} holds token id {outside[0]}, but the target's vocabulary ends at "
+                f"{self.target.vocab_size - 1}"
+            )
+        if self.max_length is None:
+            return max_new_tokens
+        if len(ids) >= self.max_length:
+            raise UserError(
+                f"prompt {number} has {len(ids)} tokens, but the target's context holds "
+                f"{self.max_length}: shorten the prompt"
+            )
+        return min(max_new_tokens, self.max_length - len(ids))
+
+    def _decode(self, run: Run, verifier: str) -> Iterator[Emitted]:
+        """The loop that suits the drafter; checks the verifier's name even where none is needed."""
+        rule = verifier_for(verifier, run.request.sampling.temperature)
+        if self.drafter is None:
+            return decode_plainly(run)
+        return speculate(run, self.drafter, rule)
+
+
+def tree_drafter(head: DraftHead, target: Target, tree_nodes: int) -> Drafter:
+    """A head with the best tree of `tree_nodes` nodes for its measured acceptance.
+
+    A head that was never measured drafts a chain, and says so.
+    """
+    if tree_nodes < 2:
+        raise UserError(f"tree_nodes must be at least 2 (the root and a guess), got {tree_nodes}")
+    if head.path_counts:
+        return head.drafter(target, grow_tree(head.path_counts, tree_nodes, head.depth))
+    logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
+    return head.drafter(target, TreeShape.chain(min(head.depth, tree_nodes - 1)))
+
+
+def end_token_ids(target: Target) -> frozenset[int]:
+    """The tokens that end an answer, as `model.generate` takes them."""
+    ends = target.model.generation_config.eos_token_id if target.model.generation_config else None
+    if ends is None:
+        ends = target.config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def context_limit(target: Target) -> int | None:
+    """Most tokens of prompt and answer together; None when unlimited.
+
+    Within one sliding window a sliding layer attends like a full one, so that is where such targets
+    end for now. Raises UserError for layers that are recurrent and cannot branch into a tree.
+    """
+    kinds = set(getattr(target.config, "layer_types", None) or ["full_attention"])
+    if unknown := sorted(kinds - TREE_LAYERS):
+        raise UserError(
+            f"{type(target.model).__name__} has {', '.join(unknown)} layers, whose state cannot "
+            "branch into a token tree: this target is not supported"
+        )
+    window = getattr(target.config, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not getattr(target.config, "layer_types", None)
+    if window and slides and getattr(target.config, "use_sliding_window", True):
+        return min(window, target.max_length or window)
+    return target.max_length

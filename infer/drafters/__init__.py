@@ -1,0 +1,1 @@
+"""drafthead.infer.drafters: what proposes tokens and is not a trained head."""

@@ -1,0 +1,155 @@
+"""The classic drafter: a separate small language model that speaks the target's tokens.
+
+Each step it reads what the target has committed in one pass and then says the rest of its chain
+token by token, so K drafted tokens cost K passes (Leviathan et al., 2023, arXiv 2211.17192).
+"""
+
+import torch
+
+from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import (
+    RowRandom,
+    SamplingConfig,
+    draw_without_replacement,
+    probabilities,
+)
+from drafthead.heads.target import FeatureSpec, Target
+from drafthead.heads.tree import TokenTree, TreeShape
+from drafthead.infer.kv_cache import TreeCache, causal_mask
+
+NO_FEATURES = FeatureSpec(layers=(), last=False)
+# Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
+DRAFT_SUPPORT = 64
+
+
+def check_same_tokenizer(target: Target, draft: Target) -> None:
+    """Raise UserError, naming a token, when two models do not number their tokens alike."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        return
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    token = next(t for t in [*ours, *theirs] if ours.get(t) != theirs.get(t))
+    raise UserError(
+        f"the draft model's tokenizer differs from the target's: token {token!r} is "
+        f"{theirs.get(token)} there and {ours.get(token)} here; a draft model must share the "
+        "target's tokenizer"
+    )
+
+
+class DraftModel(Drafter):
+    """A chain of `depth` tokens from a separate language model."""
+
+    features = NO_FEATURES
+
+    def __init__(self, model: Target, target: Target, depth: int):
+        """Raises UserError when the two tokenizers differ, or depth is below 1."""
+        if depth < 1:
+            raise UserError(f"a draft model must draft at least 1 token, got {depth}")
+        check_same_tokenizer(target, model)
+        self.model = model
+        self.shape = TreeShape.chain(depth)
+        self.max_nodes = depth + 1
+        # Models of one family may pad their vocabularies to different sizes.
+        self.vocab_size = min(model.vocab_size, target.vocab_size)
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session whose model has read the prompts [B, T] of lengths [B]."""
+        return DraftModelSession(self, prompts, lengths)
+
+
+class DraftModelSession(DraftSession):
+    """A draft model at work; its cache holds committed tokens, drafted ones only while drafting."""
+
+    def __init__(self, drafter: DraftModel, prompts: torch.Tensor, lengths: torch.Tensor):
+        self.drafter, self.model = drafter, drafter.model
+        self.cache = TreeCache()
+        longest = prompts.shape[1]
+        positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
+        mask = causal_mask(lengths, longest, self.model.dtype)
+        self.model.run(prompts, positions, mask, NO_FEATURES, self.cache, logits_to_keep=1)
+        self.cache.commit_prompt(lengths, longest, room=4 * drafter.max_nodes)
+        self.host_lengths: list[int] = lengths.tolist()
+        # Committed tokens that the model has not read yet, right-padded [B, n], and how many.
+        self.unread: torch.Tensor | None = None
+        self.unread_lengths = torch.zeros_like(lengths)
+
+    def commit(self, committed: Committed) -> None:
+        """Keep the committed tokens to be read; of the prompt pass only the first new token."""
+        if self.unread is None:
+            rows = torch.arange(committed.lengths.shape[0], device=committed.tokens.device)
+            self.unread = committed.tokens[rows, committed.lengths - 1][:, None]
+            self.unread_lengths = torch.ones_like(committed.lengths)
+        else:
+            self.unread, self.unread_lengths = committed.tokens, committed.lengths
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop the state of all other rows."""
+        assert self.unread is not None
+        self.host_lengths = [self.host_lengths[row] for row in rows.tolist()]
+        self.cache.keep_rows(rows, max(self.host_lengths))
+        self.unread, self.unread_lengths = self.unread[rows], self.unread_lengths[rows]
+
+    def propose(self, sampling: SamplingConfig, random: RowRandom | None) -> TokenTree:
+        """Read what is new, then draft token by token."""
+        assert self.unread is not None
+        rows = torch.arange(self.unread.shape[0], device=self.unread.device)
+        tokens = [self.unread[rows, self.unread_lengths - 1]]
+        supports: list[tuple[torch.Tensor, torch.Tensor]] = []
+        logits = self._read()
+        for depth in range(self.drafter.shape.depth):
+            if depth > 0:
+                logits = self._say(tokens[-1], depth)
+            logits = logits[:, : self.drafter.vocab_size]
+            if random is None:
+                tokens.append(logits.argmax(-1))
+                continue
+            top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
+            probs = probabilities(top.values, sampling)
+            drawn = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
+            tokens.append(top.indices.gather(1, drawn).squeeze(1))
+            supports.append((top.indices, probs))
+        self.cache.discard()
+        if random is None:
+            return TokenTree.from_shape(self.drafter.shape, torch.stack(tokens, 1))
+        supports.append(supports[-1])  # the last node has no children, but the table a row for it
+        draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
+        return TokenTree.from_shape(
+            self.drafter.shape, torch.stack(tokens, 1), draft_ids, draft_probs
+        )
+
+    def _read(self) -> torch.Tensor:
+        """Read and commit the unread tokens; logits [B, V] behind the last of each row."""
+        assert self.unread is not None and self.cache.lengths is not None
+        count = self.unread.shape[1]
+        steps = torch.arange(count, device=self.unread.device)
+        visible = (steps[:, None] >= steps)[None]
+        mask = self.cache.mask(visible, self.model.dtype)
+        positions = self._legal(self.cache.lengths[:, None] + steps)
+        output = self.model.run(self.unread, positions, mask, NO_FEATURES, self.cache)
+        rows = torch.arange(self.unread.shape[0], device=self.unread.device)
+        lengths = self.unread_lengths
+        self.host_lengths = [
+            old + new for old, new in zip(self.host_lengths, lengths.tolist(), strict=True)
+        ]
+        path = steps.expand(len(self.host_lengths), -1)
+        in_place = len(self.host_lengths) == 1
+        self.cache.commit(path, lengths, max(self.host_lengths), in_place)
+        return output.logits[rows, lengths - 1]
+
+    def _say(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+        """Pass over the drafted token [B] of a depth, kept pending; logits [B, V] behind it."""
+        assert self.cache.lengths is not None
+        visible = torch.ones(1, 1, depth, dtype=torch.bool, device=token.device)
+        mask = self.cache.mask(visible, self.model.dtype)
+        positions = self._legal(self.cache.lengths[:, None] + depth - 1)
+        output = self.model.run(token[:, None], positions, mask, NO_FEATURES, self.cache)
+        self.cache.keep_pending(1)
+        return output.logits[:, -1]
+
+    def _legal(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions within the model's context: beyond it drafts are poor, but never wrong."""
+        if self.model.max_length is None:
+            return positions
+        return positions.clamp_max(self.model.max_length - 1)

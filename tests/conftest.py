@@ -1,0 +1,106 @@
+"""Small seeded models shared by the tests; nothing here needs a network or a GPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafthead.heads.base import HEADS, Drafter, DraftHead
+from drafthead.heads.target import Target
+from drafthead.heads.tree import TreeShape
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+
+VOCAB, HIDDEN, END = 64, 32, 7
+# Wide at the root, narrow below: siblings, cousins and an only child.
+BUSHY = TreeShape.from_paths(
+    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]
+)
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> None:
+    """Tiny models only lose time to threads."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_target() -> Callable[..., Target]:
+    """A random float32 Llama; large weights make its greedy text varied."""
+
+    def make(seed: int = 0, layers: int = 2, vocab: int = VOCAB, hidden: int = HIDDEN) -> Target:
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=END if vocab > END else None,
+            pad_token_id=0,
+        )
+        return Target(LlamaForCausalLM(config))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def target(make_target: Callable[..., Target]) -> Target:
+    """The target of most tests."""
+    return make_target(seed=0)
+
+
+@pytest.fixture(scope="session")
+def make_head() -> Callable[..., DraftHead]:
+    """A head of any family with random weights, for a target."""
+
+    def make(family: str, target: Target, seed: int = 0, **options: object) -> DraftHead:
+        cls = HEADS[family]
+        config = cls.config_class(
+            hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options
+        )
+        torch.manual_seed(seed)
+        head = cls(config)
+        head.initialize(target)
+        for parameter in head.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        return head.eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_drafter(
+    make_target: Callable[..., Target], make_head: Callable[..., DraftHead]
+) -> Callable[[str, Target], Drafter]:
+    """A drafter by name: every head family as tree and as chain, and what is not a head."""
+
+    def make(name: str, target: Target) -> Drafter:
+        kind, _, form = name.partition(":")
+        if kind == "draft-model":
+            small = make_target(seed=1, layers=1, vocab=target.vocab_size, hidden=target.hidden_size)
+            return DraftModel(small, target, depth=3)
+        if kind == "self":
+            return DraftModel(target, target, depth=3)
+        if kind == "prompt-lookup":
+            return PromptLookup(depth=3)
+        return make_head(kind, target).drafter(target, BUSHY if form == "tree" else TreeShape.chain(3))
+
+    return make
+
+
+HEAD_DRAFTERS = [f"{family}:{form}" for family in sorted(HEADS) for form in ("tree", "chain")]
+DRAFTERS = [*HEAD_DRAFTERS, "draft-model", "self", "prompt-lookup"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `drafter_name` runs once for each drafter there is."""
+    if "drafter_name" in metafunc.fixturenames:
+        metafunc.parametrize("drafter_name", DRAFTERS)
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", sorted(HEADS))

@@ -1,0 +1,168 @@
+"""What every way of decoding owes its user, for every drafter in the registry."""
+
+import pytest
+import torch
+from conftest import END, VOCAB
+from scipy.stats import chisquare
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig, probabilities
+from drafthead.heads.target import FeatureSpec
+from drafthead.infer import Decoder
+from drafthead.infer.verifiers import VERIFIERS
+
+MAX_NEW = 48
+
+
+def random_prompts(count: int, vocab: int = VOCAB) -> list[list[int]]:
+    """Prompts of 1 to 20 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 21, (count,), generator=generator).tolist()
+    return [torch.randint(8, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def greedy_answers(target) -> list[list[int]]:
+    """What transformers' own greedy decoding says to 50 prompts."""
+    answers = []
+    for prompt in random_prompts(50):
+        ids = torch.tensor([prompt])
+        output = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    assert sum(END in answer for answer in answers) > 5, "some answers must end by themselves"
+    return answers
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_plain_decoding_equals_transformers(target, greedy_answers, batch) -> None:
+    decoder, prompts = Decoder(target), random_prompts(50)
+    for start in range(0, 50, batch):
+        result = decoder.generate(prompts[start : start + batch], max_new_tokens=MAX_NEW)
+        assert result.sequences == greedy_answers[start : start + batch]
+        assert result.stats.tau == 1.0
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_greedy_decoding_with_any_drafter_equals_plain_decoding(
+    target, make_drafter, greedy_answers, drafter_name, batch
+) -> None:
+    decoder, prompts = Decoder(target, make_drafter(drafter_name, target)), random_prompts(50)
+    accepted = 0
+    for start in range(0, 50, batch):
+        result = decoder.generate(prompts[start : start + batch], max_new_tokens=MAX_NEW)
+        assert result.sequences == greedy_answers[start : start + batch]
+        accepted += sum(n - 1 for row in result.stats.accept_lengths for n in row)
+    assert accepted > 0, "a drafter of which nothing is accepted tests nothing"
+
+
+def test_a_drafter_that_is_always_right_has_its_whole_chain_accepted(target, make_drafter) -> None:
+    decoder = Decoder(target, make_drafter("self", target))
+    stats = decoder.generate(random_prompts(4), max_new_tokens=40).stats
+    assert set(stats.acceptance_by_depth()) == {1.0}
+    assert {n for row in stats.accept_lengths for n in row} == {4}
+
+
+@pytest.mark.parametrize("verifier", sorted(n for n, v in VERIFIERS.items() if not v.greedy))
+def test_a_rows_sample_does_not_depend_on_the_rows_beside_it(
+    target, make_drafter, drafter_name, verifier
+) -> None:
+    decoder, prompts = Decoder(target, make_drafter(drafter_name, target)), random_prompts(4)
+    options = {"max_new_tokens": 24, "temperature": 1.0, "verifier": verifier}
+    together = decoder.generate(prompts, seed=[5, 6, 7, 8], **options).sequences
+    alone = [decoder.generate(p, seed=5 + i, **options).sequences[0] for i, p in enumerate(prompts)]
+    assert together == alone
+    assert decoder.generate(prompts, seed=[5, 6, 7, 8], **options).sequences == together
+    assert decoder.generate(prompts, seed=9, **options).sequences != together
+
+
+SETTINGS = [
+    SamplingConfig(temperature=1.0),
+    SamplingConfig(temperature=0.6, top_k=3),
+    SamplingConfig(temperature=1.3, top_p=0.8),
+]
+
+
+def law_of_three_tokens(target, prompt: list[int], sampling: SamplingConfig) -> torch.Tensor:
+    """Exact probabilities [V, V, V] of the first three tokens, one pass over all continuations."""
+    vocab = target.vocab_size
+    pairs = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
+    ids = torch.cat([torch.tensor(prompt).expand(len(pairs), -1), pairs], dim=1)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    logits = target.run(ids, positions, None, FeatureSpec(last=False)).logits[:, -3:]
+    probs = probabilities(logits, sampling).view(vocab, vocab, 3, vocab)
+    first, second, third = probs[0, 0, 0], probs[:, 0, 1], probs[:, :, 2]
+    return first[:, None, None] * second[:, :, None] * third
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=["plain", "top-k", "top-p"])
+def test_the_engines_samples_follow_the_targets_law(
+    make_target, make_drafter, drafter_name, sampling
+) -> None:
+    """Chi-square over the 64 continuations of a 4-token target; false alarm 1e-5 a case."""
+    target = make_target(seed=3, vocab=4)
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    prompt, count = [1, 2, 3], 6000
+    result = decoder.generate(
+        [prompt] * count,
+        max_new_tokens=3,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+    )
+    codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])
+    observed = torch.bincount(codes, minlength=64).double()
+    expected = law_of_three_tokens(target, prompt, sampling).flatten().double() * count
+    assert observed[expected == 0].sum() == 0, "a token outside the support was said"
+    rare = expected < 5
+    if rare.any():  # the chi-square law needs a few expected counts in each cell
+        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    kept = expected > 0
+    p_value = chisquare(observed[kept], expected[kept] * count / expected[kept].sum()).pvalue
+    assert p_value > 1e-5
+
+
+def test_long_answers_outgrow_the_first_cache(target, make_drafter) -> None:
+    prompt = [9, 10]
+    plain = Decoder(target)
+    plain.end_ids = frozenset()
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    decoder.end_ids = frozenset()
+    expected = plain.generate(prompt, max_new_tokens=1000).sequences
+    assert len(expected[0]) == 256 - len(prompt), "decoding ends with the context"
+    assert decoder.generate(prompt, max_new_tokens=1000).sequences == expected
+
+
+def test_counts_say_what_was_returned(target, make_drafter) -> None:
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    result = decoder.generate(random_prompts(3), max_new_tokens=20)
+    stats = result.stats
+    assert stats.decoded_tokens == [len(s) - 1 for s in result.sequences]
+    assert stats.steps == max(map(len, stats.accept_lengths))
+    for sequence, lengths in zip(result.sequences, stats.accept_lengths, strict=True):
+        assert len(sequence) - 1 <= sum(lengths) <= len(sequence) - 1 + 3
+    assert stats.tau == sum(stats.decoded_tokens) / sum(map(len, stats.accept_lengths))
+    assert all(stats.seconds[phase] > 0 for phase in stats.seconds)
+    assert sum(stats.seconds.values()) - stats.seconds["prefill"] <= stats.decode_seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prompts": []}, "no prompt"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[1] * 256]}, "context holds 256"),
+        ({"prompts": [[99]]}, "token id 99"),
+        ({"prompts": "text"}, "no tokenizer"),
+        ({"prompts": [1], "max_new_tokens": 0}, "max_new_tokens"),
+        ({"prompts": [1], "verifier": "gready"}, "unknown verifier 'gready'.*greedy"),
+        ({"prompts": [1], "verifier": "greedy", "temperature": 1.0}, "would ignore temperature"),
+        ({"prompts": [1], "verifier": "typical"}, "temperature above 0"),
+        ({"prompts": [[1], [2]], "seed": [1]}, "2 prompts need 2 seeds"),
+    ],
+)
+def test_bad_requests_are_refused_in_one_sentence(target, options, complaint) -> None:
+    with pytest.raises(UserError, match=complaint):
+        Decoder(target).generate(**options)

@@ -1,0 +1,74 @@
+"""Probabilities and draws, against transformers' own processors and against exact laws."""
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import (
+    RowRandom,
+    SamplingConfig,
+    draw_without_replacement,
+    probabilities,
+    sample,
+)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 99])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+def test_probabilities_equal_those_of_transformers(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    logits = 3 * torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    ours = probabilities(logits, SamplingConfig(temperature, top_k, top_p))
+    assert torch.allclose(ours, scores.softmax(-1), atol=1e-7)
+
+
+def test_temperature_zero_is_certain_of_the_first_largest_logit() -> None:
+    probs = probabilities(torch.tensor([[1.0, 5, 5, 2]]), SamplingConfig(0))
+    assert probs.tolist() == [[0, 1, 0, 0]]
+
+
+def test_sampling_inverts_the_cumulative_mass() -> None:
+    probs = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
+    uniform = torch.tensor([0.0, 0.19, 0.2001, 0.69, 0.71, 0.99999994])
+    assert sample(probs.expand(6, 6), uniform).tolist() == [1, 1, 3, 3, 4, 4]
+    assert sample(7 * probs[None], torch.tensor([0.69])).tolist() == [3]  # need not sum to 1
+
+
+def test_draws_without_replacement_follow_successive_sampling() -> None:
+    """P(first a, then b) = a x b / (1 - a); chance of a false alarm about 1e-6 (5 sigma)."""
+    probs, count = torch.tensor([0.5, 0.3, 0.2]), 40_000
+    uniform = torch.rand(count, 3, generator=torch.Generator().manual_seed(0))
+    drawn = draw_without_replacement(probs.expand(count, 3), 2, uniform)
+    for a in range(3):
+        for b in range(3):
+            share = ((drawn[:, 0] == a) & (drawn[:, 1] == b)).float().mean().item()
+            expected = 0 if a == b else float(probs[a] * probs[b] / (1 - probs[a]))
+            assert abs(share - expected) < 5 * (0.25 / count) ** 0.5
+
+
+def test_a_rows_numbers_depend_on_its_seed_and_length_alone() -> None:
+    device = torch.device("cpu")
+    batch, alone = RowRandom([3, 4], device), RowRandom([4], device)
+    batch.begin_step([10, 20])
+    alone.begin_step([20])
+    alone.uniform(2)  # how many numbers an earlier step took must not matter
+    alone.begin_step([20])
+    assert batch.uniform(5)[1].equal(alone.uniform(5)[0])
+    batch.begin_step([10, 21])
+    assert not batch.uniform(5)[1].equal(alone.uniform(5)[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}]
+)
+def test_impossible_settings_are_refused(options: dict) -> None:
+    with pytest.raises(UserError, match=next(iter(options))):
+        SamplingConfig(**options)

@@ -1,0 +1,85 @@
+"""Token trees, on an example that is written down once.
+
+        0
+       / \\
+      1   2          paths (0,) (1,)
+     / \\   \\
+    3   4   5        paths (0, 0) (0, 1) (1, 0)
+"""
+
+import pytest
+import torch
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.tree import TokenTree, TreeShape, ancestor_mask, grow_tree
+
+PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
+PARENTS = [-1, 0, 0, 1, 1, 2]
+DEPTHS = [0, 1, 1, 2, 2, 2]
+RANKS = [0, 0, 1, 0, 1, 0]
+ANCESTORS = [
+    [1, 0, 0, 0, 0, 0],
+    [1, 1, 0, 0, 0, 0],
+    [1, 0, 1, 0, 0, 0],
+    [1, 1, 0, 1, 0, 0],
+    [1, 1, 0, 0, 1, 0],
+    [1, 0, 1, 0, 0, 1],
+]
+
+
+def test_paths_become_index_tables() -> None:
+    shape = TreeShape.from_paths(reversed(PATHS))  # any order will do
+    assert shape.parents.tolist() == PARENTS
+    assert shape.depths.tolist() == DEPTHS
+    assert shape.ranks.tolist() == RANKS
+    assert (shape.num_nodes, shape.depth, shape.width) == (6, 2, 2)
+
+
+def test_nodes_see_themselves_and_their_ancestors() -> None:
+    assert ancestor_mask(torch.tensor(PARENTS)).int().tolist() == ANCESTORS
+    batch = torch.tensor([PARENTS, [-1, 0, 1, 2, 3, 4]])
+    masks = ancestor_mask(batch)
+    assert masks[0].int().tolist() == ANCESTORS
+    assert masks[1].equal(torch.ones(6, 6).tril().bool())
+
+
+def test_a_chain_is_the_tree_of_width_one() -> None:
+    chain = TreeShape.chain(3)
+    assert chain.parents.tolist() == [-1, 0, 1, 2]
+    assert (chain.depth, chain.width, chain.num_nodes) == (3, 1, 4)
+    assert TreeShape.chain(0).num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("paths", "complaint"),
+    [
+        ([(0,), (0,)], "twice"),
+        ([(0, 0)], r"needs \(0,\)"),
+        ([(1,)], r"needs \(0,\)"),
+        ([(0,), (0, 1)], r"needs \(0, 0\)"),
+        ([(-1,)], "negative"),
+    ],
+)
+def test_impossible_trees_are_refused(paths: list, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        TreeShape.from_paths(paths)
+
+
+def test_growing_takes_the_most_frequent_paths() -> None:
+    counts = {(0,): 60, (1,): 20, (0, 0): 40, (0, 1): 5, (1, 0): 4, (0, 0, 0): 30}
+    assert grow_tree(counts, 5).paths == ((0,), (1,), (0, 0), (0, 0, 0))
+    assert grow_tree(counts, 5, max_depth=1).paths == ((0,), (1,))
+    assert grow_tree(counts, 1).paths == ()
+
+
+def test_growing_never_leaves_a_node_without_its_better_siblings() -> None:
+    counts = {(0,): 10, (2,): 9, (1,): 1}
+    assert grow_tree(counts, 4).paths == ((0,), (1,), (2,))
+    assert grow_tree(counts, 3).paths == ((0,), (1,))
+
+
+def test_a_shape_is_shared_by_all_rows_of_a_batch() -> None:
+    shape = TreeShape.from_paths(PATHS)
+    tree = TokenTree.from_shape(shape, torch.arange(12).view(2, 6))
+    assert tree.parents.tolist() == [PARENTS, PARENTS]
+    assert tree.ancestors.shape == (2, 6, 6)
