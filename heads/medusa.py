@@ -5,7 +5,7 @@ residual blocks x + SiLU(W x + b) on the target's final hidden state, then an ou
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -62,17 +62,14 @@ class MedusaBranch(nn.Module):
     def __init__(self, config: MedusaConfig):
         super().__init__()
         size = config.hidden_size
-        self.blocks = nn.ModuleList(
-            nn.Linear(size, size, bias=config.bias) for _ in range(config.num_blocks)
-        )
+        blocks = [nn.Linear(size, size, bias=config.bias) for _ in range(config.num_blocks)]
+        for parameter in nn.ModuleList(blocks).parameters():
+            # With zero blocks a fresh head says exactly what the target's output head says.
+            nn.init.zeros_(parameter)
+        self.blocks = nn.ModuleList(blocks)
         self.output = (
             nn.Linear(size, config.vocab_size, bias=False) if config.output == "own" else None
         )
-        for block in self.blocks:
-            # With zero blocks a fresh head says exactly what the target's output head says.
-            nn.init.zeros_(block.weight)
-            if config.bias:
-                nn.init.zeros_(block.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The block outputs [..., D] that the projection reads."""
@@ -101,13 +98,19 @@ class MedusaHeads(DraftHead):
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head into each head's own projection."""
-        for branch in self.branches:
-            if branch.output is not None:
-                branch.output.weight.data.copy_(target.output_head.weight)
+        weight = target.output_head.get_parameter("weight")
+        for index in range(self.depth):
+            output = self.branch(index).output
+            if output is not None:
+                output.weight.data.copy_(weight)
+
+    def branch(self, index: int) -> MedusaBranch:
+        """Head `index`, which guesses the token index + 1 places behind the root."""
+        return cast(MedusaBranch, self.branches[index])
 
     def logits(self, hidden: torch.Tensor, index: int, target: Target) -> torch.Tensor:
         """Logits [..., V] of head `index`, for the token index + 2 places after hidden [..., D]."""
-        branch = self.branches[index]
+        branch = self.branch(index)
         hidden = branch(hidden)
         if branch.output is None:
             return target.project(hidden)

@@ -112,7 +112,8 @@ class Target:
         except Exception as error:  # transformers raises many kinds for a bad folder
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(f"cannot load the model {name}: {reason}") from error
-        return cls(model.to(torch_device), tokenizer)
+        model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps nn.Module.to
+        return cls(model, tokenizer)
 
     @property
     def device(self) -> torch.device:

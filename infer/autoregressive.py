@@ -25,7 +25,7 @@ def decode_plainly(run: Run) -> Iterator[Emitted]:
                 logits = next_logits(run, tokens)
             with run.stats.phase("accept"):
                 tokens = run.pick(logits)
-                emitted = run.batch.take_step([[token] for token in tokens.tolist()])
+                emitted = run.take_step([[token] for token in tokens.tolist()])
             with run.stats.phase("commit"):
                 tokens = keep_active(run, tokens)
         yield emitted

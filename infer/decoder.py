@@ -15,7 +15,7 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine import Emitted, Request, Run, speculate
 from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
-from drafthead.infer.results import DecodeResult
+from drafthead.infer.results import DecodeResult, DecodeStats
 from drafthead.infer.verifiers import verifier_for
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,6 @@ class Decoder:
         run = self._run(prompts, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
         for _ in self._decode(run, verifier):
             pass
-        run.complete_stats()
         sequences = [row.tokens for row in run.batch.rows]
         texts = (
             self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
@@ -113,13 +112,29 @@ class Decoder:
         seed: int = 0,
     ) -> Iterator[str]:
         """Decode one prompt and yield its text as it comes; arguments as for `generate`."""
+        pieces, _ = self.stream_with_stats(
+            prompt, max_new_tokens, temperature, top_k, top_p, verifier, seed
+        )
+        return pieces
+
+    def stream_with_stats(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        verifier: str = "auto",
+        seed: int = 0,
+    ) -> tuple[Iterator[str], DecodeStats]:
+        """As `stream`, with statistics that are complete once the text has ended."""
         if not is_single(prompt):
             raise UserError("stream takes one prompt; use generate for a batch")
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
         run = self._run(prompt, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
         emitted = (step[0] for step in self._decode(run, verifier))
-        return text_pieces(emitted, self.tokenizer)
+        return text_pieces(emitted, self.tokenizer), run.stats
 
     def _run(
         self,

@@ -40,7 +40,10 @@ class Run:
         self.max_nodes = max_nodes
         self.cache = TreeCache()
         self.batch = Batch(request.limits, request.end_ids)
-        self.stats = DecodeStats()
+        self.stats = DecodeStats(
+            accept_lengths=[row.accept_lengths for row in self.batch.rows],
+            decoded_tokens=[0] * len(request.prompts),
+        )
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, target.device)
         self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
         self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
@@ -93,6 +96,13 @@ class Run:
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
 
+    def take_step(self, answers: list[list[int]]) -> Emitted:
+        """Give the running rows what a step committed; returns what they kept of it."""
+        emitted = self.batch.take_step(answers)
+        for number, tokens in emitted.items():
+            self.stats.decoded_tokens[number] += len(tokens)
+        return emitted
+
     def keep_active(self, session: DraftSession | None = None) -> None:
         """Take rows that have ended out of the running batch."""
         places = self.batch.drop_inactive()
@@ -105,11 +115,6 @@ class Run:
             self.random.keep_rows(places)
         if session is not None:
             session.keep_rows(rows)
-
-    def complete_stats(self) -> None:
-        """Take the rows' accounts into the statistics."""
-        self.stats.accept_lengths = [row.accept_lengths for row in self.batch.rows]
-        self.stats.decoded_tokens = [len(row.tokens) - 1 for row in self.batch.rows]
 
 
 @torch.inference_mode()
@@ -143,7 +148,7 @@ def step(run: Run, session: DraftSession, verifier: Verifier, draws: RowRandom |
     with stats.phase("commit"):
         kept_lengths = [len(answer) for answer in answers]
         commit(run, session, tree, acceptance, tokens, output.features, kept_lengths)
-        emitted = run.batch.take_step(answers)
+        emitted = run.take_step(answers)
         run.keep_active(session)
     return emitted
 

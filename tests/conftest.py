@@ -83,13 +83,17 @@ def make_drafter(
     def make(name: str, target: Target) -> Drafter:
         kind, _, form = name.partition(":")
         if kind == "draft-model":
-            small = make_target(seed=1, layers=1, vocab=target.vocab_size, hidden=target.hidden_size)
+            small = make_target(
+                seed=1, layers=1, vocab=target.vocab_size, hidden=target.hidden_size
+            )
             return DraftModel(small, target, depth=3)
         if kind == "self":
             return DraftModel(target, target, depth=3)
         if kind == "prompt-lookup":
             return PromptLookup(depth=3)
-        return make_head(kind, target).drafter(target, BUSHY if form == "tree" else TreeShape.chain(3))
+        return make_head(kind, target).drafter(
+            target, BUSHY if form == "tree" else TreeShape.chain(3)
+        )
 
     return make
 

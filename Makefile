@@ -1,0 +1,46 @@
+# `make demo` and `make test` set everything up by themselves on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RUN ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lint types format models clean
+
+help:  ## Show this list.
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
+
+install: $(READY)  ## Make .venv and install the project with the tried versions.
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)  ## Distil, train Medusa heads, compare: under ten minutes on 2 cores.
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh $(RUN)
+
+test: $(READY)  ## Run the tests.
+	$(BIN)/python -m pytest
+
+check: lint types test  ## Lint, types and tests.
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)  ## Format the code.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+models: $(READY)  ## Train the demo models again: hours on 2 cores, minutes on a GPU; resumable.
+	$(BIN)/python -m drafthead.scripts.build_demo_models
+
+clean:  ## Remove the virtual environment and all runs.
+	rm -rf $(VENV) runs

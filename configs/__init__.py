@@ -1,0 +1,1 @@
+"""drafthead.configs: data files only (run configurations, launchers, trees)."""

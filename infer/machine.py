@@ -1,0 +1,38 @@
+"""What a measurement was made on: without it a number cannot be compared with another."""
+
+import platform
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+
+
+def processor_name() -> str:
+    """The GPU's name if there is one, else the CPU's."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Processor, threads, memory and operating system."""
+    return {
+        "processor": processor_name(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of what the speed depends on."""
+    names = ("drafthead", "torch", "transformers", "accelerate")
+    return {"python": sys.version.split()[0], **{name: version(name) for name in names}}

@@ -1,0 +1,1 @@
+"""drafthead.scripts: the verbs of the command line, one file a verb."""

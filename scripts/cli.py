@@ -1,0 +1,60 @@
+"""The `drafthead VERB` command: finds the verb's file and turns errors into one sentence."""
+
+import importlib
+import logging
+import sys
+
+import typer
+
+from drafthead.heads.errors import UserError
+
+# Verb -> one line for `drafthead --help`. The verb `inspect-data` is `main` of inspect_data.py.
+VERBS = {
+    "distill": "Write the target's own answers to prompts: the data that heads are trained on.",
+    "inspect-data": "Show conversations with the tokens that training supervises in colour.",
+    "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
+    "calibrate": "Measure a head's accuracies on held-out data and grow its token tree.",
+    "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
+    "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
+}
+
+
+def build_app(requested: str | None) -> typer.Typer:
+    """The command line; only the requested verb's module is imported, so `--help` is quick."""
+    app = typer.Typer(
+        help="Decode several tokens per pass of a frozen language model, exactly.",
+        rich_markup_mode=None,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    for verb, summary in VERBS.items():
+        if verb == requested:
+            module = importlib.import_module(f"drafthead.scripts.{verb.replace('-', '_')}")
+            app.command(verb, short_help=summary)(module.main)
+        else:
+            app.command(verb, help=summary)(lambda: None)
+    return app
+
+
+def fail(message: str, status: int) -> int:
+    """Print one sentence on standard error and return the exit status."""
+    print(f"drafthead: {message}", file=sys.stderr)
+    return status
+
+
+def main() -> None:
+    """Run the verb; bad input ends with one sentence and exit status 2, Ctrl-C with 130."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
+    except UserError as error:
+        sys.exit(fail(str(error), 2))
+    except OSError as error:
+        sys.exit(fail(f"{error.strerror or error}: {error.filename or 'a file'}", 1))
+    except KeyboardInterrupt:
+        sys.exit(fail("interrupted; what was written so far is kept", 130))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+#!/bin/sh
+# The whole way, offline: the demo target answers prompts, Medusa heads learn from the answers, and
+# every way of decoding runs on held-out prompts. A second run continues where the first one stopped.
+set -eu
+run=${1:-runs/demo}
+target=assets/demo_target
+
+drafthead distill --target $target --prompts assets/demo_prompts/train.jsonl \
+    --output "$run/distilled.jsonl" --max-new-tokens 192 --limit 2400
+drafthead distill --target $target --prompts assets/demo_prompts/validation.jsonl \
+    --output "$run/validation.jsonl" --max-new-tokens 192 --limit 160
+accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+    train/train_heads.py --config configs/demo_medusa.yaml \
+    data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" \
+    train.output="$run/medusa"
+drafthead compare --target $target --head "$run/medusa" --draft-model assets/demo_draft \
+    --prompts assets/demo_prompts/test.jsonl --output "$run/comparison" --limit 12 --rounds 3

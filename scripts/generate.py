@@ -1,0 +1,67 @@
+"""`drafthead generate`: decode from the shell, as `Decoder` does from Python."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafthead.heads.errors import UserError
+from drafthead.infer import Decoder, DecodeStats
+from drafthead.infer.decoder import DEFAULT_CHAIN, DEFAULT_TREE_NODES
+
+
+def main(
+    target: Annotated[str, typer.Option(help="Target model: folder or hub id.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="The user's message; standard input when not given.")
+    ] = None,
+    head: Annotated[Path | None, typer.Option(help="Folder of a trained head.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Separate draft model.")] = None,
+    prompt_lookup: Annotated[bool, typer.Option(help="Draft from the prompt itself.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")] = 1.0,
+    verifier: Annotated[
+        str,
+        typer.Option(help="auto, greedy, rejection: lossless; typical: lossy, changes the output."),
+    ] = "auto",
+    tree_nodes: Annotated[
+        int, typer.Option(help="Nodes of a head's tree, root included.")
+    ] = DEFAULT_TREE_NODES,
+    draft_tokens: Annotated[
+        int, typer.Option(help="Tokens that a draft model or prompt lookup drafts.")
+    ] = DEFAULT_CHAIN,
+    seed: Annotated[int, typer.Option(help="Same seed, same answer.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Answer a prompt, piece by piece as it is decoded, and say how fast.
+
+    At most one of --head, --draft-model and --prompt-lookup; with none of them, plain decoding.
+    The answer goes to standard output, the account to standard error.
+    """
+    text = prompt if prompt is not None else sys.stdin.read()
+    if not text.strip():
+        raise UserError("the prompt is empty: pass --prompt or text on standard input")
+    decoder = Decoder.from_pretrained(
+        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device
+    )
+    pieces, stats = decoder.stream_with_stats(
+        text, max_new_tokens, temperature, top_k, top_p, verifier, seed
+    )
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    print(summary(stats), file=sys.stderr)
+
+
+def summary(stats: DecodeStats) -> str:
+    """One line: tokens, speed, tau and where the time went."""
+    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stats.seconds.items())
+    tokens = sum(stats.decoded_tokens) + len(stats.decoded_tokens)
+    return (
+        f"[{tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, {stats.steps} steps, "
+        f"tau {stats.tau:.2f}; {phases}]"
+    )

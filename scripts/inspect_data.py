@@ -1,0 +1,142 @@
+"""`drafthead inspect-data`: show what training supervises, and what a data set holds."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.train.conversations import (
+    Conversation,
+    SupervisedTokens,
+    mark_answers,
+    read_conversations,
+    require_chat_template,
+    special_ids,
+    supervise,
+)
+
+SUPERVISED, CONTEXT, EDGE = "bold green", "dim", "red"
+NAMED = 10  # problems that are printed before they are only counted
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """Lengths of the usable rows in tokens, and what is wrong with the others."""
+
+    rows: int
+    lengths: list[int]
+    supervised: list[int]
+    without_end: int  # rows whose last supervised token is no control token
+    problems: list[str]
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id; UserError if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer can be loaded from {name} ({reason})") from error
+
+
+def summarise(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]) -> DataSummary:
+    """Mark every conversation; rows that training would refuse are named in `problems`."""
+    lengths, supervised, problems = [], [], []
+    without_end = 0
+    controls = special_ids(tokenizer)
+    for conversation in conversations:
+        try:
+            marked = supervise(tokenizer, conversation.messages, conversation.where)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        emitted = [i for i, kept in zip(marked.input_ids, marked.mask, strict=True) if kept]
+        lengths.append(len(marked.input_ids))
+        supervised.append(len(emitted))
+        without_end += emitted[-1] not in controls
+    return DataSummary(len(conversations), lengths, supervised, without_end, problems)
+
+
+def runs(marked: SupervisedTokens, token_by_token: bool) -> list[tuple[list[int], bool]]:
+    """Neighbouring tokens of the same kind, or every token alone, each with its mask."""
+    pieces: list[tuple[list[int], bool]] = []
+    for token, kept in zip(marked.input_ids, marked.mask, strict=True):
+        if pieces and pieces[-1][1] == kept and not token_by_token:
+            pieces[-1][0].append(token)
+        else:
+            pieces.append(([token], kept))
+    return pieces
+
+
+def paint(
+    tokenizer: PreTrainedTokenizerBase,
+    marked: SupervisedTokens,
+    show_tokens: bool,
+    colour: bool,
+) -> Text:
+    """The rendered conversation, supervised text in colour or, without colour, in brackets."""
+    text = Text()
+    for ids, kept in runs(marked, show_tokens):
+        piece = str(tokenizer.decode(ids, skip_special_tokens=False))
+        if kept and not colour:
+            piece = f"⟦{piece}⟧"
+        text.append(piece, style=SUPERVISED if kept else CONTEXT)
+        if show_tokens:
+            text.append("|", style=EDGE)
+    return text
+
+
+def summary_table(summary: DataSummary, title: str) -> Table:
+    """The statistics as a table of two columns."""
+    table = Table(title=title, show_header=False)
+    total, kept = sum(summary.lengths), sum(summary.supervised)
+    rows = [("rows", f"{summary.rows:,}"), ("rows training would refuse", len(summary.problems))]
+    if total:
+        rows += [
+            ("tokens", f"{total:,}"),
+            ("supervised tokens", f"{kept:,} ({kept / total:.1%})"),
+            ("rows whose last answer lacks an end-of-turn", summary.without_end),
+        ]
+        for name, values in (("tokens a row", summary.lengths), ("supervised", summary.supervised)):
+            shown = np.percentile(values, [0, 50, 90, 99, 100]).round().astype(int)
+            rows.append((f"{name}: min, 50 %, 90 %, 99 %, max", ", ".join(map(str, shown))))
+    for name, value in rows:
+        table.add_row(name, str(value))
+    return table
+
+
+def main(
+    data: str = typer.Option(..., help="A .jsonl/.json/.parquet file, folder or data set."),
+    tokenizer: str = typer.Option(..., help="The model whose chat template is applied."),
+    rows: int = typer.Option(3, min=0, help="Show the first so many rows."),
+    row: int | None = typer.Option(None, min=1, help="Show this row only, counted from 1."),
+    show_tokens: bool = typer.Option(False, "--show-tokens", help="Show where tokens end."),
+) -> None:
+    """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
+    conversations = read_conversations(data)
+    if row is not None and row > len(conversations):
+        raise UserError(f"{data} has {len(conversations)} conversations, there is no row {row}")
+    loaded = load_tokenizer(tokenizer)
+    # A missing template is one problem of the tokenizer and not one of each row.
+    require_chat_template(loaded)
+    console = Console(highlight=False, soft_wrap=True)
+    shown = conversations[:rows] if row is None else [conversations[row - 1]]
+    for conversation in shown:
+        console.print(Text(f"{conversation.id} ({conversation.where})", style="bold"))
+        try:
+            marked = mark_answers(loaded, conversation.messages, conversation.where)
+        except UserError as error:
+            console.print(Text(str(error), style=EDGE))
+            continue
+        console.print(paint(loaded, marked, show_tokens, console.is_terminal), end="\n\n")
+    summary = summarise(loaded, conversations)
+    console.print(summary_table(summary, data))
+    for problem in summary.problems[:NAMED]:
+        console.print(Text(problem, style=EDGE))
+    if len(summary.problems) > NAMED:
+        console.print(f"... and {len(summary.problems) - NAMED} more")

@@ -1,0 +1,5 @@
+"""The verb `drafthead train`: the training entry point in this very process."""
+
+from drafthead.train.train_heads import main
+
+__all__ = ["main"]

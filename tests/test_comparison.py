@@ -1,0 +1,123 @@
+"""The arithmetic of comparisons, on numbers small enough to check by hand."""
+
+import json
+
+import pytest
+import torch
+
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.infer import Decoder
+from drafthead.infer.comparison import divergences, race, rows_of
+from drafthead.infer.contestants import Ours, Transformers
+from drafthead.infer.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.speedup_model import chain_speedup, predict_chain, speedup_bound
+from drafthead.scripts.comparison_report import markdown_table, write_report
+
+
+def test_tau_counts_returned_tokens_per_pass() -> None:
+    stats = DecodeStats(accept_lengths=[[1, 3, 2, 1], [4]], decoded_tokens=[7, 2])
+    assert stats.tau == 9 / 5
+
+
+def test_acceptance_by_depth_is_conditional() -> None:
+    stats = DecodeStats(accept_lengths=[[1, 3, 2, 1]])
+    assert stats.acceptance_by_depth() == [2 / 4, 1 / 2]
+    assert DecodeStats(accept_lengths=[[1, 1]]).acceptance_by_depth() == []
+
+
+def test_repeated_ngrams() -> None:
+    assert repeated_ngram_share([[1, 2, 3, 4]], n=2) == 0
+    assert repeated_ngram_share([[1, 2, 1, 2, 1]], n=2) == 2 / 4
+    assert repeated_ngram_share([[1]], n=2) == 0
+
+
+def test_leviathans_formula() -> None:
+    assert chain_speedup(alpha=0.5, length=2, cost=0) == pytest.approx(1.75)
+    assert chain_speedup(alpha=1.0, length=4, cost=0.25) == pytest.approx(5 / 2)
+    assert chain_speedup(alpha=0.0, length=4, cost=0.25) == pytest.approx(1 / 2)
+
+
+def test_alpha_counts_only_tokens_that_were_tried() -> None:
+    # Accept lengths 5 (all four), 3 (two of three tried), 1 (none of one).
+    prediction = predict_chain([5, 3, 1], length=4, cost=0.1)
+    assert prediction.alpha == pytest.approx(6 / 8)
+    assert prediction.best_speedup >= prediction.speedup
+    assert predict_chain([1, 1], length=4, cost=0.5).best_length == 0
+
+
+def test_the_bound_is_tau_over_the_cost_of_a_step() -> None:
+    bound = speedup_bound(3.0, verify_seconds=1.2, draft_seconds=0.2, host_seconds=0.1, t_1=1.0)
+    assert bound == pytest.approx(2.0)
+
+
+@pytest.fixture(scope="module")
+def small_race(target, make_drafter):
+    """Plain, generate and Medusa on two prompts in float32."""
+    greedy = SamplingConfig()
+    contestants = [
+        Ours("plain", "none", greedy, Decoder(target)),
+        Transformers("generate", "none", greedy, target),
+        Transformers("generate + assistant", "draft model", greedy, target, target, 3),
+        Ours("head", "medusa", greedy, Decoder(target, make_drafter("medusa:tree", target))),
+    ]
+    prompts = [[9, 10, 11], [20, 21]]
+    seen: list[int] = []
+    records = race(contestants, prompts, 2, 24, seed=0, on_answer=lambda: seen.append(1))
+    assert len(seen) == 2 * 2 * 4
+    return records, prompts
+
+
+def test_all_contestants_are_counted_alike(small_race) -> None:
+    records, _ = small_race
+    first = [[a.sequence for a in record.answers[0]] for record in records]
+    assert first[1:] == first[:-1], "greedy answers agree in float32"
+    for record in records[:2]:
+        for answer in record.answers[0]:
+            assert answer.decoded_tokens == len(answer.sequence) - 1
+    for answer in records[2].answers[0]:  # the assistant's first tokens come several at a time
+        assert len(answer.sequence) - 4 <= answer.decoded_tokens <= len(answer.sequence) - 1
+
+
+def test_baselines_have_speedup_one_over_themselves(small_race) -> None:
+    records, _ = small_race
+    plain, generate, assisted, head = rows_of(records, 0.0, frozenset({7}))
+    assert plain.speedup == 1 and generate.speedup_hf == 1
+    assert plain.tau == 1 and assisted.tau is None
+    assert head.efficiency == pytest.approx(head.speedup / head.tau)
+    assert head.speedup_range[0] <= head.speedup <= head.speedup_range[1]
+    assert head.speedup_bound > 0
+    assert sum(head.accept_length_counts.values()) > 0
+
+
+def test_a_divergence_is_located_and_its_gap_measured(small_race, target) -> None:
+    records, prompts = small_race
+    assert divergences(records, prompts, target) == []
+    head = records[-1]
+    answer = head.answers[0][0]
+    right = answer.sequence[2]
+    answer.sequence[2] = (right + 1) % 64
+    (found,) = divergences(records, prompts, target)
+    answer.sequence[2] = right
+    assert (found.prompt, found.position, found.plain_token) == (0, 2, right)
+    ids = torch.tensor([prompts[0] + answer.sequence[:2]])
+    top = target.model(ids).logits[0, -1].topk(2).values
+    assert found.top2_gap == pytest.approx(float(top[0] - top[1]), abs=1e-5)
+
+
+def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
+    records, prompts = small_race
+    rows = rows_of(records, 0.0, frozenset({7}))
+    about = {
+        "command": "drafthead compare", "machine": {"processor": "p", "threads": 1}, "target": "t",
+        "dtype": "float32", "prompts": len(prompts), "max_new_tokens": 24, "rounds": 2,
+    }  # fmt: skip
+    write_report(rows, ["a note"], about, tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    wanted = {
+        "mode", "drafter", "verifier", "tree_nodes", "temperature", "tokens", "seconds",
+        "tokens_per_second", "tau", "acceptance_by_depth", "draft_cost", "speedup", "speedup_hf",
+        "speedup_bound", "efficiency", "repeated_8gram_share", "peak_memory_bytes",
+    }  # fmt: skip
+    assert all(wanted <= set(row) for row in content["rows"])
+    assert markdown_table(rows) in (tmp_path / "out" / "comparison.md").read_text()
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,105 @@
+"""Optimisers and learning-rate schedules, shared by head training and by the demo models."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optimiser trains the parameters, and how fast.
+
+    `muon` orthogonalises the updates of hidden matrices (Jordan et al., 2024) and leaves
+    embeddings, output heads, norms and biases to AdamW.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 1e-3  # AdamW, and the AdamW part of Muon
+    muon_lr: float = 0.02
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_ratio: float = 0.05
+    final_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.muon_lr <= 0:
+            raise ValueError(f"learning rates must be positive, got {self.lr} and {self.muon_lr}")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"warmup_ratio must lie in [0, 1], got {self.warmup_ratio}")
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon applies: a matrix that is neither an embedding nor an output projection."""
+    is_table = any(part in name for part in ("embed", "lm_head", "output"))
+    return parameter.ndim == 2 and not is_table
+
+
+def build_optimizers(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
+) -> list[torch.optim.Optimizer]:
+    """One AdamW, or for `muon` a Muon for the hidden matrices and an AdamW for the rest.
+
+    Parameters that do not require gradients are left out; raises ValueError if none is left.
+    """
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    if not trained:
+        raise ValueError("there is no parameter to train")
+    matrices = [p for name, p in trained if config.name == "muon" and is_hidden_matrix(name, p)]
+    in_muon = {id(p) for p in matrices}
+    rest = [p for _, p in trained if id(p) not in in_muon]
+    decay = config.weight_decay
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=decay))
+    if rest:
+        optimizers.append(
+            torch.optim.AdamW(rest, lr=config.lr, betas=config.betas, weight_decay=decay)
+        )
+    return optimizers
+
+
+def lr_share(config: OptimizerConfig, progress: float) -> float:
+    """The learning rate as a share of its peak when `progress` of the training is done.
+
+    Linear warm-up, then the schedule. `progress` may count steps or time, so a run of so many
+    minutes reaches the schedule's end too. With warmup_ratio 0.2 and `linear` to 0: 0.5 at
+    progress 0.1, 1 at 0.2, 0.5 at 0.6, 0 at 1.
+    """
+    warmup = config.warmup_ratio
+    if progress < warmup:
+        return progress / warmup
+    if config.schedule == "constant" or warmup == 1:
+        return 1.0
+    through = min(1.0, (progress - warmup) / (1 - warmup))
+    fall = through if config.schedule == "linear" else (1 - math.cos(math.pi * through)) / 2
+    return 1.0 - (1.0 - config.final_lr_ratio) * fall
+
+
+def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
+    """`lr_share` at the middle of step s of `total_steps`."""
+    return lambda step: lr_share(config, (step + 0.5) / total_steps)
+
+
+def set_learning_rates(
+    optimizers: Sequence[torch.optim.Optimizer], peaks: Sequence[float], share: float
+) -> list[float]:
+    """Give each optimiser `share` of its peak learning rate; returns the rates."""
+    rates = [peak * share for peak in peaks]
+    for optimizer, rate in zip(optimizers, rates, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+    return rates
+
+
+def build_schedulers(
+    optimizers: list[torch.optim.Optimizer], config: OptimizerConfig, total_steps: int
+) -> list[torch.optim.lr_scheduler.LambdaLR]:
+    """One scheduler an optimiser, all following `lr_factor`."""
+    factor = lr_factor(config, total_steps)
+    return [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
