@@ -1,4 +1,4 @@
-"""Training losses as pure functions; each sums over positions and leaves averaging to the caller.
+"""Training losses as pure functions of one position each; averaging is left to the caller.
 
 Logits of many positions over a large vocabulary do not fit in memory at once, so `in_chunks` works
 through the positions and recomputes a chunk's logits in the backward pass.
@@ -14,31 +14,40 @@ MAX_LOGITS = 2**25  # float32 entries alive at once in a chunk: 128 MiB
 
 
 def hard_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum over A positions of -log softmax(logits)[label]; logits [A, V], labels [A]."""
-    return cross_entropy(logits.float(), labels, reduction="sum")
+    """-log softmax(logits)[label] of A positions, [A]; logits [A, V], labels [A]."""
+    return cross_entropy(logits.float(), labels, reduction="none")
 
 
 def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
-    """Sum over A positions of -sum_v target_probs[v] log draft_probs[v]; both [A, V].
+    """-sum_v target_probs[v] log draft_probs[v] of A positions, [A]; both logits [A, V].
 
     Its gradient equals that of the forward KL divergence from target to draft.
     """
     target_probs = softmax(target_logits.float(), dim=-1)
-    return -(target_probs * log_softmax(logits.float(), dim=-1)).sum()
+    return -(target_probs * log_softmax(logits.float(), dim=-1)).sum(-1)
+
+
+@torch.no_grad()
+def ranks_of(logits: torch.Tensor, labels: torch.Tensor, most: int) -> torch.Tensor:
+    """How many tokens have a larger logit than the label, at most `most`, [A].
+
+    Logits (1, 3, 2) rank the labels 0, 1, 2 as 2, 0, 1.
+    """
+    return (logits > logits.gather(-1, labels[:, None])).sum(-1).clamp_max(most)
 
 
 def in_chunks(
-    function: Callable[..., torch.Tensor], vocab_size: int, *rows: torch.Tensor
-) -> torch.Tensor:
-    """Sum of function(*chunk) over chunks of the rows [A, ...], at most MAX_LOGITS logits each.
+    function: Callable[..., tuple[torch.Tensor, ...]], vocab_size: int, *rows: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """function(*rows) for rows [A, ...] worked through in chunks of at most MAX_LOGITS logits.
 
-    With more than one chunk the forward pass of each is repeated in the backward pass, so the peak
-    is one chunk's logits and their gradient instead of A x V of each.
+    `function` gives tensors of one entry a row. With more than one chunk the forward pass of each
+    is repeated in the backward pass, so the peak is one chunk's logits and their gradient instead
+    of A x V of each.
     """
     size = max(1, MAX_LOGITS // vocab_size)
     if rows[0].shape[0] <= size:
         return function(*rows)
     chunks = zip(*(tensor.split(size) for tensor in rows), strict=True)
-    return torch.stack(
-        [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
-    ).sum()
+    parts = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

@@ -5,6 +5,7 @@ residual blocks x + SiLU(W x + b) on the target's final hidden state, then an ou
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -21,7 +22,12 @@ from drafthead.heads.base import (
     HeadLoss,
     register_head,
 )
-from drafthead.heads.losses import hard_cross_entropy, in_chunks, soft_cross_entropy
+from drafthead.heads.losses import (
+    hard_cross_entropy,
+    in_chunks,
+    ranks_of,
+    soft_cross_entropy,
+)
 from drafthead.heads.sampling import (
     RowRandom,
     SamplingConfig,
@@ -131,9 +137,16 @@ class MedusaHeads(DraftHead):
             student = hidden[rows[valid], anchors[valid]]
             # The target's own prediction of that label stands one place before it.
             teacher = hidden[rows[valid], anchors[valid] + index + 1]
-            losses.append(self._depth_loss(index, student, teacher, labels[valid], target))
+            depth_losses, depth_ranks = in_chunks(
+                partial(self._judge, index, target),
+                self.config.vocab_size,
+                student,
+                teacher,
+                labels[valid],
+            )
+            losses.append(depth_losses.sum())
             counts.append(valid.sum())
-            ranks.append(self._ranks(index, student, labels, valid, target))
+            ranks.append(torch.full_like(labels, MAX_RANK).masked_scatter(valid, depth_ranks))
         weights = [self.config.depth_decay**index for index in range(self.depth)]
         total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
         return HeadLoss(
@@ -143,42 +156,20 @@ class MedusaHeads(DraftHead):
             ranks=torch.stack(ranks, dim=1),
         )
 
-    def _depth_loss(
+    def _judge(
         self,
         index: int,
+        target: Target,
         student: torch.Tensor,  # [A, D]
         teacher: torch.Tensor,  # [A, D]
         labels: torch.Tensor,  # [A]
-        target: Target,
-    ) -> torch.Tensor:
-        """Hard or soft cross entropy of one head, summed over the anchors."""
-
-        def hard(student: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return hard_cross_entropy(self.logits(student, index, target), labels)
-
-        def soft(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-            logits = self.logits(student, index, target)
-            return soft_cross_entropy(logits, target.project(teacher))
-
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss [A] of one head, and the rank [A] of the true token among its guesses."""
+        logits = self.logits(student, index, target)
+        ranks = ranks_of(logits, labels, MAX_RANK)
         if self.config.labels == "hard":
-            return in_chunks(hard, self.config.vocab_size, student, labels)
-        return in_chunks(soft, self.config.vocab_size, student, teacher)
-
-    @torch.no_grad()
-    def _ranks(
-        self,
-        index: int,
-        student: torch.Tensor,  # [A', D]
-        labels: torch.Tensor,  # [A]
-        valid: torch.Tensor,  # [A] bool, A' of them true
-        target: Target,
-    ) -> torch.Tensor:
-        """Rank [A] of the true token among the head's guesses, MAX_RANK where it is no guess."""
-        ranks = torch.full_like(labels, MAX_RANK)
-        guesses = self.logits(student, index, target).topk(MAX_RANK, dim=-1).indices
-        hit = guesses == labels[valid][:, None]
-        ranks[valid] = torch.where(hit.any(-1), hit.int().argmax(-1), MAX_RANK)
-        return ranks
+            return hard_cross_entropy(logits, labels), ranks
+        return soft_cross_entropy(logits, target.project(teacher)), ranks
 
     def drafter(self, target: Target, shape: TreeShape) -> Drafter:
         """Medusa heads on a static tree."""

@@ -103,6 +103,7 @@ class Target:
         """
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
+        refuse_missing_folder(str(name))
         try:
             AutoConfig.from_pretrained(name, trust_remote_code=trust_code)
             model = AutoModelForCausalLM.from_pretrained(
@@ -231,6 +232,18 @@ class Taps:
         if len(kept) != len(self.kept):
             raise UserError("a tapped layer did not run: this architecture cannot be tapped")
         return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Raise UserError for a name that can only be a folder and is none.
+
+    A hub id has the form NAME or OWNER/NAME; asking the hub for anything else, or for a folder
+    beside existing ones, costs a user many seconds to be told less.
+    """
+    path = Path(name)
+    is_hub_id = len(path.parts) <= 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
+    if not path.exists() and not is_hub_id:
+        raise UserError(f"cannot load the model {name}: this folder does not exist")
 
 
 def dtype_named(name: str) -> torch.dtype:

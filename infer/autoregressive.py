@@ -35,7 +35,7 @@ def next_logits(run: Run, tokens: torch.Tensor) -> torch.Tensor:
     """Feed tokens [B], commit them, and give the logits [B, V] behind them."""
     cache = run.cache
     assert cache.lengths is not None
-    positions = cache.lengths[:, None]
+    positions = run.legal(cache.lengths[:, None])
     node = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens.device)
     mask = cache.mask(node, run.target.dtype)
     output = run.target.run(tokens[:, None], positions, mask, run.features, cache)

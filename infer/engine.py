@@ -88,13 +88,16 @@ class Run:
     def verify(self, tree: TokenTree) -> TargetOutput:
         """One pass of the target over all nodes of a tree."""
         assert self.cache.lengths is not None
-        positions = self.cache.lengths[:, None] + tree.depths
-        if self.target.max_length is not None:
-            # Nodes past the end of the context cannot be accepted, but need a legal position.
-            positions = positions.clamp_max(self.target.max_length - 1)
+        positions = self.legal(self.cache.lengths[:, None] + tree.depths)
         mask = self.cache.mask(tree.ancestors, self.target.dtype)
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
+
+    def legal(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions within the context: what lies past its end is never kept, but is computed."""
+        if self.target.max_length is None:
+            return positions
+        return positions.clamp_max(self.target.max_length - 1)
 
     def take_step(self, answers: list[list[int]]) -> Emitted:
         """Give the running rows what a step committed; returns what they kept of it."""
@@ -104,8 +107,8 @@ class Run:
         return emitted
 
     def keep_active(self, session: DraftSession | None = None) -> None:
-        """Take rows that have ended out of the running batch."""
-        places = self.batch.drop_inactive()
+        """Take rows that have ended out of the running batch, many at a time."""
+        places = self.batch.drop_idle()
         if not places:
             return
         self.lengths = [self.lengths[place] for place in places]

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+# Rows that have ended run along idly until this share of the batch is idle: taking them out copies
+# the whole cache, which must not happen each time that one of many rows ends.
+IDLE_SHARE = 0.25
+
 
 @dataclass
 class Row:
@@ -39,29 +43,32 @@ class Batch:
         self.running = list(range(len(limits)))  # row numbers, by place in the running batch
 
     def running_rows(self) -> list[Row]:
-        """The rows of the running batch, in its order."""
+        """The rows of the running batch, idle ones among them, in its order."""
         return [self.rows[number] for number in self.running]
 
     def take(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Give each running row its committed tokens; returns what was kept, by row number."""
+        """Give each active row its committed tokens; returns what was kept, by row number."""
         return {
             number: self.rows[number].take(tokens, self.end_ids)
             for number, tokens in zip(self.running, committed, strict=True)
+            if self.rows[number].active
         }
 
     def take_step(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """`take` for a verification step, whose accept lengths are recorded."""
-        for number, tokens in zip(self.running, committed, strict=True):
-            self.rows[number].accept_lengths.append(len(tokens))
+        for row, tokens in zip(self.running_rows(), committed, strict=True):
+            if row.active:
+                row.accept_lengths.append(len(tokens))
         return self.take(committed)
 
-    def drop_inactive(self) -> list[int] | None:
-        """Shrink the running batch to its active rows.
+    def drop_idle(self) -> list[int] | None:
+        """Shrink the running batch to its active rows, once enough rows are idle.
 
         Returns the places that stay, in the batch as it was; None when all of them do.
         """
-        places = [p for p, number in enumerate(self.running) if self.rows[number].active]
-        if len(places) == len(self.running):
+        places = [place for place, row in enumerate(self.running_rows()) if row.active]
+        idle = len(self.running) - len(places)
+        if not idle or (places and idle < IDLE_SHARE * len(self.running)):
             return None
         self.running = [self.running[place] for place in places]
         return places

@@ -8,17 +8,13 @@ One to two hours on 2 cores, minutes on a GPU. A killed run continues from its l
 import json
 import logging
 import random
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -28,9 +24,9 @@ from transformers import (
 )
 
 from drafthead.scripts.demo_corpus import Pair, package_versions, read_corpus
-from drafthead.train.optimizers import OptimizerConfig, build_optimizers, build_schedulers
-
-logger = logging.getLogger(__name__)
+from drafthead.scripts.demo_rollouts import lesson, roll_out
+from drafthead.scripts.demo_training import IGNORE, LEARN, Example, Recipe, Run, mean_loss
+from drafthead.train.optimizers import OptimizerConfig
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 1024
@@ -42,32 +38,48 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+PRETRAINING = OptimizerConfig(
+    name="muon", lr=3e-3, muon_lr=0.02, schedule="linear", warmup_ratio=0.04
+)
+POLISHING = OptimizerConfig(
+    name="muon", lr=3e-4, muon_lr=0.002, schedule="linear", warmup_ratio=0.1
+)
+PROMPTS = {"train": 3000, "validation": 300, "test": 300}
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Architecture and training of one demo model."""
+class Blueprint:
+    """One demo model: its shape, its pretraining, and how often it learns from its own answers."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    epochs: float
-    seed: int = 0
-    batch_tokens: int = 6144
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(
-            name="muon", lr=3e-3, muon_lr=0.02, schedule="linear", warmup_ratio=0.04
-        )
-    )
+    pretraining: Recipe
+    polishing_rounds: int = 0
+    polishing: Recipe | None = None
+    questions_per_round: int = 0
 
 
 # One decoder layer and the output head are each 6 to 7 % of the target, as in a large model.
-RECIPES = {
-    "target": Recipe(
-        hidden_size=320, intermediate_size=864, num_layers=14, num_heads=5, epochs=1.3
+BLUEPRINTS = {
+    "target": Blueprint(
+        hidden_size=320,
+        intermediate_size=864,
+        num_layers=14,
+        num_heads=5,
+        pretraining=Recipe(epochs=1.1, optimizer=PRETRAINING),
+        polishing_rounds=2,
+        polishing=Recipe(epochs=1.0, optimizer=POLISHING),
+        questions_per_round=1536,
     ),
-    "draft": Recipe(hidden_size=256, intermediate_size=688, num_layers=2, num_heads=4, epochs=1.3),
+    "draft": Blueprint(
+        hidden_size=256,
+        intermediate_size=688,
+        num_layers=2,
+        num_heads=4,
+        pretraining=Recipe(epochs=1.1, optimizer=PRETRAINING),
+    ),
 }
 
 
@@ -96,186 +108,48 @@ def train_tokenizer(pairs: list[Pair]) -> PreTrainedTokenizerFast:
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, pairs: list[Pair]) -> list[list[int]]:
-    """Each pair as the token ids of a two-message conversation."""
-    rows = []
+def encode(
+    tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], answers_only: bool = False
+) -> list[Example]:
+    """Each pair as a two-message conversation, of which all or the answer alone is learnt."""
+    answer_begins = tokenizer.get_vocab()["<|assistant|>"]
+    examples = []
     for pair in pairs:
         messages = [
             {"role": "user", "content": pair.question},
             {"role": "assistant", "content": pair.answer},
         ]
-        rows.append(list(tokenizer.apply_chat_template(messages, return_dict=False)))
-    return rows
+        ids = list(tokenizer.apply_chat_template(messages, return_dict=False))
+        asked = ids.index(answer_begins) + 1 if answers_only else 0
+        examples.append(Example(ids, [IGNORE] * asked + [LEARN] * (len(ids) - asked)))
+    return examples
 
 
-def batches_of_epoch(
-    rows: list[list[int]], batch_tokens: int, seed: int, epoch: int
-) -> list[list[int]]:
-    """Row indices of each batch: rows of similar length, at most `batch_tokens` after padding."""
-    generator = random.Random(f"{seed}-{epoch}")
-    order = sorted(range(len(rows)), key=lambda i: (len(rows[i]) // 8, generator.random()))
-    batches: list[list[int]] = []
-    for index in order:
-        length = len(rows[index])
-        if not batches or length * (len(batches[-1]) + 1) > batch_tokens:
-            batches.append([])
-        batches[-1].append(index)
-    generator.shuffle(batches)
-    return batches
-
-
-def pad_batch(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids [B, T] and labels [B, T] with -100 on padding.
-
-    No attention mask is needed: a causal model never looks right, where the padding is.
-    """
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    padding = torch.arange(longest)[None] >= lengths[:, None]
-    return ids, ids.masked_fill(padding, -100)
-
-
-def token_loss(
-    model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, int]:
-    """Summed next-token loss in nats and the number of tokens that it counts."""
-    device = next(model.parameters()).device
-    ids, labels = ids.to(device), labels.to(device)
-    with torch.autocast(device.type, torch.bfloat16):
-        logits = model(input_ids=ids, use_cache=False).logits
-    loss = cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+def fresh_model(blueprint: Blueprint, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A randomly initialised model, on the GPU if there is one."""
+    torch.manual_seed(blueprint.pretraining.seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=blueprint.hidden_size,
+        intermediate_size=blueprint.intermediate_size,
+        num_hidden_layers=blueprint.num_layers,
+        num_attention_heads=blueprint.num_heads,
+        num_key_value_heads=blueprint.num_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    return loss, int((labels[:, 1:] != -100).sum())
-
-
-@torch.no_grad()
-def held_out_loss(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]
-) -> dict[str, float]:
-    """Nats a token on whole conversations and on their answers alone."""
-    model.eval()
-    assistant = tokenizer.get_vocab()["<|assistant|>"]
-    totals = {"all": [0.0, 0], "answers": [0.0, 0]}
-    for batch in batches_of_epoch(rows, 8192, seed=0, epoch=0):
-        ids, labels = pad_batch([rows[i] for i in batch], tokenizer.pad_token_id)
-        begins = torch.eq(ids, assistant).long()
-        answered = begins.cumsum(1) - begins > 0
-        for name, kept in (("all", labels), ("answers", labels.masked_fill(~answered, -100))):
-            loss, count = token_loss(model, ids, kept)
-            totals[name][0] += loss.item()
-            totals[name][1] += count
-    model.train()
-    return {name: total / count for name, (total, count) in totals.items()}
-
-
-class Run:
-    """One training run whose whole state fits in a file, so that it can be resumed exactly."""
-
-    def __init__(
-        self, name: str, rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, work: Path
-    ):
-        self.name, self.rows, self.work = name, rows, work
-        self.recipe = RECIPES[name]
-        self.pad = tokenizer.pad_token_id
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        torch.manual_seed(self.recipe.seed)
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCAB_SIZE,
-                hidden_size=self.recipe.hidden_size,
-                intermediate_size=self.recipe.intermediate_size,
-                num_hidden_layers=self.recipe.num_layers,
-                num_attention_heads=self.recipe.num_heads,
-                num_key_value_heads=self.recipe.num_heads,
-                max_position_embeddings=MAX_POSITIONS,
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=self.pad,
-            )
-        )
-        self.model.to(self.device)  # type: ignore[arg-type]  # transformers wraps nn.Module.to
-        self.batches = list(self._all_batches())
-        self.optimizers = build_optimizers(self.model.named_parameters(), self.recipe.optimizer)
-        self.schedulers = build_schedulers(
-            self.optimizers, self.recipe.optimizer, len(self.batches)
-        )
-        self.step = 0
-        self.tokens = 0
-        self.checkpoint = work / f"{name}.pt"
-
-    def _all_batches(self) -> Iterator[list[int]]:
-        epochs, recipe = self.recipe.epochs, self.recipe
-        for epoch in range(int(epochs) + 1):
-            batches = batches_of_epoch(self.rows, recipe.batch_tokens, recipe.seed, epoch)
-            yield from batches[: round(min(1.0, epochs - epoch) * len(batches))]
-
-    def train_step(self) -> float:
-        """One optimiser step; returns the batch's loss in nats a token."""
-        rows = [self.rows[i] for i in self.batches[self.step]]
-        loss, count = token_loss(self.model, *pad_batch(rows, self.pad))
-        (loss / count).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm)
-        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        self.step += 1
-        self.tokens += count
-        return loss.item() / count
-
-    def save(self) -> None:
-        """Write the whole state under a temporary name, then rename it."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "schedulers": [s.state_dict() for s in self.schedulers],
-            "step": self.step,
-            "tokens": self.tokens,
-        }
-        temporary = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(self.checkpoint)
-
-    def resume(self) -> None:
-        """Continue from the last checkpoint, if there is one."""
-        if not self.checkpoint.exists():
-            return
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        for owned, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            owned.load_state_dict(saved)
-        for owned_schedule, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            owned_schedule.load_state_dict(saved)
-        self.step, self.tokens = state["step"], state["tokens"]
-        logger.info("%s: resumed at step %d of %d", self.name, self.step, len(self.batches))
-
-    def train(self, save_every: int) -> None:
-        """Train to the end of the schedule, saving and logging on the way."""
-        log_path = self.work / f"{self.name}_log.jsonl"
-        bar = tqdm(total=len(self.batches), initial=self.step, desc=self.name, mininterval=10)
-        while self.step < len(self.batches):
-            started = time.perf_counter()
-            before = self.tokens
-            loss = self.train_step()
-            seconds = time.perf_counter() - started
-            bar.update()
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            if self.step % save_every == 0 or self.step == len(self.batches):
-                self.save()
-            with log_path.open("a") as log:
-                speed = round((self.tokens - before) / seconds)
-                log.write(json.dumps({"step": self.step, "loss": loss, "tokens_s": speed}) + "\n")
-        bar.close()
+    model = LlamaForCausalLM(config)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return model
 
 
 def write_prompts(pairs: list[Pair], output: Path) -> None:
     """Write questions as conversations: training files for distillation, held-out for reports."""
     output.mkdir(parents=True, exist_ok=True)
-    limits = {"train": 3000, "validation": 300, "test": 300}
-    for split, limit in limits.items():
+    for split, limit in PROMPTS.items():
         chosen = [p for p in pairs if p.split == split]
         random.Random(0).shuffle(chosen)
         with (output / f"{split}.jsonl").open("w") as file:
@@ -284,34 +158,68 @@ def write_prompts(pairs: list[Pair], output: Path) -> None:
                 file.write(json.dumps({"id": pair.source, "messages": messages}) + "\n")
 
 
+def polish(
+    name: str,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[Pair],
+    work: Path,
+    save_every: int,
+) -> list[dict[str, float]]:
+    """Rounds of answering and learning from the answers; returns what each round saw."""
+    blueprint, seen = BLUEPRINTS[name], []
+    for number in range(blueprint.polishing_rounds):
+        assert blueprint.polishing is not None
+        chosen = random.Random(number).sample(pairs, blueprint.questions_per_round)
+        path = work / f"{name}_answers_{number}.json"
+        rollouts = roll_out(model, tokenizer, [pair.question for pair in chosen], path)
+        lessons = [example for rollout in rollouts if (example := lesson(rollout)) is not None]
+        good = sum(LEARN in example.signs for example in lessons)
+        seen.append({
+            "answers": len(rollouts),
+            "ended": sum(r.finished for r in rollouts) / len(rollouts),
+            "learnt": good / len(rollouts),
+            "with_repetitions": (len(lessons) - good) / len(rollouts),
+        })  # fmt: skip
+        Run(f"{name}_polish_{number}", model, lessons, blueprint.polishing, work).train(save_every)
+    return seen
+
+
 def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: int) -> None:
     """Train one model and write it as bfloat16 safetensors with tokenizer and training record."""
     tokenizer = train_tokenizer(pairs)
-    by_split = {s: [p for p in pairs if p.split == s] for s in ("train", "validation")}
-    rows = encode(tokenizer, by_split["train"])
-    run = Run(name, rows, tokenizer, work)
-    run.resume()
+    train, validation = (
+        [p for p in pairs if p.split == split] for split in ("train", "validation")
+    )
+    blueprint = BLUEPRINTS[name]
+    model = fresh_model(blueprint, tokenizer)
+    run = Run(name, model, encode(tokenizer, train), blueprint.pretraining, work)
     run.train(save_every)
-    losses = held_out_loss(run.model, tokenizer, encode(tokenizer, by_split["validation"]))
+    held_out = {
+        "conversations": encode(tokenizer, validation),
+        "answers": encode(tokenizer, validation, answers_only=True),
+    }
+    pretrained = {kind: mean_loss(model, examples) for kind, examples in held_out.items()}
+    polished = polish(name, model, tokenizer, train, work, save_every)
     record = {
-        "parameters": sum(p.numel() for p in run.model.parameters()),
-        "recipe": asdict(run.recipe),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "blueprint": asdict(blueprint),
         "tokens_trained": run.tokens,
-        "tokens_in_an_epoch": sum(map(len, rows)),
-        "pairs": {s: sum(p.split == s for p in pairs) for s in ("train", "validation", "test")},
-        "validation_loss_nats_per_token": losses,
+        "pairs": {s: sum(p.split == s for p in pairs) for s in PROMPTS},
+        "polishing_rounds": polished,
+        "validation_nats_per_token_after_pretraining": pretrained,
+        "validation_nats_per_token": {k: mean_loss(model, e) for k, e in held_out.items()},
         "sources": package_versions(),
     }
     folder = output / f"demo_{name}"
-    model = run.model
-    model.to("cpu", torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps nn.Module.to
+    model.to("cpu", torch.bfloat16)  # type: ignore[arg-type]
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "training_record.json").write_text(json.dumps(record, indent=2) + "\n")
-    logger.info("%s: %s", name, losses)
+    logging.info("%s: %s", name, record["validation_nats_per_token"])
 
 
 def main(
@@ -324,7 +232,7 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     pairs = read_corpus()
     write_prompts(pairs, output / "demo_prompts")
-    for name in RECIPES:
+    for name in BLUEPRINTS:
         build(name, pairs, work, output, save_every)
 
 

@@ -1,0 +1,68 @@
+"""What a person at the terminal sees of a run, and how they stop it."""
+
+import logging
+import signal
+import sys
+from types import FrameType
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Turns Ctrl-C and a polite kill into a request that the loop answers between two steps.
+
+    Launchers pass a signal on to processes that the terminal has told already, so repeats are
+    ignored.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, signal.Handlers] = {}
+
+    def __enter__(self) -> "StopRequest":
+        """Catch the signals."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._note)  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.requested:
+            print("\nstopping after this step and saving...", file=sys.stderr)
+        self.requested = True
+
+
+class StepBar:
+    """A progress bar over steps, or over seconds when the budget is a time."""
+
+    def __init__(self, total: float, unit: str, done: float, shown: bool):
+        interval = 1 if sys.stderr.isatty() else 30  # a log file wants few lines
+        self.bar = tqdm(
+            total=round(total),
+            initial=min(round(done), round(total)),
+            unit=unit,
+            disable=not shown,
+            mininterval=interval,
+            dynamic_ncols=True,
+        )
+
+    def __enter__(self) -> "StepBar":
+        """Show the bar."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the bar as it is."""
+        self.bar.close()
+
+    def update(self, done: float, loss: float, tau: float, tokens_per_second: float) -> None:
+        """Move the bar to `done` and show the numbers of the last step."""
+        self.bar.set_postfix_str(
+            f"loss {loss:.3f}, tau {tau:.2f}, {tokens_per_second:.0f} tok/s", refresh=False
+        )
+        self.bar.update(min(round(done), self.bar.total) - self.bar.n)

@@ -1,0 +1,101 @@
+"""The frozen target as a source of features for packed rows.
+
+Packing changes no feature: attention stays inside a segment and positions restart with it.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from drafthead.heads.base import HeadBatch
+from drafthead.heads.errors import UserError
+from drafthead.heads.target import FeatureSpec, Target
+from drafthead.train.head_data import TokenBatch
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Which model drafts are made for. `auto` is the stored type, float32 without bf16 training."""
+
+    name: str
+    dtype: str = "auto"
+    trust_code: bool = False
+
+
+def load_target(
+    config: TargetConfig, mixed_precision: str, max_length: int, device: torch.device
+) -> Target:
+    """Load the target and check that rows of `max_length` tokens can be run through it.
+
+    Raises UserError when it cannot be loaded or packed rows would give wrong features.
+    """
+    in_float32 = config.dtype == "auto" and mixed_precision == "no"
+    dtype = "float32" if in_float32 else config.dtype
+    target = Target.from_pretrained(config.name, dtype, str(device), config.trust_code)
+    check_packing(target, config.name, max_length)
+    return target
+
+
+def check_packing(target: Target, name: str, max_length: int) -> None:
+    """Raise UserError when a mask over `max_length` tokens would not keep conversations apart."""
+    layer_types = set(getattr(target.config, "layer_types", None) or ())
+    if other := sorted(layer_types - set(ATTENTION_LAYERS)):
+        raise UserError(
+            f"{name} has {', '.join(other)} layers, which carry state from one conversation of a "
+            "packed row into the next: heads cannot be trained on it"
+        )
+    windows = [
+        getattr(target.config, key, None) for key in ("sliding_window", "attention_chunk_size")
+    ]
+    limits = [("positions", target.max_length), *(("an attention window", w) for w in windows)]
+    for what, limit in limits:
+        if limit is not None and max_length > limit:
+            raise UserError(
+                f"data.max_length is {max_length}, but {name} has {what} of {limit} tokens"
+            )
+
+
+def positions_in_segments(segments: torch.Tensor) -> torch.Tensor:
+    """Position ids that restart in each segment; both [B, T].
+
+    Segments 1 1 1 2 2 0 have the positions 0 1 2 0 1 0.
+    """
+    places = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return places - places.where(starts, 0).cummax(dim=1).values
+
+
+def segment_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Causal mask [B, 1, T, T] inside each segment [B, T]: 0 to attend, else the lowest number.
+
+    Padding counts as one more segment, so that no row of the mask is empty.
+    """
+    same = segments[:, :, None] == segments[:, None, :]
+    allowed = same.tril()[:, None]
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+@torch.no_grad()
+def read_features(
+    target: Target, tokens: TokenBatch, spec: FeatureSpec, mixed_precision: str
+) -> HeadBatch:
+    """Run the target over packed rows and keep what the head reads.
+
+    A target stored in 16 bits is run as decoding runs it; autocast is for a float32 target alone.
+    """
+    tokens = tokens.to(target.device)
+    casts = mixed_precision == "bf16" and target.dtype == torch.float32
+    kind = target.device.type
+    with torch.autocast(kind, torch.bfloat16) if casts else nullcontext():
+        output = target.run(
+            tokens.input_ids,
+            positions_in_segments(tokens.segments),
+            segment_mask(tokens.segments, torch.bfloat16 if casts else target.dtype),
+            spec,
+            logits_to_keep=1,
+        )
+    return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, output.features)

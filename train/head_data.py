@@ -1,0 +1,181 @@
+"""Conversations as packed rows of tokens, and which rows an optimiser step reads.
+
+Everything is decided by the seed and the step alone: a resumed run needs no other position in the
+data than its step, and the number of processes changes nothing.
+"""
+
+import bisect
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from drafthead.train.conversations import read_conversations, supervise_rows
+
+PACKING_WINDOW = 1024  # conversations that compete for the same rows
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where conversations come from and how long a row of them is."""
+
+    train: str
+    validation: str | None = None  # held-out conversations; without them a head is not measured
+    prompt_column: str | None = None
+    max_length: int = 512  # tokens in a row
+    max_validation: int = 500  # conversations
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2 or self.max_validation < 1:
+            raise ValueError("max_length must be at least 2 and max_validation at least 1")
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One conversation as tokens."""
+
+    input_ids: torch.Tensor  # [T] int32
+    supervised: torch.Tensor  # [T] bool: this token is to be learnt
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Packed rows: `segments` numbers the conversations of a row from 1 and is 0 on padding."""
+
+    input_ids: torch.Tensor  # [B, T]
+    segments: torch.Tensor  # [B, T]
+    supervised: torch.Tensor  # [B, T] bool
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        """The same rows on `device`."""
+        return TokenBatch(
+            self.input_ids.to(device), self.segments.to(device), self.supervised.to(device)
+        )
+
+    def unsupervised(self) -> "TokenBatch":
+        """The same rows with nothing to learn."""
+        return TokenBatch(self.input_ids, self.segments, torch.zeros_like(self.supervised))
+
+
+@dataclass(frozen=True)
+class PackedData:
+    """Conversations and the rows that they share."""
+
+    sequences: tuple[TokenSequence, ...]
+    rows: tuple[tuple[int, ...], ...]  # indices of the sequences of each row
+
+    def batch(self, rows: Sequence[int]) -> TokenBatch:
+        """The given rows as right-padded tensors."""
+        return collate([[self.sequences[i] for i in self.rows[row]] for row in rows])
+
+    def supervised_in(self, rows: Sequence[int]) -> int:
+        """Number of supervised tokens in the given rows."""
+        return sum(int(self.sequences[i].supervised.sum()) for row in rows for i in self.rows[row])
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Number of supervised tokens."""
+        return self.supervised_in(range(len(self.rows)))
+
+    def fingerprint(self) -> str:
+        """A hash of tokens, masks and packing, to tell whether the data changed between runs."""
+        digest = hashlib.sha256(repr(self.rows).encode())
+        for sequence in self.sequences:
+            digest.update(sequence.input_ids.numpy().tobytes())
+            digest.update(sequence.supervised.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def load_packed(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    seed: int,
+    limit: int | None = None,
+) -> PackedData:
+    """Read, tokenise and pack `source`, at most `limit` conversations of it.
+
+    Raises UserError for data that cannot be read and when there is nothing to learn in it.
+    """
+    conversations = read_conversations(source, config.prompt_column, limit)
+    rows = supervise_rows(tokenizer, conversations, config.max_length).rows
+    sequences = [
+        TokenSequence(torch.tensor(row.input_ids, dtype=torch.int32), torch.tensor(row.mask))
+        for row in rows
+    ]
+    return pack_sequences(sequences, config.max_length, seed)
+
+
+def pack_sequences(sequences: Sequence[TokenSequence], max_length: int, seed: int) -> PackedData:
+    """Sequences of at most `max_length` tokens in rows of that length."""
+    rows = pack([len(sequence.input_ids) for sequence in sequences], max_length, seed)
+    return PackedData(tuple(sequences), rows)
+
+
+def pack(lengths: Sequence[int], max_length: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Share rows of `max_length` tokens among sequences of the given lengths.
+
+    Best fit, longest first, within windows of a shuffled order, so that a row mixes conversations
+    from anywhere. Lengths 5, 4, 3, 2 in rows of 7 make the rows (5, 2) and (4, 3).
+    """
+    order = list(range(len(lengths)))
+    random.Random(f"pack-{seed}").shuffle(order)
+    rows: list[list[int]] = []
+    for start in range(0, len(order), PACKING_WINDOW):
+        window = sorted(order[start : start + PACKING_WINDOW], key=lambda i: -lengths[i])
+        spaces: list[tuple[int, int]] = []  # (free tokens, row), in ascending order
+        for index in window:
+            place = bisect.bisect_left(spaces, (lengths[index], -1))
+            if place < len(spaces):
+                space, row = spaces.pop(place)
+            else:
+                space, row = max_length, len(rows)
+                rows.append([])
+            rows[row].append(index)
+            bisect.insort(spaces, (space - lengths[index], row))
+    return tuple(map(tuple, rows))
+
+
+def collate(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
+    """Rows of sequences as right-padded tensors [B, T]."""
+    longest = max(sum(len(sequence.input_ids) for sequence in row) for row in rows)
+    input_ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    segments = torch.zeros(len(rows), longest, dtype=torch.long)
+    supervised = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        start = 0
+        for number, sequence in enumerate(row, 1):
+            end = start + len(sequence.input_ids)
+            input_ids[index, start:end] = sequence.input_ids
+            segments[index, start:end] = number
+            supervised[index, start:end] = sequence.supervised
+            start = end
+    return TokenBatch(input_ids, segments, supervised)
+
+
+class RowOrder:
+    """The endless stream of rows: every epoch a new permutation, one straight after the other.
+
+    With 5 rows and steps of 2, step 2 reads the last row of the first epoch and the first row of
+    the second.
+    """
+
+    def __init__(self, num_rows: int, batch_rows: int, seed: int):
+        self.num_rows, self.batch_rows, self.seed = num_rows, batch_rows, seed
+        self._epoch, self._permutation = -1, [0] * num_rows
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """The `batch_rows` rows of a step, steps counted from 0."""
+        first = step * self.batch_rows
+        return [self._row_at(place) for place in range(first, first + self.batch_rows)]
+
+    def _row_at(self, place: int) -> int:
+        epoch, offset = divmod(place, self.num_rows)
+        if epoch != self._epoch:
+            permutation = list(range(self.num_rows))
+            random.Random(f"{self.seed}-{epoch}").shuffle(permutation)
+            self._epoch, self._permutation = epoch, permutation
+        return self._permutation[offset]

@@ -1,0 +1,167 @@
+"""The configuration of a training run: defaults < YAML file < `section.key=value`.
+
+Each section is a dataclass beside the code that it configures; the head's section is the config of
+its family. Nothing is loaded before the whole configuration is known to make sense.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+import drafthead.heads  # noqa: F401  fills the registry of head families
+from drafthead.heads.base import head_family
+from drafthead.heads.errors import UserError
+from drafthead.train.budget import TrainConfig
+from drafthead.train.features import TargetConfig
+from drafthead.train.head_data import DataConfig
+from drafthead.train.optimizers import OptimizerConfig
+from drafthead.train.run_folder import Settings
+
+DEFAULT_FAMILY = "medusa"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a training run is told."""
+
+    target: TargetConfig
+    family: str  # of the head
+    head: Any  # an instance of the family's config class
+    data: DataConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+
+    def __post_init__(self) -> None:
+        if self.train.mixed_precision == "no" and self.target.dtype in ("bfloat16", "float16"):
+            raise UserError(
+                f"target.dtype={self.target.dtype} needs train.mixed_precision=bf16; "
+                "without it the target has to be float32"
+            )
+        if self.data.validation is None and self.train.eval_every is not None:
+            raise UserError("train.eval_every needs held-out conversations in data.validation")
+        if self.data.validation == self.data.train:
+            raise UserError(f"data.validation is the training data itself: {self.data.train}")
+
+    def settings(self) -> Settings:
+        """The resolved configuration as a YAML or JSON file would say it."""
+        return {
+            "target": asdict(self.target),
+            "head": {"family": self.family, **asdict(self.head)},
+            "data": asdict(self.data),
+            "optimizer": asdict(self.optimizer),
+            "train": asdict(self.train),
+        }
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that the user gave, and where."""
+
+    value: Any
+    origin: str
+
+
+def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file and apply overrides such as `optimizer.lr=1e-4`.
+
+    Raises UserError that names the file or the override, the setting, and the nearest setting that
+    exists.
+    """
+    given = read_yaml(path)
+    for override in overrides:
+        given.update(read_override(override))
+    family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
+    sections = {
+        "target": TargetConfig,
+        "head": head_family(family).config_class,
+        "data": DataConfig,
+        "optimizer": OptimizerConfig,
+        "train": TrainConfig,
+    }
+    check_names(given, sections)
+    built = {name: build_section(name, cls, given, path) for name, cls in sections.items()}
+    return RunConfig(family=family, **built)
+
+
+def read_yaml(path: Path) -> dict[str, Given]:
+    """The settings in a file, by dotted name."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the configuration {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold sections such as target: and data:")
+    given: dict[str, Given] = {}
+    for section, values in content.items():
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {section} must be a section of settings, got {values!r}")
+        given.update({f"{section}.{key}": Given(v, str(path)) for key, v in values.items()})
+    return given
+
+
+def read_override(override: str) -> dict[str, Given]:
+    """One `section.key=value` of the command line; the value is read as YAML."""
+    name, equals, text = override.partition("=")
+    if not equals or "." not in name:
+        raise UserError(f"{override!r} is no setting: write section.key=value, as in train.seed=1")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"the value of {override!r} is not valid YAML") from error
+    return {name: Given(value, f"the override {override}")}
+
+
+def check_names(given: dict[str, Given], sections: dict[str, type]) -> None:
+    """Raise UserError for a setting that does not exist, with the nearest that does."""
+    known = [f"{name}.{f.name}" for name, cls in sections.items() for f in fields(cls)]
+    known.append("head.family")
+    for name, value in given.items():
+        if name not in known:
+            raise UserError(f"{value.origin}: unknown setting {name}; {suggestion(name, known)}")
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """What may have been meant by an unknown setting."""
+    section, _, key = name.partition(".")
+    same_key = [other for other in known if other.split(".")[1] == key]
+    if near := same_key or difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]}?"
+    siblings = [other for other in known if other.startswith(section + ".")]
+    choices = siblings or sorted({other.split(".")[0] for other in known})
+    return f"known are {', '.join(choices)}"
+
+
+def build_section(name: str, cls: type, given: dict[str, Given], path: Path) -> Any:
+    """The section's dataclass from what was given; raises UserError for a value that is no good."""
+    prefix = name + "."
+    values = {
+        key.removeprefix(prefix): g.value for key, g in given.items() if key.startswith(prefix)
+    }
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        raise UserError(explain(error, name, given, path)) from error
+
+
+def explain(error: ValidationError, section: str, given: dict[str, Given], path: Path) -> str:
+    """The first complaint of pydantic as a sentence about a setting."""
+    complaint = error.errors()[0]
+    reason = complaint["msg"].removeprefix("Value error, ")
+    if not complaint["loc"]:
+        return f"{path}: section {section}: {reason}"
+    name = f"{section}.{complaint['loc'][0]}"
+    if complaint["type"] == "missing":
+        return f"{path} lacks {name}, which has no default"
+    return f"{given[name].origin}: {name} is {complaint['input']!r}: {reason}"
+
+
+def one_line(error: Exception) -> str:
+    """An error's text without line breaks."""
+    return " ".join(str(error).split())
