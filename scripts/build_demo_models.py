@@ -7,6 +7,7 @@ One to two hours on 2 cores, minutes on a GPU. A killed run continues from its l
 
 import json
 import logging
+import platform
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,10 +24,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from drafthead.heads.checkpoint import write_text
+from drafthead.heads.target import Target
+from drafthead.infer import Decoder
+from drafthead.infer.results import repeated_ngram_share
+from drafthead.scripts.demo_cards import write_card
 from drafthead.scripts.demo_corpus import Pair, package_versions, read_corpus
 from drafthead.scripts.demo_rollouts import lesson, roll_out
 from drafthead.scripts.demo_training import IGNORE, LEARN, Example, Recipe, Run, mean_loss
 from drafthead.train.optimizers import OptimizerConfig
+
+logger = logging.getLogger(__name__)
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 1024
@@ -142,7 +150,8 @@ def fresh_model(blueprint: Blueprint, tokenizer: PreTrainedTokenizerBase) -> Lla
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps nn.Module.to
     return model
 
 
@@ -185,8 +194,22 @@ def polish(
     return seen
 
 
+def greedy_behaviour(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, validation: list[Pair]
+) -> dict[str, float]:
+    """Whether greedy answers to held-out questions end, and how much of them are loops."""
+    decoder, questions = Decoder(Target(model, tokenizer)), [p.question for p in validation[:64]]
+    result = decoder.generate(questions, max_new_tokens=128)
+    return {
+        "prompts": len(questions),
+        "max_new_tokens": 128,
+        "ended": sum(result.finished) / len(questions),
+        "repeated_8gram_share": repeated_ngram_share(result.sequences),
+    }
+
+
 def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: int) -> None:
-    """Train one model and write it as bfloat16 safetensors with tokenizer and training record."""
+    """Train one model and write it as bfloat16 safetensors with tokenizer, record and card."""
     tokenizer = train_tokenizer(pairs)
     train, validation = (
         [p for p in pairs if p.split == split] for split in ("train", "validation")
@@ -209,17 +232,21 @@ def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: in
         "polishing_rounds": polished,
         "validation_nats_per_token_after_pretraining": pretrained,
         "validation_nats_per_token": {k: mean_loss(model, e) for k, e in held_out.items()},
-        "sources": package_versions(),
+        "sources": {"python": platform.python_version(), **package_versions()},
     }
-    folder = output / f"demo_{name}"
-    model.to("cpu", torch.bfloat16)  # type: ignore[arg-type]
+    model.to("cpu", torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps nn.Module.to
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
+    record["greedy_validation"] = greedy_behaviour(model, tokenizer, validation)
+    folder = output / f"demo_{name}"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "training_record.json").write_text(json.dumps(record, indent=2) + "\n")
-    logging.info("%s: %s", name, record["validation_nats_per_token"])
+    write_text(folder / "training_record.json", json.dumps(record, indent=2) + "\n")
+    write_card(folder, name, record, blueprint.pretraining, blueprint.polishing)
+    logger.info(
+        "%s: %s, %s", name, record["validation_nats_per_token"], record["greedy_validation"]
+    )
 
 
 def main(

@@ -13,7 +13,6 @@ VERBS = {
     "distill": "Write the target's own answers to prompts: the data that heads are trained on.",
     "inspect-data": "Show conversations with the tokens that training supervises in colour.",
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
-    "calibrate": "Measure a head's accuracies on held-out data and grow its token tree.",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
 }
@@ -32,9 +31,16 @@ def build_app(requested: str | None) -> typer.Typer:
         if verb == requested:
             module = importlib.import_module(f"drafthead.scripts.{verb.replace('-', '_')}")
             app.command(verb, short_help=summary)(module.main)
+            quieten_transformers()
         else:
             app.command(verb, help=summary)(lambda: None)
     return app
+
+
+def quieten_transformers() -> None:
+    """Weights of demo size load too fast for progress bars; ours are for work that takes time."""
+    transformers_logging = importlib.import_module("transformers.utils.logging")
+    transformers_logging.disable_progress_bar()
 
 
 def fail(message: str, status: int) -> int:

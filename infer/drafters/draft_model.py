@@ -30,7 +30,7 @@ def check_same_tokenizer(target: Target, draft: Target) -> None:
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if ours == theirs:
         return
-    token = next(t for t in [*ours, *theirs] if ours.get(t) != theirs.get(t))
+    token = min(t for t in {*ours, *theirs} if ours.get(t) != theirs.get(t))
     raise UserError(
         f"the draft model's tokenizer differs from the target's: token {token!r} is "
         f"{theirs.get(token)} there and {ours.get(token)} here; a draft model must share the "

@@ -1,0 +1,169 @@
+"""The command line as a user meets it: answers, and one clear sentence for bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from drafthead.heads.checkpoint import save_head
+from drafthead.scripts import cli
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer(specials: tuple[str, ...] = ("<pad>", "<end>")) -> PreTrainedTokenizerFast:
+    """One token a byte, special tokens first."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="module")
+def models_folder(tmp_path_factory, make_target, make_head) -> Path:
+    """A target, a draft model, a head, and things that do not fit."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target(seed=0, vocab=260)
+    for name, model, tokenizer in (
+        ("target", target, byte_tokenizer()),
+        ("draft", make_target(seed=1, layers=1, vocab=260), byte_tokenizer()),
+        ("stranger", make_target(seed=1, vocab=260), byte_tokenizer(("<end>", "<pad>"))),
+        ("narrow", make_target(seed=0, vocab=260, hidden=16), byte_tokenizer()),
+    ):
+        model.model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    save_head(make_head("medusa", target), folder / "head", target, "target", {})
+    prompts = [{"prompt": f"prompt {n}"} for n in range(3)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(models_folder, monkeypatch, capsys):
+    """Run `drafthead ...` in this process; `@name` stands for a path in the models folder."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        words = [f"{models_folder}/{a[1:]}" if a.startswith("@") else a for a in arguments]
+        monkeypatch.setattr(sys, "argv", ["drafthead", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        output = capsys.readouterr()
+        return stop.value.code or 0, output.out, output.err
+
+    return run
+
+
+def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
+    status, out, _ = run("--help")
+    assert status == 0
+    assert all(verb in out for verb in cli.VERBS)
+    for verb in cli.VERBS:
+        status, out, _ = run(verb, "--help")
+        assert status == 0 and "Usage" in out and len(out) > 300
+
+
+@pytest.mark.parametrize(
+    "drafter", [(), ("--head", "@head"), ("--draft-model", "@draft"), ("--prompt-lookup",)]
+)
+def test_generate_says_the_same_with_every_drafter(run, drafter) -> None:
+    options = ("--prompt", "hello", "--max-new-tokens", "20", "--dtype", "float32")
+    status, plain, _ = run("generate", "--target", "@target", *options)
+    assert status == 0
+    status, out, err = run("generate", "--target", "@target", *options, *drafter)
+    assert (status, out) == (0, plain)
+    assert "tokens/s" in err and "tau" in err
+
+
+def test_compare_writes_its_three_files(run, tmp_path) -> None:
+    status, out, _ = run(
+        "compare", "--target", "@target", "--head", "@head", "--draft-model", "@draft",
+        "--prompts", "@prompts.jsonl", "--output", str(tmp_path / "race"), "--rounds", "1",
+        "--max-new-tokens", "12", "--temperature", "0", "--temperature", "1",
+    )  # fmt: skip
+    assert status == 0 and "speedup" in out
+    content = json.loads((tmp_path / "race" / "comparison.json").read_text())
+    modes = [row["mode"] for row in content["rows"] if row["temperature"] == 0]
+    assert modes == [
+        "plain", "generate", "generate + assistant", "generate + assistant, 4", "draft model",
+        "prompt lookup", "head head",
+    ]  # fmt: skip
+    assert content["divergences"] == []
+    assert (tmp_path / "race" / "comparison.png").exists()
+
+
+def damaged(folder: Path, name: str, tmp_path: Path) -> str:
+    """A copy of a model whose weights end too early."""
+    copy = tmp_path / name
+    copy.mkdir()
+    for file in (folder / name).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return str(copy)
+
+
+TARGET = ("--target", "@target")
+RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("generate", "--target", "nowhere/at/all", "--prompt", "x"), "does not exist"),
+        (("generate", *TARGET, "--prompt", " "), "prompt is empty"),
+        (("generate", *TARGET, "--prompt", "x" * 300), "context holds 256"),
+        (("generate", *TARGET, "--prompt", "x", "--verifier", "exact"), "unknown verifier 'exact'"),
+        (("generate", *TARGET, "--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("generate", *TARGET, "--prompt", "x", "--dtype", "int8"), "unknown dtype 'int8'"),
+        (("generate", *TARGET, "--prompt", "x", "--device", "tpu9"), "unknown device 'tpu9'"),
+        (("generate", *TARGET, "--prompt", "x", "--head", "@nohead"), "does not exist"),
+        (
+            ("generate", "--target", "@narrow", "--prompt", "x", "--head", "@head"),
+            "hidden_size 32, but this target has hidden_size 16",
+        ),
+        (
+            ("generate", *TARGET, "--prompt", "x", "--draft-model", "@stranger"),
+            "tokenizer differs from the target's: token '",
+        ),
+        (
+            ("generate", *TARGET, "--prompt", "x", "--prompt-lookup", "--draft-model", "@draft"),
+            "choose one",
+        ),
+        (("compare", *RACE, "--rounds", "0"), "at least 1"),
+        (("compare", *RACE, "--head", "@head", "--tree-nodes", "1"), "at least 2"),
+        (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
+    ],
+)
+def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert complaint in err
+    assert "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("drafthead: ")
+
+
+def test_a_truncated_target_is_named(run, models_folder, tmp_path) -> None:
+    folder = damaged(models_folder, "target", tmp_path)
+    status, _, err = run("generate", "--target", folder, "--prompt", "x")
+    assert status == 2 and folder in err and "Traceback" not in err
+
+
+def test_a_full_disk_is_said_in_one_sentence(run, monkeypatch, tmp_path) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device", "comparison.json")
+
+    monkeypatch.setattr("drafthead.scripts.compare.write_report", no_space)
+    output = ("--output", str(tmp_path / "race"), "--rounds", "1", "--max-new-tokens", "4")
+    status, _, err = run("compare", *TARGET, "--prompts", "@prompts.jsonl", *output)
+    assert status == 1
+    assert err.strip().splitlines()[-1] == "drafthead: No space left on device: comparison.json"

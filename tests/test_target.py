@@ -1,0 +1,111 @@
+"""The target adapter on several architectures: the same features as transformers itself gives."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target import FeatureSpec, Target
+from drafthead.heads.tree import TreeShape
+from drafthead.infer import Decoder
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "gpt2": GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    ),
+    "gpt-neox": GPTNeoXConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=64, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    ),
+    "qwen3": Qwen3Config(**SIZES, max_position_embeddings=64),
+    "mistral": MistralConfig(**SIZES, max_position_embeddings=128, sliding_window=40),
+    "gemma2": Gemma2Config(
+        **SIZES, max_position_embeddings=128, sliding_window=40, query_pre_attn_scalar=8
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def other_target(request) -> Target:
+    """A tiny random model of another architecture, dropout off."""
+    torch.manual_seed(0)
+    return Target(AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval())
+
+
+def test_taps_are_the_outputs_of_layers_and_the_final_norm(other_target) -> None:
+    ids = torch.randint(2, 50, (2, 9))
+    positions = torch.arange(9).expand_as(ids)
+    output = other_target.run(ids, positions, None, FeatureSpec(layers=(0, 1), last=True))
+    reference = other_target.model(ids, output_hidden_states=True)
+    # transformers puts the embeddings first, and gives the last one after the final norm.
+    for tap, expected in zip(output.features.taps, reference.hidden_states[1:3], strict=True):
+        torch.testing.assert_close(tap, expected)
+    torch.testing.assert_close(output.features.last, reference.hidden_states[-1])
+    torch.testing.assert_close(other_target.project(output.features.last), reference.logits)
+
+
+def test_decoding_equals_generate_on_every_architecture(other_target, make_head) -> None:
+    shape = TreeShape.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
+    head = make_head("medusa", other_target)
+    decoders = [Decoder(other_target), Decoder(other_target, head.drafter(other_target, shape))]
+    prompts = [torch.randint(2, 50, (n,)).tolist() for n in (3, 7, 1)]
+    new = 28
+    expected = [
+        other_target.model.generate(
+            torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), do_sample=False,
+            max_new_tokens=new,
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]  # fmt: skip
+    for decoder in decoders:
+        assert decoder.generate(prompts, max_new_tokens=new).sequences == expected
+
+
+def test_sliding_windows_end_the_context() -> None:
+    target = Target(AutoModelForCausalLM.from_config(CONFIGS["mistral"]))
+    assert Decoder(target).max_length == 40
+    with pytest.raises(UserError, match="context holds 40"):
+        Decoder(target).generate([2] * 40)
+
+
+def test_recurrent_targets_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)
+    )
+    with pytest.raises(UserError, match="Mamba"):
+        Decoder(Target(model))
+
+
+def test_taps_outside_the_model_are_refused(target) -> None:
+    ids = torch.tensor([[1, 2]])
+    with pytest.raises(UserError, match=r"layers 0 to 1.*taps \[2\]"):
+        target.run(ids, torch.tensor([[0, 1]]), None, FeatureSpec(layers=(2,)))
+
+
+def test_hooks_are_gone_after_a_pass(target) -> None:
+    target.run(torch.tensor([[1]]), torch.tensor([[0]]), None, FeatureSpec(layers=(0,)))
+    assert not target.layers[0]._forward_hooks
+    assert not target.final_norm._forward_hooks
