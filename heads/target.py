@@ -34,10 +34,9 @@ class FeatureSpec:
     layers: tuple[int, ...] = ()
     last: bool = True
 
-    def __or__(self, other: "FeatureSpec") -> "FeatureSpec":
-        """What two readers need together."""
-        layers = tuple(sorted({*self.layers, *other.layers}))
-        return FeatureSpec(layers, self.last or other.last)
+    def with_last(self) -> "FeatureSpec":
+        """The same layers and the last hidden state."""
+        return FeatureSpec(self.layers, last=True)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Run:
             ids,
             positions,
             causal_mask(lengths, longest, self.target.dtype),
-            self.features | FeatureSpec(last=True),
+            self.features.with_last(),
             self.cache,
             logits_to_keep=1,
         )

@@ -14,17 +14,18 @@ tags: [code, python, speculative-decoding, demo]
 ---
 """
 PURPOSE = {
-    "target": "The target of drafthead's demo: large enough that drafting pays on a CPU, small enough "
-    "to be trained there.",
+    "target": "The target of drafthead's demo: large enough that drafting pays on a CPU, small "
+    "enough to be trained there.",
     "draft": "The separate draft model of drafthead's demo, the classic drafter that heads are "
     "compared with. It shares the target's tokenizer.",
 }
 DATA = """## Data
-Functions with a docstring from the Python standard library and from the packages listed below; the
-user's message is signature and docstring, the assistant's answer the function without the docstring.
-Files are split by a hash of their name: 92 % train, 4 % validation, 4 % test. Held-out functions of
-which more than half of the lines stand in training files are left out. The sources are under the
-PSF, BSD, MIT, Apache-2.0, HPND and similar permissive licences; the weights are under Apache-2.0.
+Functions with a docstring from the Python standard library and from the packages listed below:
+the user's message is signature and docstring, the assistant's answer the function without the
+docstring. Files are split by a hash of their name: 92 % train, 4 % validation, 4 % test. Held-out
+functions of which more than half of the lines stand in training files are left out. The sources
+are under the PSF, BSD, MIT, Apache-2.0, HPND and similar permissive licences; the weights are under
+Apache-2.0.
 """
 USE = """## Use
 It writes Python-like text and knows nothing. It exists so that draft heads can be trained and
