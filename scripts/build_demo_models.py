@@ -52,6 +52,7 @@ PRETRAINING = OptimizerConfig(
 POLISHING = OptimizerConfig(
     name="muon", lr=3e-4, muon_lr=0.002, schedule="linear", warmup_ratio=0.1
 )
+HELD_OUT = 256  # validation pairs whose loss is measured
 PROMPTS = {"train": 3000, "validation": 300, "test": 300}
 
 
@@ -77,7 +78,7 @@ BLUEPRINTS = {
         num_layers=14,
         num_heads=5,
         pretraining=Recipe(epochs=1.1, optimizer=PRETRAINING),
-        polishing_rounds=2,
+        polishing_rounds=1,
         polishing=Recipe(epochs=1.0, optimizer=POLISHING),
         questions_per_round=1536,
     ),
@@ -219,8 +220,8 @@ def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: in
     run = Run(name, model, encode(tokenizer, train), blueprint.pretraining, work)
     run.train(save_every)
     held_out = {
-        "conversations": encode(tokenizer, validation),
-        "answers": encode(tokenizer, validation, answers_only=True),
+        "conversations": encode(tokenizer, validation[:HELD_OUT]),
+        "answers": encode(tokenizer, validation[:HELD_OUT], answers_only=True),
     }
     pretrained = {kind: mean_loss(model, examples) for kind, examples in held_out.items()}
     polished = polish(name, model, tokenizer, train, work, save_every)
