@@ -90,6 +90,10 @@ class Target:
             raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
         self.output_head: nn.Module = output_head
         self.config = model.config.get_text_config()
+        scale = getattr(self.config, "logit_scale", None) or 1.0  # Cohere
+        divisor = getattr(self.config, "logits_scaling", None) or 1.0  # Granite
+        self.logit_scale: float = scale / divisor
+        self.logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
 
     @classmethod
     def from_pretrained(
@@ -155,12 +159,10 @@ class Target:
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The scaling and the cap that the model puts on what its output head says."""
-        if scale := getattr(self.config, "logit_scale", None):
-            logits = logits * scale
-        if divisor := getattr(self.config, "logits_scaling", None):
-            logits = logits / divisor
-        if cap := getattr(self.config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / cap) * cap
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.logit_cap is not None:
+            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
         return logits
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -21,11 +22,16 @@ COLUMNS = (
     "mode", "T", "nodes", "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency",
     "8-grams again",
 )  # fmt: skip
+WIDE = 130  # columns of the table where no terminal says how many there are
 OURS, THEIRS, BASELINE = "#2a6f97", "#b08968", "#6c757d"
 
 
-def cells(row: ComparisonRow) -> list[str]:
-    """One row of the table as text; a dash where a number does not exist."""
+def cells(row: ComparisonRow, ranges: bool) -> list[str]:
+    """One row of the table as text; a dash where a number does not exist.
+
+    `ranges` adds the extremes over the rounds to the speedup.
+    """
+    extremes = f" ({row.speedup_range[0]:.2f} to {row.speedup_range[1]:.2f})" if ranges else ""
 
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -35,7 +41,7 @@ def cells(row: ComparisonRow) -> list[str]:
         f"{row.temperature:g}",
         str(row.tree_nodes) if row.tree_nodes > 1 else "-",
         f"{row.tokens_per_second:.1f}",
-        f"{row.speedup:.2f} ({row.speedup_range[0]:.2f} to {row.speedup_range[1]:.2f})",
+        f"{row.speedup:.2f}{extremes}",
         f"{row.speedup_hf:.2f}",
         number(row.tau),
         number(row.draft_cost),
@@ -48,7 +54,7 @@ def cells(row: ComparisonRow) -> list[str]:
 def markdown_table(rows: Sequence[ComparisonRow]) -> str:
     """The comparison as a Markdown table."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(cells(row)) + " |" for row in rows])
+    return "\n".join(lines + ["| " + " | ".join(cells(row, ranges=True)) + " |" for row in rows])
 
 
 def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -63,16 +69,18 @@ def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:
-    """Show the table and the notes in the terminal."""
-    table = Table(title="tokens/s and speedup over plain decoding on the same engine")
+    """Show the table and the notes in the terminal; in a file or a pipe it is as wide as it is."""
+    table = Table(title="speedup is over plain decoding on the same engine", box=SIMPLE_HEAD)
     for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row, ranges=False))
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
     console.print(table)
     for note in notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, soft_wrap=True)
 
 
 def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:

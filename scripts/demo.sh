@@ -6,9 +6,9 @@ run=${1:-runs/demo}
 target=assets/demo_target
 
 drafthead distill --target $target --prompts assets/demo_prompts/train.jsonl \
-    --output "$run/distilled.jsonl" --max-new-tokens 160 --limit 800
+    --output "$run/distilled.jsonl" --max-new-tokens 160 --batch-size 64 --limit 1600
 drafthead distill --target $target --prompts assets/demo_prompts/validation.jsonl \
-    --output "$run/validation.jsonl" --max-new-tokens 160 --limit 96
+    --output "$run/validation.jsonl" --max-new-tokens 160 --batch-size 64 --limit 128
 accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     train/train_heads.py --config configs/demo_medusa.yaml \
     data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" \
