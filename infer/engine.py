@@ -76,7 +76,7 @@ class Run:
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
         if self.random is None:
-            return logits.argmax(-1)
+            return logits.float().argmax(-1)
         self.begin_random_step()
         return sample(probabilities(logits, self.request.sampling), self.random.uniform())
 

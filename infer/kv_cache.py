@@ -158,17 +158,29 @@ class TreeCache(Cache):
         """
         assert self.lengths is not None
         if not in_place:
-            steps = torch.arange(path.shape[1], device=path.device)
-            source = self.longest + path
-            destination = self.lengths[:, None] + steps
-            rows = torch.arange(path.shape[0], device=path.device)[:, None]
-            for store in self.stores:
-                for tensor in store:
-                    by_column = tensor.permute(1, 3, 0, 2, 4)  # [B, S, G, H, D], a view
-                    by_column[rows, destination] = by_column[rows, source]
+            self._move(path)
         self.lengths = self.lengths + lengths
         self.longest = longest
         self.pending = 0
+
+    def _move(self, path: torch.Tensor) -> None:
+        """Copy the nodes [B, P] of each row behind its committed positions."""
+        assert self.lengths is not None
+        batch, count = path.shape
+        if batch == 1:  # one row's destination is a slice, which copies faster than an index
+            columns = self.longest + path[0]
+            for store in self.stores:
+                for tensor in store:
+                    kept = tensor.index_select(3, columns)
+                    tensor[:, :, :, self.longest : self.longest + count] = kept
+            return
+        source = self.longest + path
+        destination = self.lengths[:, None] + torch.arange(count, device=path.device)
+        rows = torch.arange(batch, device=path.device)[:, None]
+        for store in self.stores:
+            for tensor in store:
+                by_column = tensor.permute(1, 3, 0, 2, 4)  # [B, S, G, H, D], a view
+                by_column[rows, destination] = by_column[rows, source]
 
     def keep_rows(self, rows: torch.Tensor, longest: int) -> None:
         """Go on with the rows [R] of the batch only; `longest` is the maximum of their lengths."""
