@@ -112,7 +112,7 @@ def _draw_speeds(axes: Axes, rows: Sequence[ComparisonRow], temperature: float) 
         for row in rows
     ]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
-    axes.margins(x=0.22)
+    axes.margins(x=0.32)  # room for the labels
     axes.set_xlabel(f"tokens per second, temperature {temperature:g}")
 
 

@@ -88,16 +88,17 @@ def test_sampled_answers_follow_the_targets_law(demo_target, prompts, make_head)
     third token comes out of trees whose first step accepted drafts. False alarm 1e-5 a place.
     """
     decoder = Decoder(demo_target, drafter_of("medusa", demo_target, make_head))
-    count, sampling = 1500, SamplingConfig(temperature=0.8, top_p=0.95)
+    count, sampling = 400, SamplingConfig(temperature=0.8, top_p=0.95)
+    shortest = min(prompts, key=lambda prompt: len(prompt[0]["content"]))
     ids = demo_target.tokenizer.apply_chat_template(
-        prompts[3], add_generation_prompt=True, return_dict=False
+        shortest, add_generation_prompt=True, return_dict=False
     )
     drawn = decoder.generate([ids] * count, max_new_tokens=3, temperature=0.8, top_p=0.95)
     sequences = [row + [-1] * (3 - len(row)) for row in drawn.sequences]
     prefix: list[int] = []
     for place in range(3):
         following = [row[place] for row in sequences if row[:place] == prefix]
-        assert len(following) > 100
+        assert len(following) > 60
         check_law(demo_target, ids + prefix, following, sampling)
         prefix.append(max(set(following), key=following.count))
 
