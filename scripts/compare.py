@@ -86,11 +86,7 @@ def main(
     notes = [*predictions(rows), *divergence_notes(differing, len(ids))]
     print_report(rows, notes)
     about = {
-        "command": shlex.join(["drafthead", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "target": target,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        **describe_run(target, loaded),
         "prompts": len(ids),
         "max_new_tokens": max_new_tokens,
         "rounds": rounds,
@@ -98,6 +94,17 @@ def main(
     }
     write_report(rows, notes, about, output)
     print(f"written: {output / 'comparison.json'}, comparison.md, comparison.png")
+
+
+def describe_run(name: str, target: Target) -> dict[str, object]:
+    """What a reader needs to judge the numbers, or to measure them again."""
+    return {
+        "command": shlex.join(["drafthead", *sys.argv[1:]]),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "target": name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
 
 
 class Drafters:
