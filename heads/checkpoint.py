@@ -42,7 +42,9 @@ def save_head(
     `provenance` is anything JSON can hold: the run's configuration, data, versions.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in trained(head).items()}
+    tensors = {
+        name: t.detach().to("cpu", dtype).contiguous() for name, t in head.state_dict().items()
+    }
     temporary = folder / (WEIGHTS_FILE + ".tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.replace(folder / WEIGHTS_FILE)
@@ -67,11 +69,6 @@ def save_head(
         "provenance": provenance,
     }
     write_text(folder / CONFIG_FILE, json.dumps(description, indent=2) + "\n")
-
-
-def trained(head: DraftHead) -> dict[str, torch.Tensor]:
-    """The tensors of a head that belong into its checkpoint."""
-    return dict(head.state_dict())
 
 
 def load_head(folder: Path, target: Target) -> DraftHead:
@@ -137,7 +134,7 @@ def load_weights(head: DraftHead, path: Path) -> None:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or truncated: {error}") from error
-    expected = trained(head)
+    expected = head.state_dict()
     if missing := sorted(set(expected) - set(tensors)):
         raise UserError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]}")
     if extra := sorted(set(tensors) - set(expected)):

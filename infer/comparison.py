@@ -14,6 +14,7 @@ from statistics import median
 import psutil
 import torch
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.infer.contestants import Answer, Contestant
 from drafthead.infer.results import DecodeStats, repeated_ngram_share
@@ -110,7 +111,7 @@ def race(
     """Decode every prompt with every contestant, `rounds` times, in rotating order.
 
     A warm-up on the first prompt comes before and is not recorded. `on_answer` is called after
-    each answer.
+    each answer. Raises UserError when a contestant's answers are too short to be timed.
     """
     records = [Record(contestant) for contestant in contestants]
     for contestant in contestants:
@@ -129,6 +130,12 @@ def race(
                 record.answers[-1].append(answer)
                 record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
                 on_answer()
+        for record in records:
+            if not any(answer.decoded_tokens for answer in record.answers[-1]):
+                raise UserError(
+                    f"no answer of {record.contestant.mode} goes beyond its first tokens, so there "
+                    "is no decoding to time: allow more new tokens, or use other prompts"
+                )
     return records
 
 

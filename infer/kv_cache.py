@@ -24,7 +24,7 @@ GROWTH = 1.5
 class TreeCache(Cache):
     """Keys and values of all layers, in one tensor each for every layer shape.
 
-    Use: `begin_prompt`, a pass over the right-padded prompts, `commit_prompt`; then again and again
+    Use: a pass over the right-padded prompts, `commit_prompt`; then again and again
     a pass over nodes with the mask of `mask`, `commit`. Passes may follow each other without a
     commit; their nodes then stand behind each other until `commit` or `discard`.
     """

@@ -1,7 +1,7 @@
 """What decoding returns: token ids, texts, and an account of every pass of the target."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -84,14 +84,21 @@ class DecodeResult:
     stats: DecodeStats
 
 
-def repeated_ngram_share(sequences: list[list[int]], n: int = 8) -> float:
+def repeats(sequence: Sequence[int], n: int = 8) -> list[bool]:
+    """Which tokens complete an n-gram that stood in the sequence before.
+
+    With n = 2, ``1 2 1 2`` repeats at its last token alone.
+    """
+    seen: set[tuple[int, ...]] = set()
+    found = [False] * len(sequence)
+    for end in range(n, len(sequence) + 1):
+        ngram = tuple(sequence[end - n : end])
+        found[end - 1] = ngram in seen
+        seen.add(ngram)
+    return found
+
+
+def repeated_ngram_share(sequences: Sequence[Sequence[int]], n: int = 8) -> float:
     """Share of n-grams that stood in their own sequence before: 0 for fresh text, 1 for loops."""
-    repeated = total = 0
-    for sequence in sequences:
-        seen: set[tuple[int, ...]] = set()
-        for start in range(len(sequence) - n + 1):
-            ngram = tuple(sequence[start : start + n])
-            repeated += ngram in seen
-            total += 1
-            seen.add(ngram)
-    return repeated / total if total else 0.0
+    total = sum(max(0, len(sequence) - n + 1) for sequence in sequences)
+    return sum(sum(repeats(sequence, n)) for sequence in sequences) / total if total else 0.0

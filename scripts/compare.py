@@ -75,14 +75,12 @@ def main(
     rows: list[ComparisonRow] = []
     differing: list[Divergence] = []
     for chosen in temperature or [0.0]:
-        sampling = SamplingConfig(temperature=chosen)
-        contestants = drafters.contestants(sampling, verifier)
+        contestants = drafters.contestants(SamplingConfig(temperature=chosen), verifier)
         total = rounds * len(ids) * len(contestants)
         with tqdm(total=total, desc=f"temperature {chosen:g}", unit="answer") as bar:
             records = race(contestants, ids, rounds, max_new_tokens, seed, bar.update)
         rows += rows_of(records, chosen, drafters.plain.end_ids)
-        if sampling.greedy:
-            differing += divergences(records, ids, loaded)
+        differing += divergences(records, ids, loaded) if chosen == 0 else []
     notes = [*predictions(rows), *divergence_notes(differing, len(ids))]
     print_report(rows, notes)
     about = {

@@ -19,9 +19,9 @@ from drafthead.heads.checkpoint import write_text
 from drafthead.heads.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.prompts import encode_one
+from drafthead.infer.results import repeats
 from drafthead.scripts.demo_training import IGNORE, LEARN, UNLEARN, Example
 
-NGRAM = 8
 MAX_ANSWER_TOKENS = 160
 BATCH = 64
 
@@ -33,17 +33,6 @@ class Rollout:
     prompt: list[int]
     answer: list[int]
     finished: bool
-
-
-def repeats(tokens: list[int]) -> list[bool]:
-    """Which tokens complete an 8-gram that stood before: none of the first 8."""
-    seen: set[tuple[int, ...]] = set()
-    found = [False] * len(tokens)
-    for end in range(NGRAM, len(tokens) + 1):
-        ngram = tuple(tokens[end - NGRAM : end])
-        found[end - 1] = ngram in seen
-        seen.add(ngram)
-    return found
 
 
 def lesson(rollout: Rollout) -> Example | None:

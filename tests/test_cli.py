@@ -142,6 +142,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
         (("compare", *RACE, "--head", "@head", "--tree-nodes", "1"), "at least 2"),
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
+        (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
     ],
 )
 def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from drafthead.infer.results import repeats
 from drafthead.scripts.demo_corpus import cut_function, pairs_in_file, split_of
-from drafthead.scripts.demo_rollouts import Rollout, lesson, repeats
+from drafthead.scripts.demo_rollouts import Rollout, lesson
 from drafthead.scripts.demo_training import (
     IGNORE,
     LEARN,
