@@ -181,15 +181,26 @@ class Target:
         are given for all T positions.
         """
         with Taps(self, features) as taps:
-            output = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                attention_mask=attention_mask,
-                past_key_values=cache,
-                use_cache=cache is not None,
-                logits_to_keep=logits_to_keep,
-            )
-        return TargetOutput(output.logits, taps.features())
+            logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+        return TargetOutput(logits, taps.features())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:
+        """The model's own pass, as in `run`; the logits alone."""
+        return self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=logits_to_keep,
+        ).logits
 
 
 class Taps:

@@ -9,7 +9,8 @@ from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import Features, FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import Budget, TokenTree
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.infer.compiled import new_cache
+from drafthead.infer.kv_cache import causal_mask
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
 from drafthead.infer.verifiers import Acceptance, Verifier
@@ -38,7 +39,7 @@ class Run:
         """`max_nodes` is the most nodes that one pass will have."""
         self.target, self.request, self.features = target, request, features
         self.max_nodes = max_nodes
-        self.cache = TreeCache()
+        self.cache = new_cache(target)
         self.batch = Batch(request.limits, request.end_ids)
         self.stats = DecodeStats(
             accept_lengths=[row.accept_lengths for row in self.batch.rows],

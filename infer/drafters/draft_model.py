@@ -16,7 +16,8 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.infer.compiled import new_cache
+from drafthead.infer.kv_cache import causal_mask
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 # Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
@@ -64,7 +65,7 @@ class DraftModelSession(DraftSession):
 
     def __init__(self, drafter: DraftModel, prompts: torch.Tensor, lengths: torch.Tensor):
         self.drafter, self.model = drafter, drafter.model
-        self.cache = TreeCache()
+        self.cache = new_cache(drafter.model)
         longest = prompts.shape[1]
         positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
         mask = causal_mask(lengths, longest, self.model.dtype)
