@@ -38,15 +38,21 @@ PROCESSORS = {
     "suppress_tokens",
 }
 LENGTHS_AND_ENDS = {"do_sample", "eos_token_id", "max_length", "max_new_tokens", "stop_strings"}
-# Say how transformers computes, or what only encoders need; answers do not depend on them.
+# Say how transformers computes, how its assistant drafts, or what only encoders and padding need;
+# answers do not depend on them.
 WITHOUT_EFFECT = {
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
     "bos_token_id",
     "cache_config",
     "cache_implementation",
     "compile_config",
     "decoder_start_token_id",
     "disable_compile",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
     "pad_token_id",
+    "target_lookbehind",
     "transformers_version",
     "use_cache",
 }
