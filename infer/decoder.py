@@ -4,18 +4,24 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
 from drafthead.heads.base import Drafter, DraftHead
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget
 from drafthead.infer.autoregressive import decode_plainly
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine import Emitted, Request, Run, speculate
+from drafthead.infer.generation_options import GenerationOptions, read_options, token_ids
+from drafthead.infer.logits_processing import processors_for
 from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
 from drafthead.infer.results import DecodeResult, DecodeStats
+from drafthead.infer.stopping import stops_for
 from drafthead.infer.verifiers import verifier_for
 
 logger = logging.getLogger(__name__)
@@ -82,12 +88,15 @@ class Decoder:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int | Sequence[int] = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> DecodeResult:
         """Decode one prompt or a batch.
 
@@ -95,8 +104,17 @@ class Decoder:
         or token ids. Temperature 0 is greedy. `verifier` `auto` is the lossless one for the
         temperature; lossy ones are used only by name. A row's answer depends on its own seed alone:
         pass one seed for each row, or an int from which the rows count upwards.
+
+        `generation_config` carries everything else under transformers' names: penalties, n-grams,
+        bad words, forced and suppressed tokens, and also `frequency_penalty` and
+        `presence_penalty`, which transformers lacks. Arguments win over it; without either,
+        decoding is greedy, of up to 128 tokens, and nothing is filtered. Options that cannot be
+        honoured raise UserError by name. `logits_processor` is called behind every node of a token
+        tree, as in `model.generate` behind every token, so its processors must be functions of
+        `input_ids` and `scores` alone. `stopping_criteria` are asked row by row after every token.
         """
-        run = self._run(prompts, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
+        run = self._run(prompts, options, logits_processor, stopping_criteria, seed)
         for _ in self._decode(run, verifier):
             pass
         sequences = [row.tokens for row in run.batch.rows]
@@ -111,60 +129,78 @@ class Decoder:
     def stream(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> Iterator[str]:
         """Decode one prompt and yield its text as it comes; arguments as for `generate`."""
         pieces, _ = self.stream_with_stats(
-            prompt, max_new_tokens, temperature, top_k, top_p, verifier, seed
+            prompt,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            verifier,
+            seed,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
         )
         return pieces
 
     def stream_with_stats(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> tuple[Iterator[str], DecodeStats]:
         """As `stream`, with statistics that are complete once the text has ended."""
         if not is_single(prompt):
             raise UserError("stream takes one prompt; use generate for a batch")
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        run = self._run(prompt, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
+        run = self._run(prompt, options, logits_processor, stopping_criteria, seed)
         emitted = (step[0] for step in self._decode(run, verifier))
         return text_pieces(emitted, self.tokenizer), run.stats
 
     def _run(
         self,
         prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int,
-        sampling: SamplingConfig,
+        options: GenerationOptions,
+        custom: Sequence[LogitsProcessor],
+        criteria: Sequence[StoppingCriteria],
         seed: int | Sequence[int],
     ) -> Run:
         """Check the request and prepare the batch."""
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         ids = encode(prompts, self.tokenizer)
         seeds = [seed + row for row in range(len(ids))] if isinstance(seed, int) else list(seed)
         if len(seeds) != len(ids):
             raise UserError(f"{len(ids)} prompts need {len(ids)} seeds or one, got {len(seeds)}")
-        limits = [self._limit(number, row, max_new_tokens) for number, row in enumerate(ids)]
-        request = Request(ids, limits, sampling, seeds, self.end_ids)
+        limits = [self._limit(number, row, options) for number, row in enumerate(ids)]
+        end_ids = self.end_ids if options.end_ids is None else options.end_ids
+        processors = processors_for(self.target, options.config, custom, ids, limits, end_ids)
+        stops = stops_for(options.stop_strings, criteria, self.tokenizer, ids)
+        request = Request(ids, limits, options.sampling, seeds, end_ids, processors, stops)
         if self.drafter is None:
             return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
         assert self.budget is not None
         return Run(self.target, request, self.drafter.features, self.budget.nodes)
 
-    def _limit(self, number: int, ids: list[int], max_new_tokens: int) -> int:
+    def _limit(self, number: int, ids: list[int], options: GenerationOptions) -> int:
         """Most new tokens for a prompt: what was asked for, or what the context has room for."""
         outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
         if outside:
@@ -172,14 +208,20 @@ class Decoder:
                 f"prompt {number} holds token id {outside[0]}, but the target's vocabulary ends at "
                 f"{self.target.vocab_size - 1}"
             )
+        asked = options.limit(len(ids))
+        if asked < 1:
+            raise UserError(
+                f"prompt {number} has {len(ids)} tokens, but max_length is {options.max_length}: "
+                "set max_new_tokens instead"
+            )
         if self.max_length is None:
-            return max_new_tokens
+            return asked
         if len(ids) >= self.max_length:
             raise UserError(
                 f"prompt {number} has {len(ids)} tokens, but the target's context holds "
                 f"{self.max_length}: shorten the prompt"
             )
-        return min(max_new_tokens, self.max_length - len(ids))
+        return min(asked, self.max_length - len(ids))
 
     def _decode(self, run: Run, verifier: str) -> Iterator[Emitted]:
         """The loop that suits the drafter; checks the verifier's name even where none is needed."""
@@ -204,7 +246,7 @@ def end_token_ids(target: Target) -> frozenset[int]:
         ends = target.config.eos_token_id
     if ends is None:
         return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
+    return token_ids(ends)
 
 
 def context_limit(target: Target) -> int | None:

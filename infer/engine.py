@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
@@ -11,8 +12,10 @@ from drafthead.heads.target import Features, FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import Budget, TokenTree
 from drafthead.infer.compiled import new_cache
 from drafthead.infer.kv_cache import causal_mask
+from drafthead.infer.logits_processing import PathProcessing
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
+from drafthead.infer.stopping import Stop
 from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
@@ -30,6 +33,8 @@ class Request:
     sampling: SamplingConfig
     seeds: Sequence[int]  # one for each prompt
     end_ids: frozenset[int]
+    processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
+    stops: Sequence[Stop] = ()  # one for each prompt, or none at all
 
 
 class Run:
@@ -41,6 +46,7 @@ class Run:
         self.max_nodes = max_nodes
         self.cache = new_cache(target)
         self.batch = Batch(request.limits, request.end_ids)
+        self.batch = Batch(request.limits, request.end_ids, request.stops)
         self.stats = DecodeStats(
             accept_lengths=[row.accept_lengths for row in self.batch.rows],
             decoded_tokens=[0] * len(request.prompts),
@@ -48,6 +54,11 @@ class Run:
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, target.device)
         self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
         self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
+        self.processing: PathProcessing | None = None
+        if request.processors:
+            self.processing = PathProcessing(
+                request.processors, request.prompts, self.batch, request.sampling.greedy
+            )
 
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token."""
@@ -76,6 +87,8 @@ class Run:
 
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
+        if self.processing is not None:
+            logits = self.processing.behind_rows(logits)
         if self.random is None:
             return logits.float().argmax(-1)
         self.begin_random_step()
@@ -152,7 +165,10 @@ def step(
     with stats.phase("verify"):
         output = run.verify(tree)
     with stats.phase("accept"):
-        acceptance = accept(verifier, tree, output.logits, sampling, run.random)
+        logits = output.logits
+        if run.processing is not None:
+            logits = run.processing.behind_nodes(tree, logits)
+        acceptance = accept(verifier, tree, logits, sampling, run.random)
         tokens = following_tokens(tree, acceptance)
         answers = to_host(tokens, acceptance.length)
     with stats.phase("commit"):
