@@ -5,7 +5,9 @@ and quantised or PEFT-wrapped models work alike. Only the asked-for layers are k
 `output_hidden_states=True` would keep them all.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +18,22 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.alibi import AlibiByPosition
+from drafthead.heads.attention import (
+    LayerMasks,
+    check_forward,
+    layer_kinds,
+    masks_by_kind,
+    uses_alibi,
+)
 from drafthead.heads.errors import UserError
 
 # Where the architectures of transformers keep their decoder layers and their final norm.
 LAYER_NAMES = ("layers", "h", "blocks")
-NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+NORM_NAMES = (
+    *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
+    *("layer_norm", "layernorm"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,24 +85,63 @@ def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
     )
 
 
+def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a PEFT wrapper, whose adapters sit in the layers and go on working.
+
+    Raises UserError for prompt tuning, which does not sit there.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise UserError(
+            f"a target with a {kind} adapter is not supported: its learned prompt stands before "
+            "the text, and neither positions nor tree mask know of it; merge it or use LoRA"
+        )
+    return model.get_base_model()
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The stack of decoder layers of a causal language model, without its output head."""
+    decoder = model.get_decoder()
+    return getattr(model, "model", model) if decoder is model else decoder
+
+
+def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
+    """Whether `logits_to_keep` spares logits, and nothing else.
+
+    Gemma 4 also hands it to its decoder, which then drops the other positions' hidden states.
+    """
+    takes = inspect.signature(type(model).forward).parameters
+    decoder_takes = inspect.signature(type(decoder).forward).parameters
+    return "logits_to_keep" in takes and "logits_to_keep" not in decoder_takes
+
+
 class Target:
     """A frozen causal language model with taps on its hidden states."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
-        """Freeze `model` and find its layers.
+        """Freeze `model` and find its layers; a PEFT wrapper is taken off, its adapters stay.
 
-        Raises UserError when the architecture hides its decoder layers, final norm or output head.
+        Raises UserError when the architecture hides its decoder layers, final norm or output head,
+        or when its layers cannot hold a token tree.
         """
+        model = without_wrapper(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        decoder = model.get_decoder()
+        self.config = model.config.get_text_config(decoder=True)
+        # What its layers may look at: decides which masks a pass needs.
+        self.layer_kinds = layer_kinds(self.config, type(model).__name__)
+        decoder = find_decoder(model)
+        check_forward(model, decoder, self.config)
         self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
         self.final_norm = find_module(decoder, NORM_NAMES, "final norm")
         output_head = model.get_output_embeddings()
         if output_head is None:
             raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
         self.output_head: nn.Module = output_head
-        self.config = model.config.get_text_config()
+        self.has_alibi = uses_alibi(self.config)
+        self.skips_logits = can_skip_logits(model, decoder)
         scale = getattr(self.config, "logit_scale", None) or 1.0  # Cohere
         divisor = getattr(self.config, "logits_scaling", None) or 1.0  # Granite
         self.logit_scale: float = scale / divisor
@@ -146,8 +198,16 @@ class Target:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence in tokens that the positions allow; None when unlimited."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Longest sequence in tokens that the positions allow; None when unlimited.
+
+        LongRoPE turns to other frequencies behind a certain length, for all tokens at once, so that
+        what the cache holds must be computed anew: sequences end there.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return rope["original_max_position_embeddings"]
+        return longest
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., D] of token ids [...]."""
@@ -177,19 +237,32 @@ class Target:
     ) -> TargetOutput:
         """One pass over T tokens, behind what `cache` holds.
 
-        `logits_to_keep=n` computes the logits of the last n positions alone (0: of all). Features
-        are given for all T positions.
+        The mask says who sees whom; sliding windows, chunks and ALiBi are worked out from it. None
+        means causal. `logits_to_keep=n` gives the logits of the last n positions alone (0: of all).
+        Features are given for all T positions.
         """
-        with Taps(self, features) as taps:
+        options = {"logits_to_keep": logits_to_keep} if self.skips_logits else {}
+        masks, alibi = self._layer_masks(attention_mask)
+        with Taps(self, features) as taps, alibi:
             output = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
-                attention_mask=attention_mask,
+                attention_mask=masks,
                 past_key_values=cache,
                 use_cache=cache is not None,
-                logits_to_keep=logits_to_keep,
+                **options,
             )
-        return TargetOutput(output.logits, taps.features())
+        return TargetOutput(output.logits[:, -logits_to_keep:], taps.features())
+
+    def _layer_masks(
+        self, mask: torch.Tensor | None
+    ) -> tuple[LayerMasks, AbstractContextManager[object]]:
+        """What the model is given as a mask, and what must be in force while it runs."""
+        if mask is None:
+            return None, nullcontext()
+        if self.has_alibi:
+            return None, AlibiByPosition(self.layers, mask)
+        return masks_by_kind(mask, self.layer_kinds), nullcontext()
 
 
 class Taps:

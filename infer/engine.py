@@ -9,7 +9,7 @@ from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import Features, FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.infer.kv_cache import TreeCache
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
 from drafthead.infer.verifiers import Acceptance, Verifier
@@ -49,7 +49,10 @@ class Run:
         self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
 
     def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token."""
+        """The pass over the prompts, which also gives each row its first token.
+
+        Padding stands to the right, where a causal mask never looks, so the model builds its own.
+        """
         ids, lengths = self.prompt_ids, self.prompt_lengths
         longest = ids.shape[1]
         positions = torch.arange(longest, device=ids.device).expand_as(ids)
@@ -57,7 +60,7 @@ class Run:
         output = self.target.run(
             ids,
             positions,
-            causal_mask(lengths, longest, self.target.dtype),
+            None,
             self.features.with_last(),
             self.cache,
             logits_to_keep=1,

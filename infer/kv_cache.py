@@ -191,16 +191,3 @@ class TreeCache(Cache):
         ]
         self.lengths = self.lengths[rows]
         self.longest = longest
-
-
-def causal_mask(lengths: torch.Tensor, longest: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Additive mask [B, 1, T, T] of right-padded prompts of lengths [B].
-
-    Padding stands to the right, so looking left never meets it and all rows share one mask; None
-    for a single row lets the model use its fastest attention.
-    """
-    if lengths.shape[0] == 1:
-        return None
-    blocked = torch.full((longest, longest), torch.finfo(dtype).min, dtype=dtype)
-    mask = blocked.triu(1).to(lengths.device)
-    return mask.expand(lengths.shape[0], 1, longest, longest)

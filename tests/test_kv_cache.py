@@ -2,7 +2,7 @@
 
 import torch
 
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.infer.kv_cache import TreeCache
 
 
 def keys_of(columns: list[list[float]]) -> torch.Tensor:
@@ -78,9 +78,3 @@ def test_layers_of_different_shape_live_in_different_stores() -> None:
     cache.commit_prompt(torch.tensor([3]), 3, room=4)
     assert [(k.shape[-1], v.shape[-1]) for k, v in cache.stores] == [(4, 4), (8, 6)]
     assert cache.update(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 6), 1)[0].shape == (1, 1, 4, 8)
-
-
-def test_prompts_of_several_rows_look_only_left() -> None:
-    assert causal_mask(torch.tensor([3]), 3, torch.float32) is None
-    mask = causal_mask(torch.tensor([3, 2]), 3, torch.float32)
-    assert (mask[1, 0] == 0).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

@@ -16,7 +16,7 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import TokenTree, TreeShape
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.infer.kv_cache import TreeCache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 # Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
@@ -67,8 +67,7 @@ class DraftModelSession(DraftSession):
         self.cache = TreeCache()
         longest = prompts.shape[1]
         positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
-        mask = causal_mask(lengths, longest, self.model.dtype)
-        self.model.run(prompts, positions, mask, NO_FEATURES, self.cache, logits_to_keep=1)
+        self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
         self.cache.commit_prompt(lengths, longest, room=4 * drafter.max_nodes)
         self.host_lengths: list[int] = lengths.tolist()
         # Committed tokens that the model has not read yet, right-padded [B, n], and how many.
