@@ -112,7 +112,8 @@ def check_forward(
         ),
         "it scales attention by columns of the cache, not by positions": scales_by_column,
         f"its {implementation} attention takes no tree mask; load it with "
-        "attn_implementation='sdpa'": implementation not in ({"sdpa"} if needs_sdpa else MASKED_ATTENTION),
+        "attn_implementation='sdpa'": implementation
+        not in ({"sdpa"} if needs_sdpa else MASKED_ATTENTION),
     }
     for reason, holds in reasons.items():
         if holds:

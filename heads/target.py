@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -90,15 +90,15 @@ def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises UserError for prompt tuning, which does not sit there.
     """
-    if not hasattr(model, "get_base_model"):
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is None:
         return model
-    if model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type.value
+    if adapter.is_prompt_learning:
         raise UserError(
-            f"a target with a {kind} adapter is not supported: its learned prompt stands before "
-            "the text, and neither positions nor tree mask know of it; merge it or use LoRA"
+            f"a target with a {adapter.peft_type.value} adapter is not supported: it puts a "
+            "learned prompt before the text, of which positions and masks know nothing"
         )
-    return model.get_base_model()
+    return model.get_base_model()  # type: ignore[operator]  # PeftModel's method
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -151,7 +151,7 @@ class Target:
     def from_pretrained(
         cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
     ) -> "Target":
-        """Load a model and its tokenizer from a folder or a hub id.
+        """Load a model and its tokenizer from a folder or a hub id, a PEFT adapter's included.
 
         `dtype` is `auto` (as stored), `float32`, `bfloat16` or `float16`; `device` is `auto` (a GPU
         if there is one) or a torch device. Raises UserError naming what could not be loaded.
@@ -160,15 +160,15 @@ class Target:
         torch_device = device_named(device)
         refuse_missing_folder(str(name))
         try:
-            AutoConfig.from_pretrained(name, trust_remote_code=trust_code)
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=torch_dtype, trust_remote_code=trust_code
             )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+            tokenizer = load_tokenizer(name, model.name_or_path or str(name), trust_code)
+            if not is_on(model, torch_device):  # quantised weights may not be movable
+                model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps Module.to
         except Exception as error:  # transformers raises many kinds for a bad folder
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(f"cannot load the model {name}: {reason}") from error
-        model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps nn.Module.to
         return cls(model, tokenizer)
 
     @property
@@ -206,8 +206,20 @@ class Target:
         longest = getattr(self.config, "max_position_embeddings", None)
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
-            return rope["original_max_position_embeddings"]
+            return min(longest, rope["original_max_position_embeddings"])
         return longest
+
+    def output_weight(self) -> torch.Tensor:
+        """Weight [V, D] of the output head.
+
+        It is read off what the head answers when it is no plain linear layer: quantised, or with an
+        adapter.
+        """
+        weight = getattr(self.output_head, "weight", None)
+        if type(self.output_head) is nn.Linear and type(weight) is nn.Parameter:
+            return weight
+        rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+        return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., D] of token ids [...]."""
@@ -261,7 +273,7 @@ class Target:
         if mask is None:
             return None, nullcontext()
         if self.has_alibi:
-            return None, AlibiByPosition(self.layers, mask)
+            return None, AlibiByPosition(self.layers.children(), mask)
         return masks_by_kind(mask, self.layer_kinds), nullcontext()
 
 
@@ -306,6 +318,21 @@ class Taps:
         if len(kept) != len(self.kept):
             raise UserError("a tapped layer did not run: this architecture cannot be tapped")
         return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
+
+
+def load_tokenizer(name: str | Path, base_name: str, trust_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model; an adapter that brings none is used with its base model's."""
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+    except (OSError, ValueError):
+        if base_name == str(name):
+            raise
+        return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
+
+
+def is_on(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether a model's weights are on a device; `cuda` means any GPU."""
+    return model.device.type == device.type and device.index in (None, model.device.index)
 
 
 def refuse_missing_folder(name: str) -> None:

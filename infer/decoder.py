@@ -9,7 +9,7 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import TreeShape, grow_tree
+from drafthead.heads.tree import Budget
 from drafthead.infer.autoregressive import decode_plainly
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
@@ -27,9 +27,15 @@ DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
 class Decoder:
     """A target and what drafts for it."""
 
-    def __init__(self, target: Target, drafter: Drafter | None = None):
-        """Decode with `drafter`, or plainly without one."""
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, budget: Budget | None = None
+    ):
+        """Decode with `drafter`, or plainly without one.
+
+        `budget` is what each step may spend on its tree, by default the most that the drafter uses.
+        """
         self.target, self.drafter = target, drafter
+        self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
         self.tokenizer = target.tokenizer
         self.max_length = target.max_length
         self.end_ids = end_token_ids(target)
@@ -58,14 +64,16 @@ class Decoder:
             raise UserError("choose one of head, draft_model and prompt_lookup")
         loaded = Target.from_pretrained(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
+        budget: Budget | None = None
         if head is not None:
-            drafter = tree_drafter(load_head(Path(head), loaded), loaded, tree_nodes)
+            drafter = head_drafter(load_head(Path(head), loaded), loaded)
+            budget = Budget(tree_nodes, drafter.budgets[-1].depth)
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
             drafter = DraftModel(small, loaded, draft_tokens)
         elif prompt_lookup:
             drafter = PromptLookup(draft_tokens)
-        return cls(loaded, drafter)
+        return cls(loaded, drafter, budget)
 
     def generate(
         self,
@@ -149,7 +157,8 @@ class Decoder:
         request = Request(ids, limits, sampling, seeds, self.end_ids)
         if self.drafter is None:
             return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
-        return Run(self.target, request, self.drafter.features, self.drafter.max_nodes)
+        assert self.budget is not None
+        return Run(self.target, request, self.drafter.features, self.budget.nodes)
 
     def _limit(self, number: int, ids: list[int], max_new_tokens: int) -> int:
         """Most new tokens for a prompt: what was asked for, or what the context has room for."""
@@ -173,20 +182,15 @@ class Decoder:
         rule = verifier_for(verifier, run.request.sampling.temperature)
         if self.drafter is None:
             return decode_plainly(run)
-        return speculate(run, self.drafter, rule)
+        assert self.budget is not None
+        return speculate(run, self.drafter, self.budget, rule)
 
 
-def tree_drafter(head: DraftHead, target: Target, tree_nodes: int) -> Drafter:
-    """A head with the best tree of `tree_nodes` nodes for its measured acceptance.
-
-    A head that was never measured drafts a chain, and says so.
-    """
-    if tree_nodes < 2:
-        raise UserError(f"tree_nodes must be at least 2 (the root and a guess), got {tree_nodes}")
-    if head.path_counts:
-        return head.drafter(target, grow_tree(head.path_counts, tree_nodes, head.depth))
-    logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
-    return head.drafter(target, TreeShape.chain(min(head.depth, tree_nodes - 1)))
+def head_drafter(head: DraftHead, target: Target) -> Drafter:
+    """The head with trees of its own choice; one that was never measured drafts chains, aloud."""
+    if not head.path_counts:
+        logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
+    return head.drafter(target)
 
 
 def end_token_ids(target: Target) -> frozenset[int]:

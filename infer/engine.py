@@ -8,7 +8,7 @@ import torch
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import Features, FeatureSpec, Target, TargetOutput
-from drafthead.heads.tree import TokenTree
+from drafthead.heads.tree import Budget, TokenTree
 from drafthead.infer.kv_cache import TreeCache
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
@@ -124,7 +124,7 @@ class Run:
 
 
 @torch.inference_mode()
-def speculate(run: Run, drafter: Drafter, verifier: Verifier) -> Iterator[Emitted]:
+def speculate(run: Run, drafter: Drafter, budget: Budget, verifier: Verifier) -> Iterator[Emitted]:
     """Decode with a drafter; yields what each pass of the target gives."""
     draws = run.random if verifier.draws_children else None
     with run.stats.phase("prefill"):
@@ -135,16 +135,22 @@ def speculate(run: Run, drafter: Drafter, verifier: Verifier) -> Iterator[Emitte
     yield emitted
     while run.batch.running:
         with run.stats.step():
-            emitted = step(run, session, verifier, draws)
+            emitted = step(run, session, budget, verifier, draws)
         yield emitted
 
 
-def step(run: Run, session: DraftSession, verifier: Verifier, draws: RowRandom | None) -> Emitted:
+def step(
+    run: Run,
+    session: DraftSession,
+    budget: Budget,
+    verifier: Verifier,
+    draws: RowRandom | None,
+) -> Emitted:
     """Propose, verify, commit."""
     stats, sampling = run.stats, run.request.sampling
     with stats.phase("draft"):
         run.begin_random_step()
-        tree = session.propose(sampling, draws)
+        tree = session.propose(budget, sampling, draws)
     with stats.phase("verify"):
         output = run.verify(tree)
     with stats.phase("accept"):
