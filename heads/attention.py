@@ -96,24 +96,24 @@ def check_forward(
 ) -> None:
     """Raise UserError, saying why, for a model that cannot run a pass over a token tree."""
     takes = inspect.signature(type(decoder).forward).parameters
-    implementation = model.config._attn_implementation
+    implementation = config._attn_implementation
     alibi = uses_alibi(config)
-    needs_sdpa = alibi and config.model_type == "falcon"
-    scales_by_column = getattr(config, "attn_temperature_tuning", False) and not all(
-        getattr(config, "no_rope_layers", None) or []
-    )
+    # Falcon's eager code adds its ALiBi bias a second time, by column.
+    maskable = {"sdpa"} if alibi and config.model_type == "falcon" else MASKED_ATTENTION
+    has_unrotated_layers = 0 in (getattr(config, "no_rope_layers", None) or ())
     reasons = {
         "it keeps no key-value cache": "past_key_values" not in takes,
         "it counts positions by itself, and the nodes of a token tree share some": (
             "position_ids" not in takes and not alibi
         ),
         "its local layers count their window in columns of the cache, not in positions": (
-            "local" in (getattr(config, "attention_layers", None) or ())
+            "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo
         ),
-        "it scales attention by columns of the cache, not by positions": scales_by_column,
+        "it scales attention by columns of the cache, not by positions": (
+            has_unrotated_layers and getattr(config, "attn_temperature_tuning", False)  # Llama 4
+        ),
         f"its {implementation} attention takes no tree mask; load it with "
-        "attn_implementation='sdpa'": implementation
-        not in ({"sdpa"} if needs_sdpa else MASKED_ATTENTION),
+        "attn_implementation='sdpa'": implementation not in maskable,
     }
     for reason, holds in reasons.items():
         if holds:

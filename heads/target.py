@@ -102,9 +102,14 @@ def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The stack of decoder layers of a causal language model, without its output head."""
+    """The stack of decoder layers of a causal language model, without its output head.
+
+    For a few models `get_decoder` gives the whole model or the output head.
+    """
     decoder = model.get_decoder()
-    return getattr(model, "model", model) if decoder is model else decoder
+    if any(hasattr(decoder, name) for name in LAYER_NAMES):
+        return decoder
+    return getattr(model, "model", decoder)
 
 
 def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:

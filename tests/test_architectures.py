@@ -188,6 +188,7 @@ REFUSED = {
     "mpt": ({}, "MptForCausalLM.*counts positions by itself"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "columns of the cache"),
     "llama4_text": ({"no_rope_layers": [1, 0]}, "columns of the cache"),
+    "modernbert-decoder": ({}, "no final norm"),
     "bert": ({"is_decoder": True}, "no decoder layers"),
 }
 
