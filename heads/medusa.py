@@ -99,7 +99,7 @@ class MedusaHeads(DraftHead):
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head into each head's own projection."""
-        weight = target.output_head.get_parameter("weight")
+        weight = target.output_weight()
         for index in range(self.depth):
             output = self.branch(index).output
             if output is not None:

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TREE_NODES = 8  # pays on a CPU; a GPU verifies 32 to 64 nodes at nearly the same cost
 DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
-# Attention that a tree mask describes fully; sliding windows only while nothing slides out.
-TREE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class Decoder:
@@ -41,13 +39,11 @@ class Decoder:
         """Decode with `drafter`, or plainly without one.
 
         `budget` is what each step may spend on its tree, by default the most that the drafter uses.
-
-        Raises UserError for a target whose layers cannot hold a token tree.
         """
         self.target, self.drafter = target, drafter
         self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
         self.tokenizer = target.tokenizer
-        self.max_length = context_limit(target)
+        self.max_length = target.max_length
         self.end_ids = end_token_ids(target)
 
     @classmethod
@@ -247,22 +243,3 @@ def end_token_ids(target: Target) -> frozenset[int]:
     if ends is None:
         return frozenset()
     return token_ids(ends)
-
-
-def context_limit(target: Target) -> int | None:
-    """Most tokens of prompt and answer together; None when unlimited.
-
-    Within one sliding window a sliding layer attends like a full one, so that is where such targets
-    end for now. Raises UserError for layers that are recurrent and cannot branch into a tree.
-    """
-    kinds = set(getattr(target.config, "layer_types", None) or ["full_attention"])
-    if unknown := sorted(kinds - TREE_LAYERS):
-        raise UserError(
-            f"{type(target.model).__name__} has {', '.join(unknown)} layers, whose state cannot "
-            "branch into a token tree: this target is not supported"
-        )
-    window = getattr(target.config, "sliding_window", None)
-    slides = "sliding_attention" in kinds or not getattr(target.config, "layer_types", None)
-    if window and slides and getattr(target.config, "use_sliding_window", True):
-        return min(window, target.max_length or window)
-    return target.max_length

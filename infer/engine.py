@@ -11,7 +11,6 @@ from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, s
 from drafthead.heads.target import Features, FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import Budget, TokenTree
 from drafthead.infer.compiled import new_cache
-from drafthead.infer.kv_cache import causal_mask
 from drafthead.infer.logits_processing import PathProcessing
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
@@ -61,7 +60,10 @@ class Run:
             )
 
     def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token."""
+        """The pass over the prompts, which also gives each row its first token.
+
+        Padding stands to the right, where a causal mask never looks, so the model builds its own.
+        """
         ids, lengths = self.prompt_ids, self.prompt_lengths
         longest = ids.shape[1]
         positions = torch.arange(longest, device=ids.device).expand_as(ids)
@@ -69,7 +71,7 @@ class Run:
         output = self.target.run(
             ids,
             positions,
-            causal_mask(lengths, longest, self.target.dtype),
+            None,
             self.features.with_last(),
             self.cache,
             logits_to_keep=1,

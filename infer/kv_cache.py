@@ -226,16 +226,3 @@ def move_columns(
     for tensor in (*keys, *values):
         by_column = tensor.transpose(1, 2)  # [B, S, H, D], a view
         by_column[rows, destination] = by_column[rows, source]
-
-
-def causal_mask(lengths: torch.Tensor, longest: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Additive mask [B, 1, T, T] of right-padded prompts of lengths [B].
-
-    Padding stands to the right, so looking left never meets it and all rows share one mask; None
-    for a single row lets the model use its fastest attention.
-    """
-    if lengths.shape[0] == 1:
-        return None
-    blocked = torch.full((longest, longest), torch.finfo(dtype).min, dtype=dtype)
-    mask = blocked.triu(1).to(lengths.device)
-    return mask.expand(lengths.shape[0], 1, longest, longest)

@@ -2,7 +2,7 @@
 
 import torch
 
-from drafthead.infer.kv_cache import StepCache, TreeCache, causal_mask
+from drafthead.infer.kv_cache import StepCache, TreeCache
 
 
 def keys_of(columns: list[list[float]]) -> torch.Tensor:
@@ -92,9 +92,3 @@ def test_layers_may_differ_in_shape() -> None:
     cache.update(torch.ones(1, 1, 3, 8), torch.ones(1, 1, 3, 6), 1)
     cache.commit_prompt(torch.tensor([3]), 3, room=4)
     assert cache.update(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 6), 1)[0].shape == (1, 1, 4, 8)
-
-
-def test_prompts_of_several_rows_look_only_left() -> None:
-    assert causal_mask(torch.tensor([3]), 3, torch.float32) is None
-    mask = causal_mask(torch.tensor([3, 2]), 3, torch.float32)
-    assert (mask[1, 0] == 0).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

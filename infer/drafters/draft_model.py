@@ -17,7 +17,6 @@ from drafthead.heads.sampling import (
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
 from drafthead.infer.compiled import new_cache
-from drafthead.infer.kv_cache import causal_mask
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 # Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
@@ -68,8 +67,7 @@ class DraftModelSession(DraftSession):
         self.cache = new_cache(drafter.model)
         longest = prompts.shape[1]
         positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
-        mask = causal_mask(lengths, longest, self.model.dtype)
-        self.model.run(prompts, positions, mask, NO_FEATURES, self.cache, logits_to_keep=1)
+        self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
         self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
         self.host_lengths: list[int] = lengths.tolist()
         # Committed tokens that the model has not read yet, right-padded [B, n], and how many.
