@@ -14,19 +14,22 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget
 from drafthead.infer.autoregressive import decode_plainly
+from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine import Emitted, Request, Run, speculate
+from drafthead.infer.engine import speculate
 from drafthead.infer.generation_options import GenerationOptions, read_options, token_ids
 from drafthead.infer.logits_processing import processors_for
+from drafthead.infer.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
 from drafthead.infer.results import DecodeResult, DecodeStats
+from drafthead.infer.run import Emitted, Request, Run
+from drafthead.infer.step_costs import step_seconds
 from drafthead.infer.stopping import stops_for
-from drafthead.infer.verifiers import verifier_for
+from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TREE_NODES = 8  # pays on a CPU; a GPU verifies 32 to 64 nodes at nearly the same cost
 DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
 
 
@@ -34,14 +37,22 @@ class Decoder:
     """A target and what drafts for it."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, budget: Budget | None = None
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        budget: Budget | None = None,
+        adaptive: bool = False,
     ):
         """Decode with `drafter`, or plainly without one.
 
         `budget` is what each step may spend on its tree, by default the most that the drafter uses.
+        With `adaptive` the planner chooses it step by step instead, from measured times and what is
+        accepted; it decodes plainly while nothing else pays.
         """
         self.target, self.drafter = target, drafter
         self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
+        self.adaptive = adaptive
+        self.plans: dict[tuple[str, float, int], AdaptivePlan] = {}
         self.tokenizer = target.tokenizer
         self.max_length = target.max_length
         self.end_ids = end_token_ids(target)
@@ -53,33 +64,34 @@ class Decoder:
         head: str | Path | None = None,
         draft_model: str | Path | None = None,
         prompt_lookup: bool = False,
-        tree_nodes: int = DEFAULT_TREE_NODES,
+        tree_nodes: int | None = None,
         draft_tokens: int = DEFAULT_CHAIN,
         dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
+        compile: bool = False,
     ) -> "Decoder":
         """Load a target by folder or hub id, and at most one drafter.
 
-        `tree_nodes` is the size of a head's token tree, the root included; `draft_tokens` is how
-        many tokens a draft model or prompt lookup proposes a step. Code that comes with a model
-        runs only with `trust_remote_code`. Raises UserError when something cannot be loaded or
-        does not fit the target.
+        `tree_nodes` fixes the size of the proposals, the root included; by default the planner
+        sizes them by what they cost on this machine and how well they are accepted. `draft_tokens`
+        is the most that a draft model or prompt lookup proposes a step. `compile` makes graphs of
+        the passes when they first run: minutes once, seconds when the same was compiled before, and
+        the same output. Code that comes with a model runs only with `trust_remote_code`. Raises
+        UserError when something cannot be loaded or does not fit the target.
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
         loaded = Target.from_pretrained(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
-        budget: Budget | None = None
         if head is not None:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)
-            budget = Budget(tree_nodes, drafter.budgets[-1].depth)
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
             drafter = DraftModel(small, loaded, draft_tokens)
         elif prompt_lookup:
             drafter = PromptLookup(draft_tokens)
-        return cls(loaded, drafter, budget)
+        return decoder_for(loaded, drafter, tree_nodes, compile)
 
     def generate(
         self,
@@ -194,7 +206,8 @@ class Decoder:
         if self.drafter is None:
             return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
         assert self.budget is not None
-        return Run(self.target, request, self.drafter.features, self.budget.nodes)
+        largest = self.drafter.budgets[-1] if self.adaptive else self.budget
+        return Run(self.target, request, self.drafter.features, largest.nodes)
 
     def _limit(self, number: int, ids: list[int], options: GenerationOptions) -> int:
         """Most new tokens for a prompt: what was asked for, or what the context has room for."""
@@ -224,8 +237,42 @@ class Decoder:
         rule = verifier_for(verifier, run.request.sampling.temperature)
         if self.drafter is None:
             return decode_plainly(run)
-        assert self.budget is not None
-        return speculate(run, self.drafter, self.budget, rule)
+        return speculate(run, self.drafter, self._planner(run, rule), rule)
+
+    def _planner(self, run: Run, rule: Verifier) -> Planner:
+        """Who chooses the budgets.
+
+        The answers of a rule that draws children depend on the tree. They must depend on the seed
+        alone, not on the rows beside or on what was decoded before: their budget is chosen once,
+        as for a single row.
+        """
+        if not self.adaptive:
+            return FixedPlan(self.budget)
+        assert self.drafter is not None
+        rows = 1 if rule.draws_children else 2 ** (len(run.lengths) - 1).bit_length()
+        key = (rule.name, run.request.sampling.temperature, rows)
+        if key not in self.plans:
+            seconds = step_seconds(self.target, self.drafter, rows)
+            chances = {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
+            self.plans[key] = AdaptivePlan(seconds, chances)
+        plan = self.plans[key]
+        return FixedPlan(plan.choose()) if rule.draws_children else plan
+
+
+def decoder_for(
+    target: Target, drafter: Drafter | None, tree_nodes: int | None, compile: bool
+) -> Decoder:
+    """A decoder with proposals of a fixed size or planned ones, compiled if asked for."""
+    if compile and not isinstance(target, CompiledTarget):
+        target = CompiledTarget(target)
+    if drafter is None:
+        return Decoder(target)
+    if compile:
+        drafter.compile()
+    budget = None
+    if tree_nodes is not None:
+        budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
+    return Decoder(target, drafter, budget, adaptive=tree_nodes is None)
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:

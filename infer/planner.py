@@ -35,12 +35,12 @@ class Planner(ABC):
 
 
 class FixedPlan(Planner):
-    """The same budget at every step."""
+    """The same budget at every step, or none."""
 
-    def __init__(self, budget: Budget):
+    def __init__(self, budget: Budget | None):
         self.budget = budget
 
-    def choose(self) -> Budget:
+    def choose(self) -> Budget | None:
         """Always the budget it was made with."""
         return self.budget
 

@@ -9,7 +9,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder, DecodeStats
-from drafthead.infer.decoder import DEFAULT_CHAIN, DEFAULT_TREE_NODES
+from drafthead.infer.decoder import DEFAULT_CHAIN
 
 
 def main(
@@ -49,11 +49,15 @@ def main(
         typer.Option(help="auto, greedy, rejection: lossless; typical: lossy, changes the output."),
     ] = "auto",
     tree_nodes: Annotated[
-        int, typer.Option(help="Nodes of a head's tree, root included.")
-    ] = DEFAULT_TREE_NODES,
+        int | None,
+        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
+    ] = None,
     draft_tokens: Annotated[
-        int, typer.Option(help="Tokens that a draft model or prompt lookup drafts.")
+        int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
     ] = DEFAULT_CHAIN,
+    compile: Annotated[
+        bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -67,7 +71,15 @@ def main(
     if not text.strip():
         raise UserError("the prompt is empty: pass --prompt or text on standard input")
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device
+        target,
+        head,
+        draft_model,
+        prompt_lookup,
+        tree_nodes,
+        draft_tokens,
+        dtype,
+        device,
+        compile=compile,
     )
     config = GenerationConfig(
         do_sample=temperature > 0,

@@ -93,7 +93,7 @@ def make_drafter(
             return PromptLookup(depth=3)
         head = make_head(kind, target)
         if form == "own":  # trees of the head's own choice, by budget
-            head.path_counts = {path: 100 - n for n, path in enumerate(BUSHY.paths)}
+            head.path_counts = {(): 100} | {path: 40 - n for n, path in enumerate(BUSHY.paths)}
             return head.drafter(target)
         return head.drafter(target, BUSHY if form == "tree" else TreeShape.chain(3))
 

@@ -329,7 +329,7 @@ def test_ranks_become_accuracies_tau_and_path_counts():
     assert result.top1 == (0.5, 0.5)
     assert result.alpha == (0.5, 0.5)
     assert result.tau_chain == 1 + (2 + 1) / 4
-    assert result.path_counts == {(0,): 2, (2,): 2, (0, 0): 1, (0, 2): 1, (2, 0): 1}
+    assert result.path_counts == {(): 4, (0,): 2, (2,): 2, (0, 0): 1, (0, 2): 1, (2, 0): 1}
     # (0,), then (1,) and (2,) because a sibling comes with those ranked better, then (0, 0).
     assert expected_tau(result.path_counts, 5, anchors=4) == 1 + (2 + 0 + 2 + 1) / 4
 

@@ -16,7 +16,7 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
-from drafthead.infer.compiled import new_cache
+from drafthead.infer.compiled import CompiledTarget, new_cache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 # Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
@@ -53,6 +53,14 @@ class DraftModel(Drafter):
         self.budgets = chain_budgets(depth)
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
+
+    def identity(self) -> str:
+        """The shape of the model, and whether it is compiled."""
+        return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
+
+    def compile(self) -> None:
+        """Compile the model's passes."""
+        self.model = CompiledTarget(self.model)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session whose model has read the prompts [B, T] of lengths [B]."""
