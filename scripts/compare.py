@@ -55,7 +55,10 @@ def main(
         int, typer.Option(help="Tokens that a draft model or prompt lookup drafts.")
     ] = DEFAULT_CHAIN,
     verifier: Annotated[
-        str, typer.Option(help="auto is lossless; typical is lossy and needs a temperature.")
+        str,
+        typer.Option(
+            help="auto is lossless; typical and lenient are lossy and need a temperature."
+        ),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

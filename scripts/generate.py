@@ -25,7 +25,10 @@ def main(
     top_p: Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")] = 1.0,
     verifier: Annotated[
         str,
-        typer.Option(help="auto, greedy, rejection: lossless; typical: lossy, changes the output."),
+        typer.Option(
+            help="auto, greedy, rejection, traversal, match: lossless; typical, lenient: lossy, "
+            "change the output."
+        ),
     ] = "auto",
     tree_nodes: Annotated[
         int, typer.Option(help="Nodes of a head's tree, root included.")
