@@ -15,7 +15,7 @@ from torch import nn
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.tree import Path, TokenTree, TreeShape
+from drafthead.heads.tree import Budget, Path, TokenTree, TreeShape
 
 # Guesses beyond this rank are never put into a tree.
 MAX_RANK = 10
@@ -40,8 +40,10 @@ class DraftSession(ABC):
     """A drafter at work on one batch: proposes a tree, learns what was committed, and again."""
 
     @abstractmethod
-    def propose(self, sampling: SamplingConfig, random: RowRandom | None) -> TokenTree:
-        """The tree behind the last committed token.
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """A tree within the budget behind the last committed token.
 
         With `random`, children are drawn without replacement and the tree carries the
         distributions they were drawn from; without, children are the most probable tokens.
@@ -49,7 +51,10 @@ class DraftSession(ABC):
 
     @abstractmethod
     def commit(self, committed: Committed) -> None:
-        """Take in what the target committed; called after the prompt pass and after every step."""
+        """Take in what the target committed; called after the prompt pass and after every step.
+
+        A step may have passed without a proposal.
+        """
 
     @abstractmethod
     def keep_rows(self, rows: torch.Tensor) -> None:
@@ -60,7 +65,7 @@ class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
     features: FeatureSpec
-    max_nodes: int  # the most nodes that one of its trees has, the root included
+    budgets: tuple[Budget, ...]  # those that it can make use of, from small to large
 
     @abstractmethod
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
@@ -129,8 +134,8 @@ class DraftHead(nn.Module, ABC):
         """The training loss of a batch."""
 
     @abstractmethod
-    def drafter(self, target: Target, shape: TreeShape) -> Drafter:
-        """The head as a drafter of trees of one shape."""
+    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
+        """The head as a drafter of trees of the given shape, or of its own choice by budget."""
 
 
 HEADS: dict[str, type[DraftHead]] = {}

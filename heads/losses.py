@@ -5,6 +5,7 @@ through the positions and recomputes a chunk's logits in the backward pass.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cross_entropy, log_softmax, softmax
@@ -25,6 +26,36 @@ def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> tor
     """
     target_probs = softmax(target_logits.float(), dim=-1)
     return -(target_probs * log_softmax(logits.float(), dim=-1)).sum(-1)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What teaches a head one position, by the name that configurations use.
+
+    `function` takes the draft's logits [A, V], the target's logits [A, V] for the same token, or
+    None where it reads only labels, and the true tokens [A]; it gives the losses [A].
+    """
+
+    function: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+    reads_target: bool
+
+
+def _from_target(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> TokenLoss:
+    def loss(
+        draft: torch.Tensor, target: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        assert target is not None
+        return function(draft, target)
+
+    return TokenLoss(loss, reads_target=True)
+
+
+TOKEN_LOSSES = {
+    "hard": TokenLoss(lambda draft, target, labels: hard_cross_entropy(draft, labels), False),
+    "soft": _from_target(soft_cross_entropy),
+}
 
 
 @torch.no_grad()

@@ -22,12 +22,7 @@ from drafthead.heads.base import (
     HeadLoss,
     register_head,
 )
-from drafthead.heads.losses import (
-    hard_cross_entropy,
-    in_chunks,
-    ranks_of,
-    soft_cross_entropy,
-)
+from drafthead.heads.losses import TOKEN_LOSSES, in_chunks, ranks_of
 from drafthead.heads.sampling import (
     RowRandom,
     SamplingConfig,
@@ -35,7 +30,7 @@ from drafthead.heads.sampling import (
     probabilities,
 )
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import TokenTree, TreeShape
+from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape
 
 # Children are drawn from the head's most probable tokens; any distribution known before the draw
 # keeps the verification exact, and a short one keeps it cheap.
@@ -50,7 +45,7 @@ class MedusaConfig:
     num_blocks: int = 1
     output: Literal["own", "shared"] = "own"  # shared: the target's frozen output head
     bias: bool = True  # in the residual blocks
-    labels: Literal["hard", "soft"] = "hard"  # soft: the target's whole distribution
+    loss: Literal["hard", "soft"] = "hard"  # soft: the target's whole distribution
     depth_decay: float = 0.8  # head k's loss is weighted by depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0
@@ -104,7 +99,7 @@ class MedusaHeads(DraftHead):
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head into each head's own projection."""
-        weight = target.output_head.get_parameter("weight")
+        weight = target.output_weight()
         for index in range(self.depth):
             output = self.branch(index).output
             if output is not None:
@@ -167,12 +162,12 @@ class MedusaHeads(DraftHead):
         """Loss [A] of one head, and the rank [A] of the true token among its guesses."""
         logits = self.logits(student, index, target)
         ranks = ranks_of(logits, labels, MAX_RANK)
-        if self.config.labels == "hard":
-            return hard_cross_entropy(logits, labels), ranks
-        return soft_cross_entropy(logits, target.project(teacher)), ranks
+        rule = TOKEN_LOSSES[self.config.loss]
+        target_logits = target.project(teacher) if rule.reads_target else None
+        return rule.function(logits, target_logits, labels), ranks
 
-    def drafter(self, target: Target, shape: TreeShape) -> Drafter:
-        """Medusa heads on a static tree."""
+    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
+        """Medusa heads on static trees, by default those grown from their measured acceptance."""
         return MedusaDrafter(self, target, shape)
 
 
@@ -197,21 +192,6 @@ def labels_at(
     return valid, batch.input_ids[rows, places]
 
 
-class MedusaDrafter(Drafter):
-    """Medusa heads that fill a static tree."""
-
-    def __init__(self, heads: MedusaHeads, target: Target, shape: TreeShape):
-        """Raises UserError when the tree is deeper than the number of heads."""
-        self.heads, self.target = heads, target
-        self.features = heads.features_needed
-        self.max_nodes = shape.num_nodes
-        self.layout = MedusaLayout(shape, heads.depth, target.device)
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session; the prompt itself is not needed, its features come with the first commit."""
-        return MedusaSession(self.heads, self.target, self.layout)
-
-
 class MedusaLayout:
     """A static tree as the index tables that fill it.
 
@@ -229,11 +209,34 @@ class MedusaLayout:
         self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
 
 
+class MedusaDrafter(Drafter):
+    """Medusa heads that fill static trees."""
+
+    def __init__(self, heads: MedusaHeads, target: Target, shape: TreeShape | None):
+        """Raises ValueError when the tree is deeper than the number of heads."""
+        self.heads, self.target = heads, target
+        self.features = heads.features_needed
+        self.trees = StaticTrees(heads.path_counts, heads.depth, shape)
+        self.budgets = self.trees.budgets
+        self.layouts: dict[TreeShape, MedusaLayout] = {}
+
+    def layout(self, budget: Budget) -> MedusaLayout:
+        """The tables of the tree for a budget."""
+        shape = self.trees.shape(budget)
+        if shape not in self.layouts:
+            self.layouts[shape] = MedusaLayout(shape, self.heads.depth, self.target.device)
+        return self.layouts[shape]
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session; the prompt itself is not needed, its features come with the first commit."""
+        return MedusaSession(self)
+
+
 class MedusaSession(DraftSession):
     """Medusa heads at work: the state is one hidden state a row."""
 
-    def __init__(self, heads: MedusaHeads, target: Target, layout: MedusaLayout):
-        self.heads, self.target, self.layout = heads, target, layout
+    def __init__(self, drafter: MedusaDrafter):
+        self.drafter = drafter
         self.hidden: torch.Tensor | None = None  # [B, D], where the root was predicted
         self.roots: torch.Tensor | None = None  # [B]
 
@@ -251,29 +254,34 @@ class MedusaSession(DraftSession):
         self.hidden, self.roots = self.hidden[rows], self.roots[rows]
 
     @torch.no_grad()
-    def propose(self, sampling: SamplingConfig, random: RowRandom | None) -> TokenTree:
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
-        depth = self.layout.shape.depth
+        heads, target = self.drafter.heads, self.drafter.target
+        layout = self.drafter.layout(budget)
         logits = torch.stack(
-            [self.heads.logits(self.hidden, index, self.target) for index in range(depth)], dim=1
+            [heads.logits(self.hidden, index, target) for index in range(layout.shape.depth)], dim=1
         )  # [B, K, V]
         if random is None:
-            return self._best(logits)
-        return self._drawn(logits, sampling, random)
+            return self._best(layout, logits)
+        return self._drawn(layout, logits, sampling, random)
 
-    def _best(self, logits: torch.Tensor) -> TokenTree:
+    def _best(self, layout: MedusaLayout, logits: torch.Tensor) -> TokenTree:
         """Each node is the guess of its rank of its depth's head; logits [B, K, V]."""
-        layout = self.layout
         guesses = logits.topk(layout.shape.width, dim=-1).indices  # [B, K, width]
         drafted = guesses[:, layout.head_of_node, layout.ranks]  # [B, N - 1]
         return TokenTree.from_shape(layout.shape, self._with_root(drafted))
 
     def _drawn(
-        self, logits: torch.Tensor, sampling: SamplingConfig, random: RowRandom
+        self,
+        layout: MedusaLayout,
+        logits: torch.Tensor,
+        sampling: SamplingConfig,
+        random: RowRandom,
     ) -> TokenTree:
         """Children drawn without replacement, anew under each parent; logits [B, K, V]."""
-        layout = self.layout
         top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
         probs = probabilities(top.values, sampling)  # [B, K, k]
         draft_ids = top.indices[:, layout.head_of_children]  # [B, N, k]

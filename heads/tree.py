@@ -36,6 +36,38 @@ def ancestor_mask(parents: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+@dataclass(frozen=True, order=True)
+class Budget:
+    """The most that one step's tree may have: nodes, the root included, and drafted tokens a path.
+
+    Raises UserError for a tree that would propose nothing.
+    """
+
+    nodes: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2 or self.depth < 1:
+            raise UserError(
+                f"a token tree needs at least 2 nodes (the root and a guess) and depth 1, got "
+                f"{self.nodes} nodes and depth {self.depth}"
+            )
+
+
+# Sizes of tree that are worth telling apart; verifying 64 nodes is cheap on large GPUs only.
+TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def tree_budgets(depth: int) -> tuple[Budget, ...]:
+    """Budgets of a drafter whose cost does not depend on how deep its trees are."""
+    return tuple(Budget(nodes, min(depth, nodes - 1)) for nodes in TREE_SIZES)
+
+
+def chain_budgets(depth: int) -> tuple[Budget, ...]:
+    """Budgets of a drafter of chains of up to `depth` tokens."""
+    return tuple(Budget(length + 1, length) for length in range(1, depth + 1))
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """The form of a static tree: under which parent each node hangs, and as which child.
@@ -75,6 +107,11 @@ class TreeShape:
     def num_nodes(self) -> int:
         """Number N of nodes, the root included."""
         return len(self.paths) + 1
+
+    @property
+    def budget(self) -> Budget:
+        """The budget that exactly this tree uses up."""
+        return Budget(self.num_nodes, self.depth)
 
     @property
     def depth(self) -> int:
@@ -182,3 +219,31 @@ def grow_tree(
         if fits and path[:-1] in chosen:
             chosen.update(dict.fromkeys((*path[:-1], rank) for rank in range(path[-1] + 1)))
     return TreeShape.from_paths(list(chosen)[1:num_nodes])
+
+
+class StaticTrees:
+    """The static tree of a head for each budget: grown from measured paths, or always the same."""
+
+    def __init__(
+        self, path_counts: dict[Path, int] | None, max_depth: int, fixed: TreeShape | None = None
+    ):
+        """Without `fixed` and without measured paths the trees are chains."""
+        self.path_counts, self.max_depth, self.fixed = path_counts, max_depth, fixed
+        self.grown: dict[Budget, TreeShape] = {}
+        if fixed is not None:
+            self.budgets: tuple[Budget, ...] = (fixed.budget,)
+        else:
+            self.budgets = (tree_budgets if path_counts else chain_budgets)(max_depth)
+
+    def shape(self, budget: Budget) -> TreeShape:
+        """The tree for a budget; a fixed tree is given whatever the budget."""
+        if self.fixed is not None:
+            return self.fixed
+        if budget not in self.grown:
+            depth = min(budget.depth, self.max_depth)
+            self.grown[budget] = (
+                grow_tree(self.path_counts, budget.nodes, depth)
+                if self.path_counts
+                else TreeShape.chain(min(depth, budget.nodes - 1))
+            )
+        return self.grown[budget]

@@ -4,39 +4,46 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
 from drafthead.heads.base import Drafter, DraftHead
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import TreeShape, grow_tree
+from drafthead.heads.tree import Budget
 from drafthead.infer.autoregressive import decode_plainly
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine import Emitted, Request, Run, speculate
+from drafthead.infer.generation_options import GenerationOptions, read_options, token_ids
+from drafthead.infer.logits_processing import processors_for
 from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
 from drafthead.infer.results import DecodeResult, DecodeStats
+from drafthead.infer.stopping import stops_for
 from drafthead.infer.verifiers import verifier_for
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TREE_NODES = 8  # pays on a CPU; a GPU verifies 32 to 64 nodes at nearly the same cost
 DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
-# Attention that a tree mask describes fully; sliding windows only while nothing slides out.
-TREE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class Decoder:
     """A target and what drafts for it."""
 
-    def __init__(self, target: Target, drafter: Drafter | None = None):
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, budget: Budget | None = None
+    ):
         """Decode with `drafter`, or plainly without one.
 
-        Raises UserError for a target whose layers cannot hold a token tree.
+        `budget` is what each step may spend on its tree, by default the most that the drafter uses.
         """
         self.target, self.drafter = target, drafter
+        self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
         self.tokenizer = target.tokenizer
-        self.max_length = context_limit(target)
+        self.max_length = target.max_length
         self.end_ids = end_token_ids(target)
 
     @classmethod
@@ -63,24 +70,29 @@ class Decoder:
             raise UserError("choose one of head, draft_model and prompt_lookup")
         loaded = Target.from_pretrained(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
+        budget: Budget | None = None
         if head is not None:
-            drafter = tree_drafter(load_head(Path(head), loaded), loaded, tree_nodes)
+            drafter = head_drafter(load_head(Path(head), loaded), loaded)
+            budget = Budget(tree_nodes, drafter.budgets[-1].depth)
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
             drafter = DraftModel(small, loaded, draft_tokens)
         elif prompt_lookup:
             drafter = PromptLookup(draft_tokens)
-        return cls(loaded, drafter)
+        return cls(loaded, drafter, budget)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int | Sequence[int] = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> DecodeResult:
         """Decode one prompt or a batch.
 
@@ -88,8 +100,17 @@ class Decoder:
         or token ids. Temperature 0 is greedy. `verifier` `auto` is the lossless one for the
         temperature; lossy ones are used only by name. A row's answer depends on its own seed alone:
         pass one seed for each row, or an int from which the rows count upwards.
+
+        `generation_config` carries everything else under transformers' names: penalties, n-grams,
+        bad words, forced and suppressed tokens, and also `frequency_penalty` and
+        `presence_penalty`, which transformers lacks. Arguments win over it; without either,
+        decoding is greedy, of up to 128 tokens, and nothing is filtered. Options that cannot be
+        honoured raise UserError by name. `logits_processor` is called behind every node of a token
+        tree, as in `model.generate` behind every token, so its processors must be functions of
+        `input_ids` and `scores` alone. `stopping_criteria` are asked row by row after every token.
         """
-        run = self._run(prompts, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
+        run = self._run(prompts, options, logits_processor, stopping_criteria, seed)
         for _ in self._decode(run, verifier):
             pass
         sequences = [row.tokens for row in run.batch.rows]
@@ -104,59 +125,78 @@ class Decoder:
     def stream(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> Iterator[str]:
         """Decode one prompt and yield its text as it comes; arguments as for `generate`."""
         pieces, _ = self.stream_with_stats(
-            prompt, max_new_tokens, temperature, top_k, top_p, verifier, seed
+            prompt,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            verifier,
+            seed,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
         )
         return pieces
 
     def stream_with_stats(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> tuple[Iterator[str], DecodeStats]:
         """As `stream`, with statistics that are complete once the text has ended."""
         if not is_single(prompt):
             raise UserError("stream takes one prompt; use generate for a batch")
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        run = self._run(prompt, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
+        run = self._run(prompt, options, logits_processor, stopping_criteria, seed)
         emitted = (step[0] for step in self._decode(run, verifier))
         return text_pieces(emitted, self.tokenizer), run.stats
 
     def _run(
         self,
         prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int,
-        sampling: SamplingConfig,
+        options: GenerationOptions,
+        custom: Sequence[LogitsProcessor],
+        criteria: Sequence[StoppingCriteria],
         seed: int | Sequence[int],
     ) -> Run:
         """Check the request and prepare the batch."""
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         ids = encode(prompts, self.tokenizer)
         seeds = [seed + row for row in range(len(ids))] if isinstance(seed, int) else list(seed)
         if len(seeds) != len(ids):
             raise UserError(f"{len(ids)} prompts need {len(ids)} seeds or one, got {len(seeds)}")
-        limits = [self._limit(number, row, max_new_tokens) for number, row in enumerate(ids)]
-        request = Request(ids, limits, sampling, seeds, self.end_ids)
+        limits = [self._limit(number, row, options) for number, row in enumerate(ids)]
+        end_ids = self.end_ids if options.end_ids is None else options.end_ids
+        processors = processors_for(self.target, options.config, custom, ids, limits, end_ids)
+        stops = stops_for(options.stop_strings, criteria, self.tokenizer, ids)
+        request = Request(ids, limits, options.sampling, seeds, end_ids, processors, stops)
         if self.drafter is None:
             return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
-        return Run(self.target, request, self.drafter.features, self.drafter.max_nodes)
+        assert self.budget is not None
+        return Run(self.target, request, self.drafter.features, self.budget.nodes)
 
-    def _limit(self, number: int, ids: list[int], max_new_tokens: int) -> int:
+    def _limit(self, number: int, ids: list[int], options: GenerationOptions) -> int:
         """Most new tokens for a prompt: what was asked for, or what the context has room for."""
         outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
         if outside:
@@ -164,34 +204,35 @@ class Decoder:
                 f"prompt {number} holds token id {outside[0]}, but the target's vocabulary ends at "
                 f"{self.target.vocab_size - 1}"
             )
+        asked = options.limit(len(ids))
+        if asked < 1:
+            raise UserError(
+                f"prompt {number} has {len(ids)} tokens, but max_length is {options.max_length}: "
+                "set max_new_tokens instead"
+            )
         if self.max_length is None:
-            return max_new_tokens
+            return asked
         if len(ids) >= self.max_length:
             raise UserError(
                 f"prompt {number} has {len(ids)} tokens, but the target's context holds "
                 f"{self.max_length}: shorten the prompt"
             )
-        return min(max_new_tokens, self.max_length - len(ids))
+        return min(asked, self.max_length - len(ids))
 
     def _decode(self, run: Run, verifier: str) -> Iterator[Emitted]:
         """The loop that suits the drafter; checks the verifier's name even where none is needed."""
         rule = verifier_for(verifier, run.request.sampling.temperature)
         if self.drafter is None:
             return decode_plainly(run)
-        return speculate(run, self.drafter, rule)
+        assert self.budget is not None
+        return speculate(run, self.drafter, self.budget, rule)
 
 
-def tree_drafter(head: DraftHead, target: Target, tree_nodes: int) -> Drafter:
-    """A head with the best tree of `tree_nodes` nodes for its measured acceptance.
-
-    A head that was never measured drafts a chain, and says so.
-    """
-    if tree_nodes < 2:
-        raise UserError(f"tree_nodes must be at least 2 (the root and a guess), got {tree_nodes}")
-    if head.path_counts:
-        return head.drafter(target, grow_tree(head.path_counts, tree_nodes, head.depth))
-    logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
-    return head.drafter(target, TreeShape.chain(min(head.depth, tree_nodes - 1)))
+def head_drafter(head: DraftHead, target: Target) -> Drafter:
+    """The head with trees of its own choice; one that was never measured drafts chains, aloud."""
+    if not head.path_counts:
+        logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
+    return head.drafter(target)
 
 
 def end_token_ids(target: Target) -> frozenset[int]:
@@ -201,23 +242,4 @@ def end_token_ids(target: Target) -> frozenset[int]:
         ends = target.config.eos_token_id
     if ends is None:
         return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def context_limit(target: Target) -> int | None:
-    """Most tokens of prompt and answer together; None when unlimited.
-
-    Within one sliding window a sliding layer attends like a full one, so that is where such targets
-    end for now. Raises UserError for layers that are recurrent and cannot branch into a tree.
-    """
-    kinds = set(getattr(target.config, "layer_types", None) or ["full_attention"])
-    if unknown := sorted(kinds - TREE_LAYERS):
-        raise UserError(
-            f"{type(target.model).__name__} has {', '.join(unknown)} layers, whose state cannot "
-            "branch into a token tree: this target is not supported"
-        )
-    window = getattr(target.config, "sliding_window", None)
-    slides = "sliding_attention" in kinds or not getattr(target.config, "layer_types", None)
-    if window and slides and getattr(target.config, "use_sliding_window", True):
-        return min(window, target.max_length or window)
-    return target.max_length
+    return token_ids(ends)

@@ -4,14 +4,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import Features, FeatureSpec, Target, TargetOutput
-from drafthead.heads.tree import TokenTree
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.heads.tree import Budget, TokenTree
+from drafthead.infer.compiled import new_cache
+from drafthead.infer.logits_processing import PathProcessing
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
+from drafthead.infer.stopping import Stop
 from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
@@ -29,6 +32,8 @@ class Request:
     sampling: SamplingConfig
     seeds: Sequence[int]  # one for each prompt
     end_ids: frozenset[int]
+    processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
+    stops: Sequence[Stop] = ()  # one for each prompt, or none at all
 
 
 class Run:
@@ -38,8 +43,9 @@ class Run:
         """`max_nodes` is the most nodes that one pass will have."""
         self.target, self.request, self.features = target, request, features
         self.max_nodes = max_nodes
-        self.cache = TreeCache()
+        self.cache = new_cache(target)
         self.batch = Batch(request.limits, request.end_ids)
+        self.batch = Batch(request.limits, request.end_ids, request.stops)
         self.stats = DecodeStats(
             accept_lengths=[row.accept_lengths for row in self.batch.rows],
             decoded_tokens=[0] * len(request.prompts),
@@ -47,9 +53,17 @@ class Run:
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, target.device)
         self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
         self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
+        self.processing: PathProcessing | None = None
+        if request.processors:
+            self.processing = PathProcessing(
+                request.processors, request.prompts, self.batch, request.sampling.greedy
+            )
 
     def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token."""
+        """The pass over the prompts, which also gives each row its first token.
+
+        Padding stands to the right, where a causal mask never looks, so the model builds its own.
+        """
         ids, lengths = self.prompt_ids, self.prompt_lengths
         longest = ids.shape[1]
         positions = torch.arange(longest, device=ids.device).expand_as(ids)
@@ -57,7 +71,7 @@ class Run:
         output = self.target.run(
             ids,
             positions,
-            causal_mask(lengths, longest, self.target.dtype),
+            None,
             self.features.with_last(),
             self.cache,
             logits_to_keep=1,
@@ -75,6 +89,8 @@ class Run:
 
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
+        if self.processing is not None:
+            logits = self.processing.behind_rows(logits)
         if self.random is None:
             return logits.float().argmax(-1)
         self.begin_random_step()
@@ -121,7 +137,7 @@ class Run:
 
 
 @torch.inference_mode()
-def speculate(run: Run, drafter: Drafter, verifier: Verifier) -> Iterator[Emitted]:
+def speculate(run: Run, drafter: Drafter, budget: Budget, verifier: Verifier) -> Iterator[Emitted]:
     """Decode with a drafter; yields what each pass of the target gives."""
     draws = run.random if verifier.draws_children else None
     with run.stats.phase("prefill"):
@@ -132,20 +148,29 @@ def speculate(run: Run, drafter: Drafter, verifier: Verifier) -> Iterator[Emitte
     yield emitted
     while run.batch.running:
         with run.stats.step():
-            emitted = step(run, session, verifier, draws)
+            emitted = step(run, session, budget, verifier, draws)
         yield emitted
 
 
-def step(run: Run, session: DraftSession, verifier: Verifier, draws: RowRandom | None) -> Emitted:
+def step(
+    run: Run,
+    session: DraftSession,
+    budget: Budget,
+    verifier: Verifier,
+    draws: RowRandom | None,
+) -> Emitted:
     """Propose, verify, commit."""
     stats, sampling = run.stats, run.request.sampling
     with stats.phase("draft"):
         run.begin_random_step()
-        tree = session.propose(sampling, draws)
+        tree = session.propose(budget, sampling, draws)
     with stats.phase("verify"):
         output = run.verify(tree)
     with stats.phase("accept"):
-        acceptance = accept(verifier, tree, output.logits, sampling, run.random)
+        logits = output.logits
+        if run.processing is not None:
+            logits = run.processing.behind_nodes(tree, logits)
+        acceptance = accept(verifier, tree, logits, sampling, run.random)
         tokens = following_tokens(tree, acceptance)
         answers = to_host(tokens, acceptance.length)
     with stats.phase("commit"):

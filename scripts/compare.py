@@ -12,6 +12,7 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import Target
+from drafthead.heads.tree import Budget
 from drafthead.infer.comparison import (
     GENERATE,
     PLAIN,
@@ -22,7 +23,7 @@ from drafthead.infer.comparison import (
     rows_of,
 )
 from drafthead.infer.contestants import Contestant, Ours, Transformers
-from drafthead.infer.decoder import DEFAULT_CHAIN, DEFAULT_TREE_NODES, Decoder, tree_drafter
+from drafthead.infer.decoder import DEFAULT_CHAIN, DEFAULT_TREE_NODES, Decoder, head_drafter
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.machine import describe_machine, describe_versions
@@ -130,12 +131,12 @@ class Drafters:
             if self.assistant
             else None
         )
-        self.heads = {
-            folder.name: Decoder(
-                target, tree_drafter(load_head(folder, target), target, tree_nodes)
-            )
-            for folder in heads
-        }
+        self.heads = {folder.name: self._decoder(folder) for folder in heads}
+
+    def _decoder(self, head: Path) -> Decoder:
+        """The target with the head of a folder, on trees of the chosen size."""
+        drafter = head_drafter(load_head(head, self.target), self.target)
+        return Decoder(self.target, drafter, Budget(self.tree_nodes, drafter.budgets[-1].depth))
 
     def contestants(self, sampling: SamplingConfig, verifier: str) -> list[Contestant]:
         """The race at one temperature, baselines first."""
@@ -153,8 +154,8 @@ class Drafters:
             )
         )  # fmt: skip
         for name, decoder in self.heads.items():
-            assert decoder.drafter is not None
-            nodes = decoder.drafter.max_nodes
+            assert decoder.budget is not None
+            nodes = decoder.budget.nodes
             found.append(
                 Ours(f"head {name}", name, sampling, decoder, verifier=verifier, tree_nodes=nodes)
             )

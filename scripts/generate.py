@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder, DecodeStats
@@ -23,6 +24,26 @@ def main(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Keep tokens this many times as probable as the best; 0 keeps all."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens of prompt and answer become less probable.")
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off a token's score each time the answer has said it.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the score of every token that the answer has said.")
+    ] = 0.0,
+    no_repeat_ngram_size: Annotated[
+        int, typer.Option(help="No n-gram of this size comes twice; 0 is off.")
+    ] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="Fewest new tokens.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
     verifier: Annotated[
         str,
         typer.Option(
@@ -51,8 +72,18 @@ def main(
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device
     )
+    config = GenerationConfig(
+        do_sample=temperature > 0,
+        min_p=min_p or None,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        min_new_tokens=min_new_tokens,
+        stop_strings=stop,
+    )
     pieces, stats = decoder.stream_with_stats(
-        text, max_new_tokens, temperature, top_k, top_p, verifier, seed
+        text, max_new_tokens, temperature, top_k, top_p, verifier, seed, config
     )
     for piece in pieces:
         print(piece, end="", flush=True)

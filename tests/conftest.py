@@ -103,14 +103,18 @@ def make_drafter(
             return DraftModel(target, target, depth=3)
         if kind == "prompt-lookup":
             return PromptLookup(depth=3)
-        return make_head(kind, target).drafter(
-            target, BUSHY if form == "tree" else TreeShape.chain(3)
-        )
+        head = make_head(kind, target)
+        if form == "own":  # trees of the head's own choice, by budget
+            head.path_counts = {path: 100 - n for n, path in enumerate(BUSHY.paths)}
+            return head.drafter(target)
+        return head.drafter(target, BUSHY if form == "tree" else TreeShape.chain(3))
 
     return make
 
 
-HEAD_DRAFTERS = [f"{family}:{form}" for family in sorted(HEADS) for form in ("tree", "chain")]
+HEAD_DRAFTERS = [
+    f"{family}:{form}" for family in sorted(HEADS) for form in ("tree", "chain", "own")
+]
 DRAFTERS = [*HEAD_DRAFTERS, "draft-model", "self", "prompt-lookup"]
 
 

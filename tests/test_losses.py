@@ -94,10 +94,10 @@ def test_chunks_change_neither_the_loss_nor_its_gradients(monkeypatch: pytest.Mo
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("labels", ["hard", "soft"])
-def test_medusa_loss_equals_a_loop_over_anchors_and_heads(labels: str, target: Target, make_head):
+@pytest.mark.parametrize("loss", ["hard", "soft"])
+def test_medusa_loss_equals_a_loop_over_anchors_and_heads(loss: str, target: Target, make_head):
     """Two segments in a row and padding: no label may be taken from across a border."""
-    head = make_head("medusa", target, num_heads=3, labels=labels, depth_decay=0.5)
+    head = make_head("medusa", target, num_heads=3, loss=loss, depth_decay=0.5)
     segments = [1] * 7 + [2] * 5 + [0] * 2
     supervised = [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0]
     ids = torch.randint(0, target.vocab_size, (14,), generator=torch.Generator().manual_seed(0))
@@ -122,10 +122,10 @@ def test_medusa_loss_equals_a_loop_over_anchors_and_heads(labels: str, target: T
             (wanted,) = log_probs(target.project(hidden[there - 1])[None])
             label = int(ids[there])
             soft = sum(math.exp(w) * d for w, d in zip(wanted, draft, strict=True))
-            total -= 0.5**k * (draft[label] if labels == "hard" else soft)
+            total -= 0.5**k * (draft[label] if loss == "hard" else soft)
             counts[k] += 1
             ranks[-1][k] = min(MAX_RANK, int((logits > logits[label]).sum()))
-    loss = head.loss(batch, target)
-    assert loss.total.item() == pytest.approx(total, rel=1e-4)
-    assert loss.depth_counts.tolist() == counts
-    assert loss.ranks.tolist() == ranks
+    judged = head.loss(batch, target)
+    assert judged.total.item() == pytest.approx(total, rel=1e-4)
+    assert judged.depth_counts.tolist() == counts
+    assert judged.ranks.tolist() == ranks

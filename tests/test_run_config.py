@@ -53,8 +53,8 @@ def test_the_family_decides_the_heads_settings(load, family: str):
 
 
 def test_head_settings_reach_the_familys_dataclass(load):
-    assert load(RUN, "head.num_heads=2", "head.labels=soft").head == MedusaConfig(
-        num_heads=2, labels="soft"
+    assert load(RUN, "head.num_heads=2", "head.loss=soft").head == MedusaConfig(
+        num_heads=2, loss="soft"
     )
 
 

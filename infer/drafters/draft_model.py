@@ -15,8 +15,8 @@ from drafthead.heads.sampling import (
     probabilities,
 )
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import TokenTree, TreeShape
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
+from drafthead.infer.compiled import new_cache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 # Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
@@ -49,8 +49,8 @@ class DraftModel(Drafter):
             raise UserError(f"a draft model must draft at least 1 token, got {depth}")
         check_same_tokenizer(target, model)
         self.model = model
-        self.shape = TreeShape.chain(depth)
-        self.max_nodes = depth + 1
+        self.depth = depth
+        self.budgets = chain_budgets(depth)
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
 
@@ -64,12 +64,11 @@ class DraftModelSession(DraftSession):
 
     def __init__(self, drafter: DraftModel, prompts: torch.Tensor, lengths: torch.Tensor):
         self.drafter, self.model = drafter, drafter.model
-        self.cache = TreeCache()
+        self.cache = new_cache(drafter.model)
         longest = prompts.shape[1]
         positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
-        mask = causal_mask(lengths, longest, self.model.dtype)
-        self.model.run(prompts, positions, mask, NO_FEATURES, self.cache, logits_to_keep=1)
-        self.cache.commit_prompt(lengths, longest, room=4 * drafter.max_nodes)
+        self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
+        self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
         self.host_lengths: list[int] = lengths.tolist()
         # Committed tokens that the model has not read yet, right-padded [B, n], and how many.
         self.unread: torch.Tensor | None = None
@@ -82,7 +81,9 @@ class DraftModelSession(DraftSession):
             self.unread = committed.tokens[rows, committed.lengths - 1][:, None]
             self.unread_lengths = torch.ones_like(committed.lengths)
         else:
-            self.unread, self.unread_lengths = committed.tokens, committed.lengths
+            self.unread, self.unread_lengths = joined(
+                self.unread, self.unread_lengths, committed.tokens, committed.lengths
+            )
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
@@ -91,14 +92,17 @@ class DraftModelSession(DraftSession):
         self.cache.keep_rows(rows, max(self.host_lengths))
         self.unread, self.unread_lengths = self.unread[rows], self.unread_lengths[rows]
 
-    def propose(self, sampling: SamplingConfig, random: RowRandom | None) -> TokenTree:
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
         """Read what is new, then draft token by token."""
         assert self.unread is not None
         rows = torch.arange(self.unread.shape[0], device=self.unread.device)
         tokens = [self.unread[rows, self.unread_lengths - 1]]
         supports: list[tuple[torch.Tensor, torch.Tensor]] = []
         logits = self._read()
-        for depth in range(self.drafter.shape.depth):
+        shape = TreeShape.chain(min(budget.depth, self.drafter.depth))
+        for depth in range(shape.depth):
             if depth > 0:
                 logits = self._say(tokens[-1], depth)
             logits = logits[:, : self.drafter.vocab_size]
@@ -112,12 +116,10 @@ class DraftModelSession(DraftSession):
             supports.append((top.indices, probs))
         self.cache.discard()
         if random is None:
-            return TokenTree.from_shape(self.drafter.shape, torch.stack(tokens, 1))
+            return TokenTree.from_shape(shape, torch.stack(tokens, 1))
         supports.append(supports[-1])  # the last node has no children, but the table a row for it
         draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
-        return TokenTree.from_shape(
-            self.drafter.shape, torch.stack(tokens, 1), draft_ids, draft_probs
-        )
+        return TokenTree.from_shape(shape, torch.stack(tokens, 1), draft_ids, draft_probs)
 
     def _read(self) -> torch.Tensor:
         """Read and commit the unread tokens; logits [B, V] behind the last of each row."""
@@ -136,6 +138,7 @@ class DraftModelSession(DraftSession):
         path = steps.expand(len(self.host_lengths), -1)
         in_place = len(self.host_lengths) == 1
         self.cache.commit(path, lengths, max(self.host_lengths), in_place)
+        self.unread_lengths = torch.zeros_like(lengths)
         return output.logits[rows, lengths - 1]
 
     def _say(self, token: torch.Tensor, depth: int) -> torch.Tensor:
@@ -153,3 +156,22 @@ class DraftModelSession(DraftSession):
         if self.model.max_length is None:
             return positions
         return positions.clamp_max(self.model.max_length - 1)
+
+
+def joined(
+    first: torch.Tensor,  # [B, T1]
+    first_lengths: torch.Tensor,  # [B]
+    second: torch.Tensor,  # [B, T2]
+    second_lengths: torch.Tensor,  # [B]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's tokens of `first` and then of `second`, right-padded, and their lengths [B].
+
+    ``a b .`` of length 2 and ``c .`` of length 1 make ``a b c`` of length 3.
+    """
+    lengths = first_lengths + second_lengths
+    width = int(lengths.max())
+    steps = torch.arange(width, device=first.device).expand(first.shape[0], width)
+    from_second = (steps - first_lengths[:, None]).clamp(0, second.shape[1] - 1)
+    early = steps.clamp_max(first.shape[1] - 1)
+    in_first = steps < first_lengths[:, None]
+    return torch.where(in_first, first.gather(1, early), second.gather(1, from_second)), lengths

@@ -10,7 +10,7 @@ from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import FeatureSpec
-from drafthead.heads.tree import PADDING, TokenTree, TreeShape
+from drafthead.heads.tree import PADDING, Budget, TokenTree, TreeShape, chain_budgets
 
 MAX_NGRAM = 3
 
@@ -25,7 +25,7 @@ class PromptLookup(Drafter):
         if depth < 1:
             raise UserError(f"prompt lookup must draft at least 1 token, got {depth}")
         self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]
-        self.max_nodes = depth + 1
+        self.budgets = chain_budgets(depth)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session that knows the first token of each prompt; the others come with commits."""
@@ -78,13 +78,14 @@ class PromptLookupSession(DraftSession):
         """Drop the pasts of all other rows."""
         self.pasts = [self.pasts[row] for row in rows.tolist()]
 
-    def propose(self, sampling: SamplingConfig, random: RowRandom | None) -> TokenTree:
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
         """A chain as long as the longest continuation found; the root alone when there is none.
 
         Copied tokens are certain and not drawn, so the tree carries no draft distribution.
         """
-        room = self.drafter.max_nodes - 1
-        found = [past.continuation(room) for past in self.pasts]
+        found = [past.continuation(budget.depth) for past in self.pasts]
         depth = max(map(len, found))
         rows = []
         for past, guess in zip(self.pasts, found, strict=True):
