@@ -153,8 +153,8 @@ class TokenTree:
     than the others and is never accepted.
 
     `draft_ids` and `draft_probs` say from which distribution each node's children were drawn, in
-    the order of their node index and without replacement, on a support of k tokens; None when the
-    children were chosen and not drawn.
+    the order of their node index and without replacement, on a support of k different tokens; None
+    when the children were chosen and not drawn.
     """
 
     tokens: torch.Tensor  # [B, N], PADDING for no token

@@ -62,7 +62,10 @@ def main(
         bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
     ] = False,
     verifier: Annotated[
-        str, typer.Option(help="auto is lossless; typical is lossy and needs a temperature.")
+        str,
+        typer.Option(
+            help="auto is lossless; typical and lenient are lossy and need a temperature."
+        ),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

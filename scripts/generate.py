@@ -46,7 +46,10 @@ def main(
     ] = None,
     verifier: Annotated[
         str,
-        typer.Option(help="auto, greedy, rejection: lossless; typical: lossy, changes the output."),
+        typer.Option(
+            help="auto, greedy, rejection, traversal, match: lossless; typical, lenient: lossy, "
+            "change the output."
+        ),
     ] = "auto",
     tree_nodes: Annotated[
         int | None,
