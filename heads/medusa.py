@@ -16,6 +16,7 @@ from drafthead.heads.anchors import AnchoredHead
 from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, register_head
 from drafthead.heads.losses import check_depth_decay, check_token_loss
 from drafthead.heads.sampling import (
+    DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draw_without_replacement,
@@ -23,10 +24,6 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape
-
-# Children are drawn from the head's most probable tokens; any distribution known before the draw
-# keeps the verification exact, and a short one keeps it cheap.
-DRAFT_SUPPORT = 64
 
 
 @dataclass(frozen=True)
