@@ -6,7 +6,7 @@ family's name; training, decoding, tests and comparison find it in `HEADS`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -134,6 +134,21 @@ class DraftHead(nn.Module, ABC):
         # everywhere; None for a head that was never measured.
         self.path_counts: dict[Path, int] | None = None
 
+    @classmethod
+    def sized(cls, config: Any, target: Target) -> Any:
+        """`config` with the sizes that it leaves open, as 0, filled in from the target.
+
+        Raises UserError when it asks for another width or vocabulary than the target's.
+        """
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        sizes = {f.name: sizes[f.name] for f in fields(config) if f.name in sizes}
+        for name, size in sizes.items():
+            if getattr(config, name) not in (0, size):
+                raise UserError(
+                    f"head.{name} is {getattr(config, name)}, but the target's is {size}"
+                )
+        return replace(config, **sizes)
+
     @property
     @abstractmethod
     def features_needed(self) -> FeatureSpec:
@@ -143,6 +158,12 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def depth(self) -> int:
         """Number K of tokens that the head drafts behind the root."""
+
+    def prepare(self, token_counts: torch.Tensor) -> None:
+        """Take note of how often each token [V] is to be learnt; called before `initialize`.
+
+        For heads that guess among the frequent tokens only; the others need not know.
+        """
 
     @abstractmethod
     def initialize(self, target: Target) -> None:

@@ -43,7 +43,8 @@ def save_head(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: t.detach().to("cpu", dtype).contiguous() for name, t in head.state_dict().items()
+        name: t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype).contiguous()
+        for name, t in head.state_dict().items()
     }
     temporary = folder / (WEIGHTS_FILE + ".tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})

@@ -10,6 +10,10 @@ import torch
 
 from drafthead.heads.errors import UserError
 
+# Children are drawn from a draft's most probable tokens; any distribution known before the draw
+# keeps the verification exact, and a short one keeps it cheap.
+DRAFT_SUPPORT = 64
+
 
 @dataclass(frozen=True)
 class SamplingConfig:

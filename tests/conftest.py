@@ -73,11 +73,8 @@ def make_head() -> Callable[..., DraftHead]:
 
     def make(family: str, target: Target, seed: int = 0, **options: object) -> DraftHead:
         cls = HEADS[family]
-        config = cls.config_class(
-            hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options
-        )
         torch.manual_seed(seed)
-        head = cls(config)
+        head = cls(cls.sized(cls.config_class(**options), target))
         head.initialize(target)
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)

@@ -219,7 +219,8 @@ def features(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> HeadBatch
 
 def fresh_head(family: str, target: Target) -> DraftHead:
     torch.manual_seed(0)
-    return build_head(family, HEADS[family].config_class(), target)
+    counts = torch.ones(target.vocab_size, dtype=torch.long)
+    return build_head(family, HEADS[family].config_class(), target, counts)
 
 
 # Data
@@ -316,7 +317,7 @@ def test_a_fresh_medusa_head_says_what_the_targets_output_head_says(target: Targ
 def test_a_head_of_another_size_than_the_target_is_refused(target: Target):
     config = HEADS["medusa"].config_class(hidden_size=64)
     with pytest.raises(UserError, match=r"head.hidden_size is 64, but the target's is 32"):
-        build_head("medusa", config, target)
+        build_head("medusa", config, target, torch.ones(target.vocab_size))
 
 
 # Evaluation

@@ -1,7 +1,6 @@
 """What a run is built of before it starts: accelerate and a fresh head."""
 
 import os
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -41,13 +40,13 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def build_head(family: str, config: Any, target: Target) -> DraftHead:
-    """A fresh head of the target's sizes; raises UserError when other sizes were asked for."""
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    sizes = {f.name: sizes[f.name] for f in fields(config) if f.name in sizes}
-    for name, size in sizes.items():
-        if getattr(config, name) not in (0, size):
-            raise UserError(f"head.{name} is {getattr(config, name)}, but the target's is {size}")
-    head = head_family(family)(replace(config, **sizes))
+def build_head(family: str, config: Any, target: Target, token_counts: torch.Tensor) -> DraftHead:
+    """A fresh head of the target's sizes for data in which token v is supervised counts[v] times.
+
+    Raises UserError when the head cannot have the sizes that were asked for.
+    """
+    cls = head_family(family)
+    head = cls(cls.sized(config, target))
+    head.prepare(token_counts)
     head.initialize(target)
     return head

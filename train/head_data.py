@@ -80,6 +80,11 @@ class PackedData:
         """Number of supervised tokens."""
         return self.supervised_in(range(len(self.rows)))
 
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token is supervised, [V]."""
+        learnt = torch.cat([sequence.input_ids[sequence.supervised] for sequence in self.sequences])
+        return torch.bincount(learnt, minlength=vocab_size)
+
     def fingerprint(self) -> str:
         """A hash of tokens, masks and packing, to tell whether the data changed between runs."""
         digest = hashlib.sha256(repr(self.rows).encode())

@@ -37,8 +37,8 @@ def train(config: RunConfig) -> bool:
     target = load_target(config.target, precision, data.max_length, accelerator.device)
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
-    head = build_head(config.family, config.head, target)
     rows = load_packed(data.train, tokenizer, data, config.train.seed)
+    head = build_head(config.family, config.head, target, rows.token_counts(target.vocab_size))
     held_out = None
     if data.validation is not None:
         held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)

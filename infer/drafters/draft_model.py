@@ -9,6 +9,7 @@ import torch
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
+    DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draw_without_replacement,
@@ -19,8 +20,6 @@ from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
 from drafthead.infer.compiled import CompiledTarget, new_cache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
-# Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
-DRAFT_SUPPORT = 64
 
 
 def check_same_tokenizer(target: Target, draft: Target) -> None:
