@@ -4,7 +4,7 @@ Where the target's own output head guesses the next token, head k guesses the k-
 residual blocks x + SiLU(W x + b) on the target's final hidden state, then an output projection.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 
 from drafthead.heads.anchors import AnchoredHead
 from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, register_head
+from drafthead.heads.compilation import Compiled
 from drafthead.heads.losses import check_depth_decay, check_token_loss
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
@@ -88,7 +89,7 @@ class MedusaHeads(AnchoredHead):
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head into each head's own projection."""
-        weight = target.output_head.get_parameter("weight")
+        weight = target.output_weight()
         for index in range(self.depth):
             output = self.branch(index).output
             if output is not None:
@@ -145,6 +146,23 @@ class MedusaDrafter(Drafter):
         self.trees = StaticTrees(heads.path_counts, heads.depth, shape)
         self.budgets = self.trees.budgets
         self.layouts: dict[TreeShape, MedusaLayout] = {}
+        self.guess: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = self._guess
+
+    def _guess(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and ids [B, K, k] of each head's best guesses behind hidden states [B, D]."""
+        heads = range(self.heads.depth)
+        logits = torch.stack([self.heads.logits(hidden, i, self.target) for i in heads], dim=1)
+        top = logits.float().topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
+        return top.values, top.indices
+
+    def compile(self) -> None:
+        """Compile the heads."""
+        self.guess = Compiled(
+            self._guess,
+            self.target.device,
+            kind=lambda hidden: hidden.shape[0] == 1,
+            dynamic=lambda hidden: [(hidden, 0)],
+        )
 
     def layout(self, budget: Budget) -> MedusaLayout:
         """The tables of the tree for a budget."""
@@ -152,6 +170,14 @@ class MedusaDrafter(Drafter):
         if shape not in self.layouts:
             self.layouts[shape] = MedusaLayout(shape, self.heads.depth, self.target.device)
         return self.layouts[shape]
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured after training."""
+        return self.trees.chances(budget) or super().chances(budget)
+
+    def identity(self) -> str:
+        """The shape of the heads."""
+        return repr(self.heads.config)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""
@@ -185,32 +211,28 @@ class MedusaSession(DraftSession):
     ) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
-        heads, target = self.drafter.heads, self.drafter.target
         layout = self.drafter.layout(budget)
-        logits = torch.stack(
-            [heads.logits(self.hidden, index, target) for index in range(layout.shape.depth)], dim=1
-        )  # [B, K, V]
+        logits, ids = self.drafter.guess(self.hidden)
         if random is None:
-            return self._best(layout, logits)
-        return self._drawn(layout, logits, sampling, random)
+            return self._best(layout, ids)
+        return self._drawn(layout, logits, ids, sampling, random)
 
-    def _best(self, layout: MedusaLayout, logits: torch.Tensor) -> TokenTree:
-        """Each node is the guess of its rank of its depth's head; logits [B, K, V]."""
-        guesses = logits.topk(layout.shape.width, dim=-1).indices  # [B, K, width]
-        drafted = guesses[:, layout.head_of_node, layout.ranks]  # [B, N - 1]
+    def _best(self, layout: MedusaLayout, ids: torch.Tensor) -> TokenTree:
+        """Each node is the guess of its rank of its depth's head; ids [B, K, k]."""
+        drafted = ids[:, layout.head_of_node, layout.ranks]  # [B, N - 1]
         return TokenTree.from_shape(layout.shape, self._with_root(drafted))
 
     def _drawn(
         self,
         layout: MedusaLayout,
-        logits: torch.Tensor,
+        logits: torch.Tensor,  # [B, K, k]
+        ids: torch.Tensor,  # [B, K, k]
         sampling: SamplingConfig,
         random: RowRandom,
     ) -> TokenTree:
-        """Children drawn without replacement, anew under each parent; logits [B, K, V]."""
-        top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-        probs = probabilities(top.values, sampling)  # [B, K, k]
-        draft_ids = top.indices[:, layout.head_of_children]  # [B, N, k]
+        """Children drawn without replacement, anew under each parent."""
+        probs = probabilities(logits, sampling)  # [B, K, k]
+        draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
         draft_probs = probs[:, layout.head_of_children]
         uniform = random.uniform(*draft_probs.shape[1:])
         order = draw_without_replacement(draft_probs, layout.shape.width, uniform)
