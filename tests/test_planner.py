@@ -5,6 +5,8 @@ import random
 import pytest
 
 from drafthead.heads.tree import Budget, StaticTrees, tree_budgets
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.planner import Acceptance, AdaptivePlan
 
 BUDGETS = tree_budgets(3)
@@ -84,3 +86,17 @@ def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
     assert trees.chances(Budget(4, 2)) == (0.8, 0.3)
     assert trees.chances(Budget(3, 1)) == (0.8,)
     assert StaticTrees(None, max_depth=2).chances(Budget(3, 2)) is None
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_a_scripted_drafter_is_right_as_often_as_it_is_told_to_be(target, alpha) -> None:
+    prompts = [[9, 10, 11], [12, 13], [14]]
+    plain = Decoder(target)
+    plain.end_ids = frozenset()
+    expected = plain.generate(prompts, max_new_tokens=200).sequences
+    drafter = Scripted(expected, alpha, depth=1, vocab_size=target.vocab_size)
+    decoder = Decoder(target, drafter, Budget(6, 1))
+    decoder.end_ids = frozenset()
+    result = decoder.generate(prompts, max_new_tokens=200)
+    assert result.sequences == expected
+    assert result.stats.tau == pytest.approx(1 + alpha, abs=0.1)
