@@ -5,10 +5,13 @@ import torch
 from conftest import END, VOCAB
 from scipy.stats import chisquare
 
+from drafthead.heads.base import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target import FeatureSpec
+from drafthead.heads.tree import Budget
 from drafthead.infer import Decoder
+from drafthead.infer.planner import Planner
 from drafthead.infer.verifiers import VERIFIERS
 
 MAX_NEW = 48
@@ -57,6 +60,41 @@ def test_greedy_decoding_with_any_drafter_equals_plain_decoding(
     assert accepted > 0, "a drafter of which nothing is accepted tests nothing"
 
 
+class Alternating(Planner):
+    """Every budget of a drafter in turn, with plain steps in between."""
+
+    def __init__(self, drafter: Drafter):
+        self.budgets, self.step = drafter.budgets, -1
+
+    def choose(self) -> Budget | None:
+        self.step += 1
+        place, drafts = divmod(self.step, 2)
+        return self.budgets[place % len(self.budgets)] if drafts else None
+
+    def learn(self, budget: Budget | None, accept_lengths: object) -> None:
+        pass
+
+
+def test_a_plan_may_change_the_tree_at_every_step_or_leave_it_out(
+    target, make_drafter, greedy_answers, drafter_name, monkeypatch
+) -> None:
+    decoder = Decoder(target, make_drafter(drafter_name, target), adaptive=True)
+    monkeypatch.setattr(decoder, "_planner", lambda run, rule: Alternating(decoder.drafter))
+    for rows in (slice(0, 1), slice(1, 6)):
+        result = decoder.generate(random_prompts(50)[rows], max_new_tokens=MAX_NEW)
+        assert result.sequences == greedy_answers[rows]
+
+
+def test_matched_samples_are_those_of_plain_decoding_with_the_same_seed(
+    target, make_drafter, drafter_name
+) -> None:
+    """Whatever the drafter and the tree: a seed names a text."""
+    prompts, sampling = random_prompts(6), {"temperature": 1.2, "max_new_tokens": 24, "seed": 3}
+    expected = Decoder(target).generate(prompts, **sampling).sequences
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    assert decoder.generate(prompts, verifier="match", **sampling).sequences == expected
+
+
 def test_a_drafter_that_is_always_right_has_its_whole_chain_accepted(target, make_drafter) -> None:
     decoder = Decoder(target, make_drafter("self", target))
     stats = decoder.generate(random_prompts(4), max_new_tokens=40).stats
@@ -77,13 +115,6 @@ def test_a_rows_sample_does_not_depend_on_the_rows_beside_it(
     assert decoder.generate(prompts, seed=9, **options).sequences != together
 
 
-SETTINGS = [
-    SamplingConfig(temperature=1.0),
-    SamplingConfig(temperature=0.6, top_k=3),
-    SamplingConfig(temperature=1.3, top_p=0.8),
-]
-
-
 def law_of_three_tokens(target, prompt: list[int], sampling: SamplingConfig) -> torch.Tensor:
     """Exact probabilities [V, V, V] of the first three tokens, one pass over all continuations."""
     vocab = target.vocab_size
@@ -96,9 +127,17 @@ def law_of_three_tokens(target, prompt: list[int], sampling: SamplingConfig) -> 
     return first[:, None, None] * second[:, :, None] * third
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=["plain", "top-k", "top-p"])
+LOSSLESS = sorted(n for n, v in VERIFIERS.items() if v.lossless and not v.greedy)
+# Rules see only the resulting probabilities, so one setting that leaves zeros serves for each.
+LAW_CASES = {
+    "plain": ("auto", SamplingConfig(temperature=1.0)),
+    "top-p": ("auto", SamplingConfig(temperature=1.3, top_p=0.8)),
+} | {f"top-k-{rule}": (rule, SamplingConfig(temperature=0.6, top_k=3)) for rule in LOSSLESS}
+
+
+@pytest.mark.parametrize(("verifier", "sampling"), LAW_CASES.values(), ids=LAW_CASES)
 def test_the_engines_samples_follow_the_targets_law(
-    make_target, make_drafter, drafter_name, sampling
+    make_target, make_drafter, drafter_name, verifier, sampling
 ) -> None:
     """Chi-square over the 64 continuations of a 4-token target; false alarm 1e-5 a case."""
     target = make_target(seed=3, vocab=4)
@@ -110,6 +149,7 @@ def test_the_engines_samples_follow_the_targets_law(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        verifier=verifier,
     )
     codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])
     observed = torch.bincount(codes, minlength=64).double()
