@@ -32,6 +32,10 @@ class OneStream(RowRandom):
         """Uniform numbers in [0, 1), float32 [B, *shape]."""
         return torch.rand(self.rows, *shape, generator=self.generator)
 
+    def ahead(self, count: int) -> torch.Tensor:
+        """Numbers [B, count] for the next tokens; plain decoding is not there to share them."""
+        return self.uniform(count)
+
 
 def fit_of_rule(
     verifier: Verifier, seed: int, batches: int, on_batch: Callable[[], object] = lambda: None
