@@ -256,7 +256,8 @@ def verdict(evidence: Evidence, verifier: str) -> str:
     if failures:
         return f"FAIL with {verifier}: {'; '.join(failures)}"
     if evidence.later is None:
-        return f"PASS with {verifier}: greedy answers are the target's own"
+        aside = ", near ties aside" if evidence.greedy else ""
+        return f"PASS with {verifier}: greedy answers are the target's own{aside}"
     found = ", ".join(
         f"{surely_found(fits, evidence.level, POWER):.3f} in {part}"
         for part, fits in evidence.parts.items()
