@@ -15,6 +15,7 @@ VERBS = {
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
+    "verify-exactness": "Test whether decoding with a drafter says what the target alone would.",
 }
 
 
