@@ -254,9 +254,9 @@ class StaticTrees:
 
         A true continuation follows one path at most, so the shares of a depth's paths add up.
         """
-        if not self.path_counts:
+        everywhere = (self.path_counts or {}).get((), 0)
+        if not self.path_counts or not everywhere:
             return None
-        everywhere = max(1, self.path_counts.get((), 0))
         shape = self.shape(budget)
         accepted = [0] * shape.depth
         for path in shape.paths:

@@ -1,7 +1,5 @@
 """`drafthead compare`: who is fastest on this machine, and by how much against which baseline."""
 
-import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,9 +26,9 @@ from drafthead.infer.contestants import Contestant, Ours, Transformers
 from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder, decoder_for, head_drafter
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.prompts import encode_one
 from drafthead.scripts.comparison_report import predictions, print_report, write_report
+from drafthead.scripts.reporting import describe_run
 from drafthead.train.conversations import read_conversations
 
 LISTED_DIVERGENCES = 10
@@ -103,17 +101,6 @@ def main(
     }
     write_report(rows, notes, about, output)
     print(f"written: {output / 'comparison.json'}, comparison.md, comparison.png")
-
-
-def describe_run(name: str, target: Target) -> dict[str, object]:
-    """What a reader needs to judge the numbers, or to measure them again."""
-    return {
-        "command": shlex.join(["drafthead", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "target": name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
 
 
 class Drafters:
