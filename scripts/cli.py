@@ -17,6 +17,7 @@ VERBS = {
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
     "profile": "Where the time of a step goes, and how far memory bandwidth would let it go.",
     "plan-tree": "What each size of token tree costs and brings on this machine; which is chosen.",
+    "verify-exactness": "Test whether decoding with a drafter says what the target alone would.",
 }
 # Verbs whose own name would hide a module of Python's when a script is launched by path.
 MODULES = {"profile": "profile_decoding"}

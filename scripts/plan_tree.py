@@ -18,7 +18,8 @@ from drafthead.infer.plan_table import PlanRow, plan_rows, reason
 from drafthead.infer.planner import AdaptivePlan
 from drafthead.infer.step_costs import PROMPT_TOKENS, cost_file, rows_timed, step_seconds
 from drafthead.infer.verifiers import verifier_for
-from drafthead.scripts.reporting import BASELINE, OURS, describe_run, print_table, save_figure
+from drafthead.scripts.measuring import describe_run
+from drafthead.scripts.reporting import BASELINE, OURS, print_table, save_figure
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,8 @@ from drafthead.infer.pass_times import (
     time_passes,
 )
 from drafthead.infer.prompts import encode
-from drafthead.scripts.compare import prompt_ids
+from drafthead.scripts.measuring import describe_run, prompt_ids
 from drafthead.scripts.profile_report import Profile, print_profile, write_profile
-from drafthead.scripts.reporting import describe_run
 
 # What is decoded when no prompts are given.
 PROMPTS = (

@@ -1,7 +1,5 @@
-"""Tables in the terminal, pictures, and what a reader needs to judge a measurement."""
+"""Tables in the terminal and pictures, for the verbs that measure."""
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +9,6 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-
-from drafthead.heads.target import Target
-from drafthead.infer.machine import describe_machine, describe_versions
 
 matplotlib.use("agg")
 
@@ -44,14 +39,3 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.savefig(temporary, dpi=130, format="png")
     plt.close(figure)
     temporary.replace(path)
-
-
-def describe_run(name: str, target: Target) -> dict[str, object]:
-    """What a reader needs to judge the numbers, or to measure them again."""
-    return {
-        "command": shlex.join(["drafthead", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "target": name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }

@@ -165,6 +165,31 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
     assert (tmp_path / "plan.png").exists()
 
 
+@pytest.mark.parametrize(("verifier", "verdict"), [("traversal", "PASS"), ("typical", "FAIL")])
+def test_verify_exactness_says_so_in_one_line_and_its_status(
+    run, tmp_path, monkeypatch, verifier, verdict
+) -> None:
+    monkeypatch.setattr("drafthead.scripts.verify_exactness.BATCHES", 1)
+    status, out, _ = run(
+        "verify-exactness", "--target", "@target", "--draft-model", "@draft", "--limit", "2",
+        "--samples", "200", "--answers", "8", "--max-new-tokens", "24", "--verifier", verifier,
+        "--output", str(tmp_path / "exactness.json"),
+    )  # fmt: skip
+    assert status == (verdict == "FAIL")
+    assert out.strip().splitlines()[-1].startswith(f"{verdict} with {verifier}")
+    content = json.loads((tmp_path / "exactness.json").read_text())
+    assert (content["verdict"], content["verifier"]) == (verdict, verifier)
+    assert content["machine"] and content["versions"] and "verify-exactness" in content["command"]
+    assert set(content["parts"]) == {"rule on tables", "first 3 tokens", "later tokens"}
+
+
+def test_verify_exactness_at_temperature_zero_compares_greedy_answers(run) -> None:
+    task = ("verify-exactness", "--target", "@target", "--prompts", "@prompts.jsonl")
+    status, out, _ = run(*task, "--head", "@head", "--temperature", "0")
+    assert status == 0
+    assert "3 of 3 equal plain decoding's" in out and "samples" not in out
+
+
 def damaged(folder: Path, name: str, tmp_path: Path) -> str:
     """A copy of a model whose weights end too early."""
     copy = tmp_path / name
@@ -204,6 +229,13 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             "choose one",
         ),
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
+        (("verify-exactness", *TARGET), "choose one of head"),
+        (("verify-exactness", *TARGET, "--prompt-lookup", "--samples", "5"), "at least 100"),
+        (("verify-exactness", *TARGET, "--prompt-lookup", "--false-alarm", "2"), "between 0 and 1"),
+        (
+            ("verify-exactness", *TARGET, "--prompt-lookup", "--verifier", "greedy"),
+            "would ignore temperature",
+        ),
         (("compare", *RACE, "--head", "@head", "--tree-nodes", "1"), "at least 2"),
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
         (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),

@@ -346,7 +346,8 @@ def test_kept_paths_are_the_most_frequent_and_form_a_tree():
 
 
 def test_loss_falls_and_the_written_head_loads(family: str, configure, target: Target):
-    folder = run(configure(family=family, max_steps=30, eval_every=15))
+    # Of the answers: a random target's own distribution is so flat that little can be learnt of it.
+    folder = run(configure(family=family, max_steps=30, eval_every=15), "head.loss=hard")
     curve = losses(folder)
     assert sum(curve[-5:]) < 0.8 * sum(curve[:5])
     head = load_head(folder, target)
