@@ -18,7 +18,7 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.infer.contestants import Answer, Contestant
-from drafthead.infer.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.results import DecodeStats, repeated_ngram_share, summed
 from drafthead.infer.speedup_model import ChainPrediction, predict_chain, speedup_bound
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
@@ -42,18 +42,7 @@ class Record:
     def stats(self) -> DecodeStats | None:
         """The engine's accounts of all rounds, added up; None for a foreign contestant."""
         accounts = [a.stats for answers in self.answers for a in answers if a.stats is not None]
-        if not accounts:
-            return None
-        total = DecodeStats()
-        for account in accounts:
-            total.steps += account.steps
-            total.verified_nodes += account.verified_nodes
-            total.decode_seconds += account.decode_seconds
-            total.accept_lengths += account.accept_lengths
-            total.decoded_tokens += account.decoded_tokens
-            for phase, seconds in account.seconds.items():
-                total.seconds[phase] += seconds
-        return total
+        return summed(accounts) if accounts else None
 
 
 @dataclass(frozen=True)
