@@ -42,16 +42,22 @@ class Decoder:
         drafter: Drafter | None = None,
         budget: Budget | None = None,
         adaptive: bool = False,
+        draft_temperature: float | None = None,
     ):
         """Decode with `drafter`, or plainly without one.
 
         `budget` is what each step may spend on its tree, by default the most that the drafter uses.
         With `adaptive` the planner chooses it step by step instead, from measured times and what is
-        accepted; it decodes plainly while nothing else pays.
+        accepted; it decodes plainly while nothing else pays. `draft_temperature` is that of drawn
+        proposals where it is to differ from the target's; it changes how many are accepted, and
+        nothing of the output's distribution.
         """
         self.target, self.drafter = target, drafter
         self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
         self.adaptive = adaptive
+        if draft_temperature is not None and not draft_temperature > 0:
+            raise UserError(f"draft_temperature must be above 0, got {draft_temperature}")
+        self.draft_temperature = draft_temperature
         self.plans: dict[tuple[str, float, int], AdaptivePlan] = {}
         self.tokenizer = target.tokenizer
         self.max_length = target.max_length
@@ -70,6 +76,7 @@ class Decoder:
         device: str = "auto",
         trust_remote_code: bool = False,
         compile: bool = False,
+        draft_temperature: float | None = None,
     ) -> "Decoder":
         """Load a target by folder or hub id, and at most one drafter.
 
@@ -77,8 +84,9 @@ class Decoder:
         sizes them by what they cost on this machine and how well they are accepted. `draft_tokens`
         is the most that a draft model or prompt lookup proposes a step. `compile` makes graphs of
         the passes when they first run: minutes once, seconds when the same was compiled before, and
-        the same output. Code that comes with a model runs only with `trust_remote_code`. Raises
-        UserError when something cannot be loaded or does not fit the target.
+        the same output. `draft_temperature` is the constructor's. Code that comes with a model runs
+        only with `trust_remote_code`. Raises UserError when something cannot be loaded or does not
+        fit the target.
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
@@ -91,7 +99,7 @@ class Decoder:
             drafter = DraftModel(small, loaded, draft_tokens)
         elif prompt_lookup:
             drafter = PromptLookup(draft_tokens)
-        return decoder_for(loaded, drafter, tree_nodes, compile)
+        return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
 
     def generate(
         self,
@@ -202,7 +210,16 @@ class Decoder:
         end_ids = self.end_ids if options.end_ids is None else options.end_ids
         processors = processors_for(self.target, options.config, custom, ids, limits, end_ids)
         stops = stops_for(options.stop_strings, criteria, self.tokenizer, ids)
-        request = Request(ids, limits, options.sampling, seeds, end_ids, processors, stops)
+        request = Request(
+            ids,
+            limits,
+            options.sampling,
+            seeds,
+            end_ids,
+            processors,
+            stops,
+            self.draft_temperature,
+        )
         if self.drafter is None:
             return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
         assert self.budget is not None
@@ -256,11 +273,16 @@ class Decoder:
             chances = {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
             self.plans[key] = AdaptivePlan(seconds, chances)
         plan = self.plans[key]
+        plan.begin()
         return FixedPlan(plan.choose()) if rule.draws_children else plan
 
 
 def decoder_for(
-    target: Target, drafter: Drafter | None, tree_nodes: int | None, compile: bool
+    target: Target,
+    drafter: Drafter | None,
+    tree_nodes: int | None,
+    compile: bool,
+    draft_temperature: float | None = None,
 ) -> Decoder:
     """A decoder with proposals of a fixed size or planned ones, compiled if asked for."""
     if compile and not isinstance(target, CompiledTarget):
@@ -272,7 +294,7 @@ def decoder_for(
     budget = None
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
-    return Decoder(target, drafter, budget, adaptive=tree_nodes is None)
+    return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:

@@ -48,7 +48,7 @@ def step(
     stats, sampling = run.stats, run.request.sampling
     with stats.phase("draft"):
         run.begin_random_step()
-        tree = session.propose(budget, sampling, draws)
+        tree = session.propose(budget, run.request.draft_sampling, draws)
     with stats.phase("verify"):
         output = run.verify(tree)
         stats.verified_nodes += tree.num_nodes

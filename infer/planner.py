@@ -13,13 +13,13 @@ from drafthead.heads.tree import Budget
 # Steps between two looks at the numbers; a choice is not worth its own time at every step.
 STEPS_A_CHOICE = 4
 # Steps whose acceptance is remembered, by exponential forgetting.
-MEMORY = 64
+MEMORY = 128
 # The measured acceptance of training counts for as many steps as this.
-PRIOR_STEPS = 8
+PRIOR_STEPS = 32
 # After plain decoding was chosen a few steps are drafted all the same, to see whether that has
 # changed: first after so many plain steps, then after twice as many each time, up to the last.
-FIRST_PROBE, LAST_PROBE = 64, 1024
-PROBE_STEPS = 2
+FIRST_PROBE, LAST_PROBE = 64, 512
+PROBE_STEPS = 4
 
 
 class Planner(ABC):
@@ -109,6 +109,11 @@ class AdaptivePlan(Planner):
         self.current: Budget | None = self._best()
         self.steps_left = STEPS_A_CHOICE
         self.probe_after = FIRST_PROBE
+
+    def begin(self) -> None:
+        """Another text begins, which may suit the drafter better or worse than the last."""
+        self.probe_after = FIRST_PROBE
+        self.steps_left = min(self.steps_left, FIRST_PROBE)
 
     def choose(self) -> Budget | None:
         """The current choice."""

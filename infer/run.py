@@ -1,7 +1,7 @@
 """One batch on its way from prompts to answers; shared by every way of decoding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
@@ -33,6 +33,17 @@ class Request:
     end_ids: frozenset[int]
     processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
     stops: Sequence[Stop] = ()  # one for each prompt, or none at all
+    draft_temperature: float | None = None  # at which children are drawn; None: as the target's
+
+    @property
+    def draft_sampling(self) -> SamplingConfig:
+        """How the draft's logits become the distribution that children are drawn from.
+
+        Any distribution that is known before the draw keeps the output exact.
+        """
+        if self.draft_temperature is None or self.sampling.greedy:
+            return self.sampling
+        return replace(self.sampling, temperature=self.draft_temperature)
 
 
 class Run:

@@ -61,6 +61,10 @@ def main(
     compile: Annotated[
         bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
     ] = False,
+    draft_temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of drawn proposals; changes speed, never the output's law."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -83,6 +87,7 @@ def main(
         dtype,
         device,
         compile=compile,
+        draft_temperature=draft_temperature,
     )
     config = GenerationConfig(
         do_sample=temperature > 0,

@@ -164,6 +164,20 @@ def test_the_engines_samples_follow_the_targets_law(
     assert p_value > 1e-5
 
 
+@pytest.mark.parametrize("draft_temperature", [0.3, 3.0])
+def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_temperature) -> None:
+    target = make_target(seed=3, vocab=4)
+    decoder = Decoder(
+        target, make_drafter("medusa:tree", target), draft_temperature=draft_temperature
+    )
+    prompt, count, sampling = [1, 2, 3], 6000, SamplingConfig(temperature=1.0)
+    result = decoder.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])
+    observed = torch.bincount(codes, minlength=64).double()
+    expected = law_of_three_tokens(target, prompt, sampling).flatten().double() * count
+    assert chisquare(observed, expected * count / expected.sum()).pvalue > 1e-5
+
+
 def test_long_answers_outgrow_the_first_cache(target, make_drafter) -> None:
     prompt = [9, 10]
     plain = Decoder(target)

@@ -100,3 +100,18 @@ def test_a_scripted_drafter_is_right_as_often_as_it_is_told_to_be(target, alpha)
     result = decoder.generate(prompts, max_new_tokens=200)
     assert result.sequences == expected
     assert result.stats.tau == pytest.approx(1 + alpha, abs=0.1)
+
+
+def test_a_drafter_that_pays_a_little_is_kept_whatever_the_luck_of_its_first_steps() -> None:
+    """Expected gain 1.18: plain decoding by mistake must stay the exception."""
+    budget = Budget(6, 3)
+    costs = {None: 3.0, budget: 5.0}
+    drafted = []
+    for seed in range(20):
+        plan = AdaptivePlan(costs, {budget: (0.6, 0.3, 0.1)})
+        coin = random.Random(seed)
+        for _ in range(400):
+            choice, draw = plan.choose(), coin.random()
+            plan.learn(choice, [1 + (sum(draw < c for c in (0.6, 0.3, 0.1)) if choice else 0)])
+            drafted.append(choice is not None)
+    assert sum(drafted) > 0.85 * len(drafted)
