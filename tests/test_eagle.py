@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import VOCAB
 from scipy.stats import chisquare
-from test_decoding import SETTINGS, law_of_three_tokens, random_prompts
+from test_decoding import law_of_three_tokens, random_prompts
 from torch.nn.functional import smooth_l1_loss
 
 from drafthead.heads import recurrent_drafter
@@ -450,7 +450,8 @@ def test_sampling_with_a_draft_vocabulary_follows_the_targets_law(make_target, m
     )
     codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])
     observed = torch.bincount(codes, minlength=64).double()
-    expected = law_of_three_tokens(target, [1, 2, 3], SETTINGS[0]).flatten().double() * count
+    law = law_of_three_tokens(target, [1, 2, 3], SamplingConfig(temperature=1.0))
+    expected = law.flatten().double() * count
     rare = expected < 5
     observed, expected = (
         torch.cat([table[~rare], table[rare].sum()[None]]) for table in (observed, expected)
