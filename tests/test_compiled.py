@@ -49,6 +49,14 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
     assert compiled.compile_seconds > 0
 
 
+def test_a_second_model_of_the_same_shape_runs_on_its_own_weights(compiled, make_target) -> None:
+    Decoder(compiled).generate(prompts(1), max_new_tokens=4)
+    other = make_target(seed=2)
+    expected = Decoder(other).generate(prompts(1), max_new_tokens=40).sequences
+    found = Decoder(CompiledTarget(other)).generate(prompts(1), max_new_tokens=40).sequences
+    assert found == expected
+
+
 def test_attention_of_one_query_equals_torchs_own() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)

@@ -345,8 +345,8 @@ def test_kept_paths_are_the_most_frequent_and_form_a_tree():
 # Runs
 
 
-# What a random target says is nothing to learn from, what the conversations say is. EAGLE has to
-# say it through that target's small, frozen output head.
+# Heads learn the answers here: a random target's own distribution is so flat that little can be
+# learnt of it. EAGLE has to say them through that target's small, frozen output head.
 FROM_LABELS = {
     "eagle": (
         "head.loss=hard",
