@@ -17,7 +17,11 @@ from torch._inductor.exc import InductorError
 
 from drafthead.heads.errors import UserError
 
-CPU_OPTIONS = {"freezing": True, "cpp_wrapper": True, "cpp.enable_concat_linear": True}
+CPU_OPTIONS: dict[str, Any] = {
+    "freezing": True,
+    "cpp_wrapper": True,
+    "cpp.enable_concat_linear": True,
+}
 # A process may compile several models and kinds of shape through the same code. Beyond its own,
 # smaller number of graphs torch would refuse.
 MOST_GRAPHS = 256
@@ -44,7 +48,7 @@ class Compiled:
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
         self.kind, self.dynamic = kind, dynamic
         on_cpu = device.type == "cpu"
-        self.options = dict(CPU_OPTIONS) if on_cpu else {}
+        self.options = CPU_OPTIONS if on_cpu else {}
         self.compiled = torch.compile(
             function,
             fullgraph=True,
@@ -64,8 +68,8 @@ class Compiled:
                 torch._dynamo.mark_dynamic(tensor, dim)
         started = time.perf_counter()
         try:
-            # Tracing too must know that weights will be frozen: it then takes them for constants and
-            # guards them, so that another model of the same shape never runs on these weights.
+            # Tracing too must know that weights will be frozen: it then takes them for constants
+            # and guards them, so that no other model of the same shape runs on these weights.
             with torch._inductor.config.patch(self.options):
                 result = self.compiled(*arguments)
         except (TorchDynamoException, InductorError) as error:

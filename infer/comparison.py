@@ -4,6 +4,7 @@ Machines drift, so contestants take turns prompt by prompt and a speedup is the 
 of a ratio within the round. Only tokens that were returned count, and the prompt pass is apart.
 """
 
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.infer.contestants import Answer, Contestant
-from drafthead.infer.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.results import DecodeStats, repeated_ngram_share, summed
 from drafthead.infer.speedup_model import ChainPrediction, predict_chain, speedup_bound
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
@@ -41,18 +42,7 @@ class Record:
     def stats(self) -> DecodeStats | None:
         """The engine's accounts of all rounds, added up; None for a foreign contestant."""
         accounts = [a.stats for answers in self.answers for a in answers if a.stats is not None]
-        if not accounts:
-            return None
-        total = DecodeStats()
-        for account in accounts:
-            total.steps += account.steps
-            total.verified_nodes += account.verified_nodes
-            total.decode_seconds += account.decode_seconds
-            total.accept_lengths += account.accept_lengths
-            total.decoded_tokens += account.decoded_tokens
-            for phase, seconds in account.seconds.items():
-                total.seconds[phase] += seconds
-        return total
+        return summed(accounts) if accounts else None
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,10 @@ class Divergence:
     """Where a lossless greedy answer first differs from plain decoding's.
 
     `top2_gap` is the difference of the target's two largest logits there: near zero means a tie
-    that rounding decided, anything else is an error.
+    that rounding decided, anything else is an error. `token_gap` is by how much the logit of the
+    token said lies below the largest, as if it were the least probable one when an answer ends
+    where the other goes on; `rounding_step` is the distance of neighbouring numbers of the
+    target's dtype at that size.
     """
 
     mode: str
@@ -99,6 +92,8 @@ class Divergence:
     plain_token: int
     token: int
     top2_gap: float
+    token_gap: float
+    rounding_step: float
 
 
 def race(
@@ -232,8 +227,8 @@ def _prediction(
 ) -> ChainPrediction | None:
     assert stats is not None
     length = round(stats.nodes_per_step) - 1
-    if not record.contestant.is_chain or length + 1 != stats.nodes_per_step:
-        return None  # the formula is for chains of one length
+    if not record.contestant.is_chain or length < 1 or length + 1 != stats.nodes_per_step:
+        return None  # the formula is for chains of one length; the planner may have drafted none
     lengths = [n for row in stats.accept_lengths for n in row]
     return predict_chain(lengths, length, _draft_cost(stats, plain) / length)
 
@@ -251,7 +246,7 @@ def divergences(
         for index, (expected, answer) in enumerate(both):
             if expected.sequence != answer.sequence:
                 found.append(
-                    _divergence(
+                    divergence(
                         record.contestant.mode,
                         index,
                         prompts[index],
@@ -263,7 +258,7 @@ def divergences(
     return found
 
 
-def _divergence(
+def divergence(
     mode: str,
     index: int,
     prompt: list[int],
@@ -271,6 +266,7 @@ def _divergence(
     other: list[int],
     target: Target,
 ) -> Divergence:
+    """Where the answer `other` to prompt number `index` first differs from the answer `plain`."""
     pairs = enumerate(zip([*plain, -1], [*other, -1], strict=False))
     position, (plain_token, token) = next(islice(((i, p) for i, p in pairs if p[0] != p[1]), 1))
     ids = torch.tensor([prompt + plain[:position]], device=target.device)
@@ -278,4 +274,23 @@ def _divergence(
     spec = FeatureSpec(layers=(), last=False)
     logits = target.run(ids, positions, None, spec, logits_to_keep=1).logits[0, -1].float()
     top = logits.topk(2).values
-    return Divergence(mode, index, position, plain_token, token, float(top[0] - top[1]))
+    best = float(top[0])
+    return Divergence(
+        mode=mode,
+        prompt=index,
+        position=position,
+        plain_token=plain_token,
+        token=token,
+        top2_gap=best - float(top[1]),
+        token_gap=best - float(logits[token] if token >= 0 else logits.min()),
+        rounding_step=rounding_step(best, target.dtype),
+    )
+
+
+def rounding_step(number: float, dtype: torch.dtype) -> float:
+    """The distance of neighbouring numbers of a dtype at the size of `number`.
+
+    bfloat16 keeps 8 binary digits, so between 16 and 32 its numbers are 16 / 128 = 0.125 apart.
+    """
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** math.floor(math.log2(max(abs(number), info.tiny)))

@@ -24,7 +24,7 @@ from drafthead.infer.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
 from drafthead.infer.results import DecodeResult, DecodeStats
 from drafthead.infer.run import Emitted, Request, Run
-from drafthead.infer.step_costs import step_seconds
+from drafthead.infer.step_costs import rows_timed, step_seconds
 from drafthead.infer.stopping import stops_for
 from drafthead.infer.verifiers import Verifier, verifier_for
 
@@ -249,7 +249,7 @@ class Decoder:
         if not self.adaptive:
             return FixedPlan(self.budget)
         assert self.drafter is not None
-        rows = 1 if rule.draws_children else 2 ** (len(run.lengths) - 1).bit_length()
+        rows = rows_timed(rule, len(run.lengths))
         key = (rule.name, run.request.sampling.temperature, rows)
         if key not in self.plans:
             seconds = step_seconds(self.target, self.drafter, rows)

@@ -58,10 +58,9 @@ def step(
             logits = run.processing.behind_nodes(tree, logits)
         acceptance = accept(verifier, tree, logits, sampling, run.random)
         tokens = following_tokens(tree, acceptance)
-        answers = to_host(tokens, acceptance.length)
+        answers, paths = to_host(tokens, acceptance)
     with stats.phase("commit"):
-        kept_lengths = [len(answer) for answer in answers]
-        commit(run, session, tree, acceptance, tokens, output.features, kept_lengths)
+        commit(run, session, acceptance, tokens, output.features, paths)
         run.roots = acceptance.bonus
         emitted = run.take_step(answers)
         run.keep_active(session)
@@ -92,26 +91,31 @@ def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
     return following
 
 
-def to_host(tokens: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
-    """The first lengths [B] of tokens [B, P] as lists: the step's one synchronisation."""
-    both = torch.cat([lengths[:, None], tokens], dim=1).tolist()
-    return [row[1 : 1 + row[0]] for row in both]
+def to_host(
+    tokens: torch.Tensor,  # [B, P]
+    acceptance: Acceptance,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Each row's tokens and path as lists of its accept length: the step's one synchronisation."""
+    everything = torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1).tolist()
+    width = tokens.shape[1]
+    answers = [row[1 : 1 + row[0]] for row in everything]
+    paths = [row[1 + width : 1 + width + row[0]] for row in everything]
+    return answers, paths
 
 
 def commit(
     run: Run,
     session: DraftSession,
-    tree: TokenTree,
     acceptance: Acceptance,
     tokens: torch.Tensor,  # [B, P]
     features: Features,  # of [B, N] nodes
-    kept_lengths: list[int],
+    paths: list[list[int]],
 ) -> None:
     """Keep the accepted path in the cache and tell the drafter."""
-    run.lengths = [old + new for old, new in zip(run.lengths, kept_lengths, strict=True)]
-    width = max(kept_lengths)
+    run.lengths = [old + len(path) for old, path in zip(run.lengths, paths, strict=True)]
+    width = max(map(len, paths))
     path = acceptance.path[:, :width]
-    in_place = len(kept_lengths) == 1 and (tree.width <= 1 or width == 1)
+    in_place = len(paths) == 1 and paths[0] == list(range(width))
     run.cache.commit(path, acceptance.length, max(run.lengths), in_place)
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
     kept = features.map(lambda hidden: hidden[rows, path])

@@ -1,7 +1,7 @@
 """What decoding returns: token ids, texts, and an account of every pass of the target."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -74,6 +74,20 @@ class DecodeStats:
         deepest = max(drafts, default=0)
         reached = [sum(d >= depth for d in drafts) for depth in range(deepest + 1)]
         return [after / before for before, after in pairwise(reached)]
+
+
+def summed(accounts: Iterable[DecodeStats]) -> DecodeStats:
+    """Several calls' accounts as one; its rows are the rows of all of them."""
+    total = DecodeStats()
+    for account in accounts:
+        total.steps += account.steps
+        total.verified_nodes += account.verified_nodes
+        total.decode_seconds += account.decode_seconds
+        total.accept_lengths += account.accept_lengths
+        total.decoded_tokens += account.decoded_tokens
+        for phase, seconds in account.seconds.items():
+            total.seconds[phase] += seconds
+    return total
 
 
 @dataclass(frozen=True)

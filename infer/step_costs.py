@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from drafthead.heads.base import Drafter
 from drafthead.heads.checkpoint import write_text
@@ -23,29 +24,34 @@ from drafthead.infer.engine import speculate
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.planner import Planner
 from drafthead.infer.run import Request, Run
-from drafthead.infer.verifiers import VERIFIERS
+from drafthead.infer.verifiers import VERIFIERS, Verifier
 
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 64
-TIMED_STEPS = 8  # of each kind, in turns, after one that is not counted
+TIMED_STEPS = 8  # of each kind, after UNTIMED_STEPS that are not counted
+UNTIMED_STEPS = 2
 
 StepSeconds = dict[Budget | None, float]  # None: a step without a draft
 
 
 class Tour(Planner):
-    """Every budget in turn, and no draft as well, several times over."""
+    """Every budget, and no draft as well, for several steps on end.
 
-    def __init__(self, stops: list[Budget | None], rounds: int):
-        self.order = [stop for _ in range(rounds) for stop in stops]
+    Passes of one size leave their weights in the processor's cache for the next: steps that take
+    turns with others would each look slower than when decoding goes on with one size.
+    """
+
+    def __init__(self, stops: list[Budget | None], steps: int):
+        self.order = [stop for stop in stops for _ in range(steps)]
         self.place = 0
 
     def choose(self) -> Budget | None:
-        """The next stop."""
+        """The current stop."""
         return self.order[min(self.place, len(self.order) - 1)]
 
     def learn(self, budget: Budget | None, accept_lengths: object) -> None:
-        """Go on to the next stop."""
+        """One step of the tour is done."""
         self.place += 1
 
 
@@ -55,7 +61,7 @@ def time_steps(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
     The quickest of several counts: what else runs on a machine only ever adds time.
     """
     stops: list[Budget | None] = [None, *drafter.budgets]
-    tour = Tour(stops, TIMED_STEPS + 1)
+    tour = Tour(stops, UNTIMED_STEPS + TIMED_STEPS)
     prompts = torch.randint(
         target.vocab_size, (batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     ).tolist()
@@ -65,9 +71,11 @@ def time_steps(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
     steps = speculate(run, drafter, tour, VERIFIERS["greedy"])
     next(steps)  # the prompt
     taken: dict[Budget | None, list[float]] = {stop: [] for stop in stops}
-    for stop, seconds in zip(tour.order, clock(steps, target.device), strict=False):
+    clocked = zip(tour.order, clock(steps, target.device), strict=False)
+    waiting = tqdm(clocked, "timing steps", len(tour.order), unit="step", delay=3, leave=False)
+    for stop, seconds in waiting:  # the bar shows when it takes longer than a few seconds
         taken[stop].append(seconds)
-    return {stop: min(seconds[1:]) for stop, seconds in taken.items()}
+    return {stop: min(seconds[UNTIMED_STEPS:]) for stop, seconds in taken.items()}
 
 
 def clock(steps: Iterator[object], device: torch.device) -> Iterator[float]:
@@ -81,10 +89,10 @@ def clock(steps: Iterator[object], device: torch.device) -> Iterator[float]:
         yield time.perf_counter() - started
 
 
-def step_seconds(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
-    """`time_steps`, from the last time if the same was timed before."""
+def step_seconds(target: Target, drafter: Drafter, batch: int, fresh: bool = False) -> StepSeconds:
+    """`time_steps`, from the last time if the same was timed before and is not wanted `fresh`."""
     kept = cost_file(target, drafter, batch)
-    if kept.exists():
+    if kept.exists() and not fresh:
         try:
             return read_costs(kept)
         except (ValueError, TypeError):
@@ -93,6 +101,14 @@ def step_seconds(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_text(kept, json.dumps([[_fields(stop), seconds] for stop, seconds in costs.items()]))
     return costs
+
+
+def rows_timed(rule: Verifier, batch: int) -> int:
+    """For how many rows steps are timed: batches of 3 and 4 share one timing.
+
+    The budget of a rule that draws children is chosen as for a single row.
+    """
+    return 1 if rule.draws_children else 2 ** (batch - 1).bit_length()
 
 
 def read_costs(path: Path) -> StepSeconds:

@@ -15,7 +15,12 @@ VERBS = {
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
+    "profile": "Where the time of a step goes, and how far memory bandwidth would let it go.",
+    "plan-tree": "What each size of token tree costs and brings on this machine; which is chosen.",
+    "verify-exactness": "Test whether decoding with a drafter says what the target alone would.",
 }
+# Verbs whose own name would hide a module of Python's when a script is launched by path.
+MODULES = {"profile": "profile_decoding"}
 
 
 def build_app(requested: str | None) -> typer.Typer:
@@ -29,7 +34,8 @@ def build_app(requested: str | None) -> typer.Typer:
     )
     for verb, summary in VERBS.items():
         if verb == requested:
-            module = importlib.import_module(f"drafthead.scripts.{verb.replace('-', '_')}")
+            name = MODULES.get(verb, verb.replace("-", "_"))
+            module = importlib.import_module(f"drafthead.scripts.{name}")
             app.command(verb, short_help=summary)(module.main)
             quieten_transformers()
         else:

@@ -1,7 +1,5 @@
 """`drafthead compare`: who is fastest on this machine, and by how much against which baseline."""
 
-import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,10 +26,8 @@ from drafthead.infer.contestants import Contestant, Ours, Transformers
 from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder, decoder_for, head_drafter
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.infer.prompts import encode_one
 from drafthead.scripts.comparison_report import predictions, print_report, write_report
-from drafthead.train.conversations import read_conversations
+from drafthead.scripts.measuring import describe_run, prompt_ids
 
 LISTED_DIVERGENCES = 10
 
@@ -105,17 +101,6 @@ def main(
     print(f"written: {output / 'comparison.json'}, comparison.md, comparison.png")
 
 
-def describe_run(name: str, target: Target) -> dict[str, object]:
-    """What a reader needs to judge the numbers, or to measure them again."""
-    return {
-        "command": shlex.join(["drafthead", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "target": name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
-
-
 class Drafters:
     """Everything that takes part, loaded once."""
 
@@ -170,24 +155,6 @@ class Drafters:
             Transformers(f"{theirs}, {chain}", kind, sampling, self.target, assistant, chain),
             Ours(kind, kind, sampling, decoder, verifier=verifier, is_chain=True),
         ]
-
-
-def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:
-    """The first user turns of a source as token ids; prompts without room are left out, aloud."""
-    ids = []
-    for conversation in read_conversations(source, limit=limit):
-        first = next((i for i, m in enumerate(conversation.messages) if m["role"] == "user"), None)
-        if first is None:
-            raise UserError(f"{conversation.where} has no user message to answer")
-        ids.append(encode_one(conversation.messages[: first + 1], decoder.tokenizer))
-    room = decoder.max_length
-    fitting = [row for row in ids if room is None or len(row) + max_new_tokens <= room]
-    if left_out := len(ids) - len(fitting):
-        print(f"{left_out} of {len(ids)} prompts left out: with {max_new_tokens} new tokens they "
-              f"exceed the target's context of {room}")  # fmt: skip
-    if not fitting:
-        raise UserError(f"no prompt of {source} fits into the target's context of {room} tokens")
-    return fitting
 
 
 def divergence_notes(found: list[Divergence], prompts: int) -> list[str]:

@@ -6,24 +6,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from drafthead.heads.checkpoint import write_text
 from drafthead.infer.comparison import ComparisonRow
-
-matplotlib.use("agg")
+from drafthead.scripts.reporting import BASELINE, OURS, THEIRS, print_table, save_figure
 
 COLUMNS = (
     "mode", "T", "nodes", "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency",
     "8-grams again",
 )  # fmt: skip
-WIDE = 130  # columns of the table where no terminal says how many there are
-OURS, THEIRS, BASELINE = "#2a6f97", "#b08968", "#6c757d"
 
 
 def cells(row: ComparisonRow, ranges: bool) -> list[str]:
@@ -69,18 +62,9 @@ def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:
-    """Show the table and the notes in the terminal; in a file or a pipe it is as wide as it is."""
-    table = Table(title="speedup is over plain decoding on the same engine", box=SIMPLE_HEAD)
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row, ranges=False))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDE)
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+    """Show the table and the notes in the terminal."""
+    title = "speedup is over plain decoding on the same engine"
+    print_table(title, COLUMNS, [cells(row, ranges=False) for row in rows], notes)
 
 
 def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
@@ -95,10 +79,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
         _draw_phases(phases, [row for row in chosen if row.phase_seconds])
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=130, format="png")
-    plt.close(figure)
-    temporary.replace(path)
+    save_figure(figure, path)
 
 
 def _draw_speeds(axes: Axes, rows: Sequence[ComparisonRow], temperature: float) -> None:

@@ -132,6 +132,64 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     assert (tmp_path / "race" / "comparison.png").exists()
 
 
+def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("drafthead.infer.bandwidth.SMALLEST_BUFFER", 2**22)
+    task = ("profile", *TARGET, "--prompts", "@prompts.jsonl", "--max-new-tokens", "8")
+    output = ("--output", str(tmp_path / "profile"))
+    status, out, _ = run(*task, "--head", "@head", "--tree-nodes", "4", "--batch", "2", *output)
+    assert status == 0
+    assert all(word in out for word in ("draft", "host", "% of the bandwidth bound", "STREAM"))
+    content = json.loads((tmp_path / "profile" / "profile.json").read_text())
+    assert list(content["ledgers"]) == ["plain", "head"]
+    assert content["bandwidth"]["copy_bytes_per_second"] > 1e8
+    assert [entry["nodes"] for entry in content["passes_alone"]["verify"]][:3] == [1, 2, 4]
+    assert content["overhead"]["nodes"] == 4
+    status, out, _ = run(*task)
+    assert status == 0 and "all else" not in out, "plainly, there is no draft to set apart"
+
+
+def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
+    run, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    task = ("plan-tree", *TARGET, "--head", "@head", "--output", str(tmp_path / "plan.json"))
+    found = []
+    for options, when in (((), "timed now"), ((), "kept from"), (("--fresh",), "timed now")):
+        status, out, _ = run(*task, *options)
+        assert status == 0 and when in out and "never measured" in out
+        sizes = json.loads((tmp_path / "plan.json").read_text())["sizes"]
+        found.append([size["step_seconds"] for size in sizes])
+        best = max(sizes, key=lambda size: size["tokens_per_second"])
+        assert [size for size in sizes if size["chosen"]] == [best]
+    assert found[0] == found[1] != found[2]
+    assert (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize(("verifier", "verdict"), [("traversal", "PASS"), ("typical", "FAIL")])
+def test_verify_exactness_says_so_in_one_line_and_its_status(
+    run, tmp_path, monkeypatch, verifier, verdict
+) -> None:
+    monkeypatch.setattr("drafthead.scripts.verify_exactness.BATCHES", 1)
+    status, out, _ = run(
+        "verify-exactness", "--target", "@target", "--draft-model", "@draft", "--limit", "2",
+        "--samples", "200", "--answers", "8", "--max-new-tokens", "24", "--verifier", verifier,
+        "--output", str(tmp_path / "exactness.json"),
+    )  # fmt: skip
+    assert status == (verdict == "FAIL")
+    assert out.strip().splitlines()[-1].startswith(f"{verdict} with {verifier}")
+    content = json.loads((tmp_path / "exactness.json").read_text())
+    assert (content["verdict"], content["verifier"]) == (verdict, verifier)
+    assert content["machine"] and content["versions"] and "verify-exactness" in content["command"]
+    assert set(content["parts"]) == {"rule on tables", "first 3 tokens", "later tokens"}
+
+
+def test_verify_exactness_at_temperature_zero_compares_greedy_answers(run) -> None:
+    task = ("verify-exactness", "--target", "@target", "--prompts", "@prompts.jsonl")
+    status, out, _ = run(*task, "--head", "@head", "--temperature", "0")
+    assert status == 0
+    assert "3 of 3 equal plain decoding's" in out and "samples" not in out
+
+
 def damaged(folder: Path, name: str, tmp_path: Path) -> str:
     """A copy of a model whose weights end too early."""
     copy = tmp_path / name
@@ -171,9 +229,20 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             "choose one",
         ),
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
+        (("verify-exactness", *TARGET), "choose one of head"),
+        (("verify-exactness", *TARGET, "--prompt-lookup", "--samples", "5"), "at least 100"),
+        (("verify-exactness", *TARGET, "--prompt-lookup", "--false-alarm", "2"), "between 0 and 1"),
+        (
+            ("verify-exactness", *TARGET, "--prompt-lookup", "--verifier", "greedy"),
+            "would ignore temperature",
+        ),
         (("compare", *RACE, "--head", "@head", "--tree-nodes", "1"), "at least 2"),
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
         (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
+        (("profile", *TARGET, "--batch", "0"), "--batch must be at least 1"),
+        (("profile", *TARGET, "--max-new-tokens", "1"), "no step to account for"),
+        (("plan-tree", *TARGET, "--head", "@nohead"), "does not exist"),
+        (("plan-tree", *TARGET, "--head", "@head", "--batch", "0"), "--batch must be at least 1"),
     ],
 )
 def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:

@@ -1,0 +1,142 @@
+"""Do counts follow a law? Pearson's chi-square test, and what it would not have missed."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# The chi-square law is an approximation that needs a few expected counts in every cell.
+FEWEST_EXPECTED = 5.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Counts of one experiment beside the probabilities that they should follow.
+
+    `total_variation` is half the sum of |share - probability| over the cells; counts that do follow
+    the law have `expected_total_variation` of it on average, by chance alone. `largest_deviation`
+    is that of the cell which is furthest off in units of its `standard_error`.
+    """
+
+    samples: int
+    impossible: int  # samples of probability 0
+    cells: int
+    statistic: float  # sum of (count - expected)^2 / expected
+    total_variation: float
+    expected_total_variation: float
+    largest_deviation: float
+    standard_error: float
+
+
+def fit(counts: torch.Tensor, probs: torch.Tensor, impossible: int | None = None) -> Fit:
+    """Compare counts [C] with probabilities [C]; rare cells are pooled before.
+
+    Cells of which fewer than `FEWEST_EXPECTED` counts are expected become one, and that one joins
+    the rarest of the others if it is still too small. Samples of probability 0 are reported apart,
+    as a single one refutes the law: `impossible`, by default the counts in cells of probability 0.
+    """
+    counts, probs = counts.double(), probs.double()
+    samples = counts.sum()
+    if impossible is None:
+        impossible = int(counts[probs <= 0].sum())
+    counts, probs = pooled(counts, probs / probs.sum(), float(samples))
+    shares, errors = counts / samples, (probs * (1 - probs) / samples).sqrt()
+    off = (shares - probs).abs()
+    furthest = int((off / errors.clamp_min(torch.finfo(errors.dtype).tiny)).argmax())
+    return Fit(
+        samples=int(samples),
+        impossible=impossible,
+        cells=len(probs),
+        statistic=float((samples * off**2 / probs).sum()),
+        total_variation=float(off.sum() / 2),
+        expected_total_variation=float(errors.sum() / 2 * math.sqrt(2 / math.pi)),
+        largest_deviation=float(off[furthest]),
+        standard_error=float(errors[furthest]),
+    )
+
+
+def pooled(
+    counts: torch.Tensor, probs: torch.Tensor, samples: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts [C] and probabilities [C] with the rare cells in one, the last.
+
+    With 100 samples, probabilities (.50, .03, .46, .01) become (.50, .46 + .04): the rare cells
+    together would have 4 expected counts, so they join the rarest of the others.
+    """
+    probs, order = probs.sort(descending=True)
+    counts = counts[order]
+    frequent = int((probs * samples >= FEWEST_EXPECTED).sum())
+    if frequent > 0 and float(probs[frequent:].sum()) * samples < FEWEST_EXPECTED:
+        frequent -= 1
+
+    def pool(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values[:frequent], values[frequent:].sum()[None]])
+
+    return pool(counts), pool(probs)
+
+
+def chance_of_worse(fits: Sequence[Fit]) -> float:
+    """The p-value of independent experiments together.
+
+    Their statistics add up to a chi-square with the sum of their degrees of freedom if all laws
+    hold. Samples of probability 0 have no chance at all.
+    """
+    if any(each.impossible for each in fits):
+        return 0.0
+    return chi_square_above(sum(each.statistic for each in fits), freedom(fits))
+
+
+def freedom(fits: Sequence[Fit]) -> int:
+    """Degrees of freedom of experiments together."""
+    return sum(each.cells - 1 for each in fits)
+
+
+def chi_square_above(statistic: float, degrees: float) -> float:
+    """The chance that a chi-square with so many degrees of freedom exceeds `statistic`."""
+    if degrees == 0:
+        return 1.0
+    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def surely_found(fits: Sequence[Fit], false_alarm: float, power: float) -> float:
+    """The total variation that would have been noticed with chance `power`, whatever its form.
+
+    A law at total variation d (on the cells; the mean over all samples) moves the statistic to a
+    non-central chi-square whose non-centrality n sum((p' - p)^2 / p) is at least 4 n d^2, by Cauchy
+    and Schwarz. So d = sqrt(non-centrality / 4 n) for the least non-centrality
+    that exceeds the critical value with that chance. Infinite where there is only one cell.
+    """
+    degrees = freedom(fits)
+    if degrees == 0:
+        return math.inf
+    critical = bisect(lambda x: chi_square_above(x, degrees) - false_alarm)
+    enough = bisect(lambda shift: power - noncentral_above(critical, degrees, shift))
+    return math.sqrt(enough / (4 * sum(each.samples for each in fits)))
+
+
+def noncentral_above(critical: float, degrees: int, shift: float) -> float:
+    """The chance that a non-central chi-square exceeds `critical`.
+
+    It is a chi-square with `degrees` + 2 j degrees of freedom where j is Poisson of mean shift / 2.
+    """
+    mean = shift / 2
+    j = torch.arange(int(mean + 12 * math.sqrt(mean + 1) + 20), dtype=torch.float64)
+    weight = torch.exp(torch.special.xlogy(j, torch.tensor(mean)) - mean - torch.lgamma(j + 1))
+    above = torch.special.gammaincc(
+        degrees / 2 + j, torch.tensor(critical / 2, dtype=torch.float64).expand_as(j)
+    )
+    return float((weight * above).sum())
+
+
+def bisect(falling: Callable[[float], float]) -> float:
+    """Where a falling function of a number above 0 crosses 0, by halving intervals."""
+    high = 1.0
+    while falling(high) > 0:
+        high *= 2
+    low = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return high
