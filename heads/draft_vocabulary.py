@@ -24,7 +24,7 @@ def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, 
 class Lesson(NamedTuple):
     """What A positions teach, in the terms of a draft vocabulary."""
 
-    labels: torch.Tensor  # [A] guesses; anything where the token cannot be guessed
+    labels: torch.Tensor  # [A] guesses that stand for the true tokens
     target_logits: torch.Tensor | None  # [A, Vd]
     taught: torch.Tensor  # [A] bool: false where nothing is to be learnt
     known: torch.Tensor  # [A] bool: whether the true token can be guessed
@@ -39,14 +39,15 @@ def translated(
     """True tokens and the target's logits on a draft vocabulary.
 
     The target's distribution is renormalised by dropping its other logits. As EAGLE-3's authors do,
-    nothing is learnt where the token to be learnt, for soft labels the target's most probable one,
-    lies outside.
+    nothing is learnt where the token to be learnt lies outside: given logits the target's most
+    probable one, which also stands in for a true token that cannot be guessed.
     """
     guess_of = labels.new_full((vocab_size,), -1)
     guess_of[draft_ids] = torch.arange(len(draft_ids), device=labels.device)
     guesses = guess_of[labels]
     known = taught = guesses >= 0
     if target_logits is not None:
-        taught = guess_of[target_logits.argmax(-1)] >= 0
+        best = guess_of[target_logits.argmax(-1)]
+        taught, guesses = best >= 0, guesses.where(known, best)
         target_logits = target_logits[:, draft_ids]
     return Lesson(guesses.clamp_min(0), target_logits, taught, known)

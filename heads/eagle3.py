@@ -159,7 +159,7 @@ class Eagle3Head(RecurrentHead):
         """Copy the target's output head and the scale of its final norm."""
         if self.embed_tokens is not None:
             return
-        weight = target.output_head.get_parameter("weight")
+        weight = target.output_weight()
         ids = self.draft_ids
         self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
         self.norm.weight.data.copy_(scale_of(target.final_norm, target))

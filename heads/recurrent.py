@@ -8,7 +8,7 @@ target's features; ahead of it, the head feeds back its own output.
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,13 @@ from drafthead.heads.anchors import labels_at
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.draft_layers import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.draft_vocabulary import translated
-from drafthead.heads.losses import TOKEN_LOSSES, in_chunks, ranks_of
+from drafthead.heads.losses import (
+    TOKEN_LOSSES,
+    check_depth_decay,
+    check_token_loss,
+    in_chunks,
+    ranks_of,
+)
 from drafthead.heads.recurrent_drafter import RecurrentDrafter
 from drafthead.heads.target import Features, Target
 from drafthead.heads.tree import TreeShape
@@ -32,7 +38,7 @@ class RecurrentConfig(LayerConfig):
     depth: int = 5  # tokens drafted behind the root
     ttt_steps: int = 5  # training-time test: steps that training unrolls, 1 for none
     depth_decay: float = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
-    loss: Literal["hard", "soft"] = "soft"  # soft: the target's whole distribution
+    loss: str = "soft"  # a name in heads.losses.TOKEN_LOSSES
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.depth < 1:
@@ -41,8 +47,8 @@ class RecurrentConfig(LayerConfig):
             raise ValueError(
                 f"ttt_steps must lie in 1 to depth ({self.depth}), got {self.ttt_steps}"
             )
-        if not 0 < self.depth_decay <= 1:
-            raise ValueError(f"depth_decay must lie in (0, 1], got {self.depth_decay}")
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
 
 
 class RecurrentHead(DraftHead):
