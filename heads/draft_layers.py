@@ -25,6 +25,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, 1, T, head_dim] each
 Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+LayerStore = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)

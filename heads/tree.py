@@ -17,8 +17,10 @@ Path = tuple[int, ...]
 PADDING = -1
 
 
-def ancestor_mask(parents: torch.Tensor) -> torch.Tensor:
+def ancestor_mask(parents: torch.Tensor, max_depth: int | None = None) -> torch.Tensor:
     """Who may attend to whom: [..., N, N] true where column m is node n itself or its ancestor.
+
+    Knowing that no node is deeper than `max_depth` saves work.
 
     For parents (-1, 0, 0, 1) node 3 hangs under node 1::
 
@@ -29,10 +31,12 @@ def ancestor_mask(parents: torch.Tensor) -> torch.Tensor:
     """
     num_nodes = parents.shape[-1]
     mask = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
-    mask = mask.expand(*parents.shape[:-1], num_nodes, num_nodes).clone()
-    for node in range(1, num_nodes):
-        row = parents[..., node, None, None].expand(*parents.shape[:-1], 1, num_nodes)
-        mask[..., node, :] |= mask.gather(-2, row).squeeze(-2)
+    mask = mask.expand(*parents.shape, num_nodes)
+    # `above` is the ancestor 2^i places up, or the root; `mask` holds the 2^i nearest of each path.
+    above = parents.clamp_min(0)
+    for _ in range((num_nodes - 1 if max_depth is None else max_depth).bit_length()):
+        mask = mask | mask.gather(-2, above[..., None].expand(mask.shape))
+        above = above.gather(-1, above)
     return mask
 
 
@@ -190,6 +194,19 @@ class TokenTree:
             draft_ids=draft_ids,
             draft_probs=draft_probs,
         )
+
+    @classmethod
+    def from_parents(
+        cls,
+        tokens: torch.Tensor,  # [B, N]
+        parents: torch.Tensor,  # [B, N], -1 for the root, which is node 0
+        max_depth: int,
+        width: int,
+    ) -> "TokenTree":
+        """Trees that differ from row to row, none deeper or wider than said; children not drawn."""
+        ancestors = ancestor_mask(parents, max_depth)
+        depths = ancestors.sum(-1) - 1
+        return cls(tokens, parents, depths, ancestors, max_depth, width)
 
     @property
     def num_nodes(self) -> int:

@@ -1,0 +1,203 @@
+"""EAGLE-3 (Li et al., 2025, arXiv 2503.01840): a draft layer on low, middle and high features.
+
+Nothing ties its states to the target's, so the head learns on its own outputs instead: the
+training-time test of `recurrent.Unrolled`. It may guess among the frequent tokens only. The norms
+of EAGLE-3.1 ("Attention Drift", arXiv 2605.09992) keep the states that are fed back from growing.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from drafthead.heads.base import register_head
+from drafthead.heads.draft_layers import Attention, DecoderLayer, GatedMlp, LayerStore, Rotation
+from drafthead.heads.recurrent import RecurrentConfig, RecurrentHead
+from drafthead.heads.target import Features, FeatureSpec, Target
+
+
+@dataclass(frozen=True)
+class Eagle3Config(RecurrentConfig):
+    """Shape and training of an EAGLE-3 head.
+
+    `tap_norm` each and `norm_feedback` are EAGLE-3.1; EAGLE-3 has neither. A hidden size other than
+    the target's brings embeddings of its own.
+    """
+
+    target_hidden_size: int = 0
+    taps: tuple[int, ...] = ()  # layers of the target whose OUTPUT is read, see `default_taps`
+    tap_norm: Literal["none", "each", "joint"] = "each"  # joint: over all taps as one vector
+    norm_feedback: bool = True  # feed back the state after the final norm
+    norm_before_residual: bool = False  # the first layer adds to the normed state
+    output: Literal["own", "sliced"] = "own"  # sliced: the target's rows, not trained
+    draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "taps", tuple(self.taps))  # JSON brings a list
+        if self.vocab_size and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, but the vocabulary has "
+                f"{self.vocab_size} tokens"
+            )
+        if self.output == "sliced" and self.hidden_size != self.target_hidden_size:
+            raise ValueError("output: sliced needs the target's hidden size")
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """The layers of which EAGLE-3 reads the output: low, middle and high.
+
+    Its authors name the layers whose INPUT they read, 2, L/2 and L - 3; one less is the layer of
+    which that is the output: 1, 3, 4 of 8 layers. Below 7 layers these coincide, and first, middle
+    and last are taken.
+    """
+    if num_layers >= 7:
+        return (1, num_layers // 2 - 1, num_layers - 4)
+    return tuple(sorted({0, num_layers // 2, num_layers - 1}))
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads embedding and state side by side."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, input_size=2 * size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = GatedMlp(config)
+
+    def forward(
+        self,
+        embeds: torch.Tensor,  # [B, T, D]
+        states: torch.Tensor,  # [B, T, D]
+        rotation: Rotation,
+        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
+        store: Any,
+    ) -> torch.Tensor:
+        """The new states [B, T, D]."""
+        normed = self.hidden_norm(states)
+        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        hidden = normed if self.norm_before_residual else states
+        hidden = hidden + self.self_attn(both, rotation, mask, store)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@register_head("eagle3", Eagle3Config)
+class Eagle3Head(RecurrentHead):
+    """EAGLE-3's head, with or without the norms of 3.1."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
+        width = config.target_hidden_size
+        if config.tap_norm == "each":
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(num_taps))
+        elif config.tap_norm == "joint":
+            self.input_norm = nn.RMSNorm(num_taps * width, eps=eps)
+        self.fc = nn.Linear(num_taps * width, size, bias=False)
+        more = (DecoderLayer(config) for _ in range(config.num_layers - 1))
+        self.layers = nn.ModuleList([Eagle3Layer(config), *more])
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.lm_head.requires_grad_(config.output == "own")
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if size != width else None
+        if config.draft_vocab_size:
+            # Guess i means token i + d2t[i]; t2d marks the tokens that can be guessed.
+            self.d2t: torch.Tensor
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            known = torch.arange(config.vocab_size) < config.draft_vocab_size
+            self.register_buffer("t2d", known)
+
+    @classmethod
+    def sized(cls, config: Any, target: Target) -> Any:
+        """As for any recurrent head; the width may be another than the target's."""
+        filled = super().sized(replace(config, hidden_size=0, output="own"), target)
+        return replace(
+            filled,
+            hidden_size=config.hidden_size or target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            taps=config.taps or default_taps(target.num_layers),
+            output=config.output,
+        )
+
+    @property
+    def features_needed(self) -> FeatureSpec:
+        """The taps, and the final hidden state that the target's distribution is read from."""
+        return FeatureSpec(layers=self.config.taps, last=True)
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """The tokens of the draft vocabulary [Vd], if it has one."""
+        if not self.config.draft_vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def prepare(self, token_counts: torch.Tensor) -> None:
+        """Make the most frequent tokens the draft vocabulary; of equals the first."""
+        size = self.config.draft_vocab_size
+        if size:
+            used = token_counts.sort(descending=True, stable=True).indices[:size].sort().values
+            self.d2t = used - torch.arange(size)
+            self.t2d = torch.zeros_like(token_counts, dtype=torch.bool).index_fill_(0, used, True)
+
+    def initialize(self, target: Target) -> None:
+        """Copy the target's output head and the scale of its final norm."""
+        if self.embed_tokens is not None:
+            return
+        weight = target.output_head.get_parameter("weight")
+        ids = self.draft_ids
+        self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
+        self.norm.weight.data.copy_(scale_of(target.final_norm, target))
+
+    def encode(self, features: Features) -> torch.Tensor:
+        """The taps, normed and mixed."""
+        taps: tuple[torch.Tensor, ...] = features.taps
+        if self.config.tap_norm == "each":
+            taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
+        joined = torch.cat(taps, dim=-1)
+        return self.fc(self.input_norm(joined) if self.config.tap_norm == "joint" else joined)
+
+    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's embeddings, or the head's own where it has another width."""
+        return (
+            target.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+        )
+
+    def run_layers(
+        self,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        rotation: Rotation,
+        mask: torch.Tensor,
+        store: LayerStore,
+    ) -> torch.Tensor:
+        """The first layer reads embeddings and states, the others what is below them."""
+        hidden = self.layers[0](embeds, states, rotation, mask, partial(store, 0))
+        for index, layer in enumerate(self.layers[1:], 1):
+            hidden = layer(hidden, rotation, mask, partial(store, index))
+        return hidden
+
+    def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The outputs, normed in EAGLE-3.1."""
+        return self.norm(outputs) if self.config.norm_feedback else outputs
+
+    def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [..., Vd] of the draft vocabulary."""
+        return target.finish_logits(self.lm_head(self.norm(outputs)))
+
+
+@torch.no_grad()
+def scale_of(norm: nn.Module, target: Target) -> torch.Tensor:
+    """By what a norm of the target multiplies each of D normalised numbers, [D].
+
+    Normalising a vector of ones and minus ones changes nothing, and the difference between the
+    norms of it and of its opposite is free of any bias.
+    """
+    signs = 1 - 2 * (torch.arange(target.hidden_size) % 2)
+    signs = signs.to(target.device, target.dtype)
+    return (norm(signs) - norm(-signs)) / 2 * signs
