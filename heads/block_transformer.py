@@ -78,7 +78,9 @@ class BlockTransformer(nn.Module):
         super().__init__()
         self.config = config
         size, eps = config.hidden_size, config.rms_norm_eps
-        norms = (nn.RMSNorm(size, eps=eps) if config.tap_norm else nn.Identity() for _ in config.taps)
+        norms = (
+            nn.RMSNorm(size, eps=eps) if config.tap_norm else nn.Identity() for _ in config.taps
+        )
         self.tap_norms = nn.ModuleList(norms)
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)

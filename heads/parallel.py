@@ -16,15 +16,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softmax
 
 from drafthead.heads.base import (
     MAX_RANK,
-    Committed,
     Drafter,
     DraftHead,
-    DraftSession,
     HeadBatch,
     HeadLoss,
     register_head,
 )
-from drafthead.heads.best_first import ShapeLevels, best_first_tree, filled_tree
 from drafthead.heads.block_transformer import (
     BlockConfig,
     BlockTransformer,
@@ -32,21 +29,18 @@ from drafthead.heads.block_transformer import (
     spread_taps,
 )
 from drafthead.heads.correction import Correction
-from drafthead.heads.draft_layers import DraftCache, Store
+from drafthead.heads.eagle3 import scale_of
 from drafthead.heads.errors import UserError
 from drafthead.heads.losses import TOKEN_LOSSES, in_chunks, ranks_of
 from drafthead.heads.medusa import anchor_positions, labels_at
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.parallel_drafter import ParallelDrafter
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape, tree_budgets
+from drafthead.heads.tree import TreeShape
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.
 BLOCKS_AT_ONCE = 32
 
-MOST_RANK = 256  # of a correction that is not told its rank
-
-# Tokens of each depth that a tree chooses from.
-CANDIDATES = 16
+MOST_RANK = 256  # of a correction that is not told its own
 
 
 @dataclass(frozen=True)
@@ -54,9 +48,9 @@ class ParallelConfig(BlockConfig):
     """Shape and loss of a block-parallel head; what is 0 or empty is filled in from the target."""
 
     vocab_size: int = 0
-    draft_vocab_size: int = 0  # draft the most frequent tokens only; 0: all, as the target says them
+    draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
     correction: Literal["none", "markov", "gated", "recurrent"] = "markov"
-    correction_rank: int = 0
+    correction_rank: int = 0  # a quarter of the hidden size, at most 256
     loss: Literal["hard", "soft"] = "hard"  # soft: the target's whole distribution
     depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
     anchors: int = 32  # blocks of a row that a training step drafts
@@ -146,7 +140,7 @@ class ParallelHead(DraftHead):
 
     def initialize(self, target: Target) -> None:
         """Take over the scale of the target's final norm; begin the codes like its embeddings."""
-        self.transformer.norm.weight.data.copy_(target.final_norm.weight.data)
+        self.transformer.norm.weight.data.copy_(scale_of(target.final_norm, target))
         if self.output is not None:
             weight = target.output_head.get_parameter("weight")
             self.output.weight.data.copy_(weight[self.draft_ids.to(weight.device)])
@@ -189,7 +183,9 @@ class ParallelHead(DraftHead):
         found = [labels_at(batch, rows, anchors, offset=k + 2) for k in range(self.depth)]
         valid, labels = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))  # [M, K]
         before = torch.cat([batch.input_ids[rows, anchors + 1, None], labels[:, :-1]], dim=1)
-        codes = hidden[..., :0] if self.correction is None else self.correction.codes(before, hidden)
+        codes = (
+            hidden[..., :0] if self.correction is None else self.correction.codes(before, hidden)
+        )
         # The target's own prediction of a label stands one place before it.
         teachers = anchors[:, None] + 1 + torch.arange(self.depth, device=anchors.device)
         assert batch.features.last is not None
@@ -287,9 +283,9 @@ class ParallelHead(DraftHead):
         taken = allowed.sum(dim=1).clamp_max(limit)
         anchors = order.topk(max(1, int(taken.max())), dim=1).indices
         valid = torch.arange(anchors.shape[1], device=anchors.device) < taken[:, None]
-        # A padding block must have a root.
-        anchors = torch.where(valid, anchors, 0)
-        return Blocks(anchors, valid, counts / taken.clamp_min(1))
+        # From left to right; a padding block stands at 0, where it has a root.
+        anchors = torch.where(valid, anchors, allowed.shape[1]).sort(dim=1).values
+        return Blocks(anchors.where(valid, 0), valid, counts / taken.clamp_min(1))
 
     def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
         """The head on its most probable trees, or on trees of the given shape."""
@@ -305,113 +301,3 @@ def overlap(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """The chance [P] that a drawn token is accepted: sum_v min(draft_probs[v], target_probs[v])."""
     draft_probs, target_probs = softmax(logits.float(), -1), softmax(target_logits.float(), -1)
     return torch.minimum(draft_probs, target_probs).sum(-1)
-
-
-class ParallelDrafter(Drafter):
-    """A block-parallel head on its most probable trees, or on static ones."""
-
-    def __init__(self, head: ParallelHead, target: Target, shape: TreeShape | None):
-        """Raises ValueError when the tree is deeper than the block."""
-        if shape is not None and shape.depth > head.depth:
-            raise ValueError(f"a tree of depth {shape.depth} does not fit a block of {head.depth}")
-        self.head, self.target, self.fixed = head, target, shape
-        self.features = head.features_needed
-        self.trees = StaticTrees(head.path_counts, head.depth, shape)
-        self.budgets = (shape.budget,) if shape is not None else tree_budgets(head.depth)
-        self.layouts: dict[TreeShape, ShapeLevels] = {}
-
-    def levels(self, budget: Budget) -> ShapeLevels:
-        """The static tree for a budget, as tables."""
-        shape = self.trees.shape(budget)
-        if shape not in self.layouts:
-            self.layouts[shape] = ShapeLevels(shape, self.target.device)
-        return self.layouts[shape]
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session; the prompt's features come with the first commit."""
-        return ParallelSession(self)
-
-
-class ParallelSession(DraftSession):
-    """A block-parallel head at work: the state is the context's keys and values."""
-
-    def __init__(self, drafter: ParallelDrafter):
-        self.drafter = drafter
-        self.cache = DraftCache(drafter.head.config.num_layers)
-        self.roots: torch.Tensor | None = None  # [B]
-
-    @torch.no_grad()
-    def commit(self, committed: Committed) -> None:
-        """Add what was committed to the context and keep the root."""
-        tokens, lengths = committed.tokens, committed.lengths
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        if self.cache.lengths is not None:
-            positions = positions + self.cache.lengths[:, None]
-        context = self.drafter.head.transformer.context(committed.features, positions)
-        for layer, (keys, values) in enumerate(context):
-            self.cache.append(layer, keys, values)
-        self.cache.stay(tokens.shape[1])
-        self.cache.commit(lengths)
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        self.roots = tokens[rows, lengths - 1]
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
-        assert self.roots is not None
-        self.cache.keep_rows(rows)
-        self.roots = self.roots[rows]
-
-    @torch.no_grad()
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
-        """One pass over the block, then a tree from its candidates."""
-        assert self.roots is not None
-        drafter = self.drafter
-        scorer = BlockScorer(drafter.head, drafter.target, self.drafted())
-        if random is None and drafter.fixed is None:
-            return best_first_tree(self.roots, scorer, budget)
-        return filled_tree(self.roots, scorer, drafter.levels(budget), sampling, random)
-
-    def drafted(self) -> torch.Tensor:
-        """Hidden states [B, K, D] of the block behind the roots."""
-        assert self.roots is not None and self.cache.lengths is not None
-        transformer = self.drafter.head.transformer
-        mask = self.cache.mask(transformer.visible(1, self.roots.device)[None])
-        stores: list[Store] = [
-            partial(self.cache.append, layer) for layer in range(len(transformer.layers))
-        ]
-        roots, positions = self.roots[:, None], self.cache.lengths[:, None]
-        return transformer(self.drafter.target, roots, positions, mask, stores)[:, 0]
-
-
-class BlockScorer:
-    """The candidates of a drafted block, scored by the real token before them.
-
-    See `best_first.Scorer`.
-    """
-
-    def __init__(self, head: ParallelHead, target: Target, hidden: torch.Tensor):
-        """`hidden` [B, K, D] are the block's final hidden states."""
-        self.correction, self.hidden = head.correction, hidden
-        logits = head.base_logits(hidden, target).float()
-        best = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
-        self.candidates, self.logits = head.tokens_of(best.indices), best.values  # [B, K, k]
-        if self.correction is not None:
-            self.outputs = self.correction.output.weight[best.indices].mT  # [B, K, rank, k]
-
-    def begin(self, roots: torch.Tensor) -> torch.Tensor:
-        """The state [B, 1, R] in front of the roots [B]."""
-        first = self.hidden[:, :1]
-        return first[..., :0] if self.correction is None else self.correction.begin(first)
-
-    def log_probs(
-        self, depth: int, parents: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [B, F, k] of a depth's candidates behind parents [B, F]."""
-        logits = self.logits[:, depth, None]
-        if self.correction is not None:
-            hidden = self.hidden[:, depth, None].expand(-1, parents.shape[1], -1)
-            code, state = self.correction.step(parents, hidden, state)
-            logits = logits + (code @ self.outputs[:, depth]).float()
-        return logits.log_softmax(-1).expand(-1, parents.shape[1], -1), state

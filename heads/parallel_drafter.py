@@ -1,0 +1,132 @@
+"""Drafting with a block-parallel head: its context, its candidates, and the trees of them."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.best_first import best_first_tree, filled_tree
+from drafthead.heads.draft_layers import DraftCache, Store
+from drafthead.heads.recurrent_drafter import Level, levels_of
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target import Target
+from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape, tree_budgets
+
+if TYPE_CHECKING:
+    from drafthead.heads.parallel import ParallelHead
+
+# Tokens of each depth that a tree chooses from; drawn children are drawn from these alone, which
+# leaves the verification exact.
+CANDIDATES = 16
+
+
+class ParallelDrafter(Drafter):
+    """A block-parallel head on its most probable trees, or on static ones."""
+
+    def __init__(self, head: "ParallelHead", target: Target, shape: TreeShape | None):
+        """Raises ValueError when the tree is deeper than the block."""
+        if shape is not None and shape.depth > head.depth:
+            raise ValueError(f"a tree of depth {shape.depth} does not fit a block of {head.depth}")
+        self.head, self.target, self.fixed = head, target, shape
+        self.features = head.features_needed
+        self.trees = StaticTrees(head.path_counts, head.depth, shape)
+        self.budgets = (shape.budget,) if shape is not None else tree_budgets(head.depth)
+        self.levels: dict[TreeShape, list[Level]] = {}
+
+    def levels_for(self, shape: TreeShape) -> list[Level]:
+        """The tables of a static tree, built once."""
+        if shape not in self.levels:
+            self.levels[shape] = levels_of(shape, self.target.device)
+        return self.levels[shape]
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session; the prompt's features come with the first commit."""
+        return ParallelSession(self)
+
+
+class ParallelSession(DraftSession):
+    """A block-parallel head at work: the state is the context's keys and values."""
+
+    def __init__(self, drafter: ParallelDrafter):
+        self.drafter = drafter
+        self.cache = DraftCache(drafter.head.config.num_layers)
+        self.roots: torch.Tensor | None = None  # [B]
+
+    @torch.no_grad()
+    def commit(self, committed: Committed) -> None:
+        """Add what was committed to the context and keep the root."""
+        tokens, lengths = committed.tokens, committed.lengths
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if self.cache.lengths is not None:
+            positions = positions + self.cache.lengths[:, None]
+        context = self.drafter.head.transformer.context(committed.features, positions)
+        for layer, (keys, values) in enumerate(context):
+            self.cache.append(layer, keys, values)
+        self.cache.stay(tokens.shape[1])
+        self.cache.commit(lengths)
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
+        self.roots = tokens[rows, lengths - 1]
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop the state of all other rows."""
+        assert self.roots is not None
+        self.cache.keep_rows(rows)
+        self.roots = self.roots[rows]
+
+    @torch.no_grad()
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """One pass over the block, then a tree from its candidates."""
+        assert self.roots is not None
+        drafter = self.drafter
+        scorer = BlockScorer(drafter.head, drafter.target, self.drafted())
+        if random is None and drafter.fixed is None:
+            return best_first_tree(self.roots, scorer, budget)
+        shape = drafter.trees.shape(budget)
+        levels = drafter.levels_for(shape)
+        return filled_tree(self.roots, scorer, shape, levels, sampling, random)
+
+    def drafted(self) -> torch.Tensor:
+        """Hidden states [B, K, D] of the block behind the roots."""
+        assert self.roots is not None and self.cache.lengths is not None
+        transformer = self.drafter.head.transformer
+        mask = self.cache.mask(transformer.visible(1, self.roots.device)[None])
+        stores: list[Store] = [
+            partial(self.cache.append, layer) for layer in range(len(transformer.layers))
+        ]
+        roots, positions = self.roots[:, None], self.cache.lengths[:, None]
+        return transformer(self.drafter.target, roots, positions, mask, stores)[:, 0]
+
+
+class BlockScorer:
+    """The candidates of a drafted block, scored by the real token before them.
+
+    See `best_first.Scorer`.
+    """
+
+    def __init__(self, head: "ParallelHead", target: Target, hidden: torch.Tensor):
+        """`hidden` [B, K, D] are the block's final hidden states."""
+        self.correction, self.hidden = head.correction, hidden
+        logits = head.base_logits(hidden, target).float()
+        best = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+        self.candidates, self.logits = head.tokens_of(best.indices), best.values  # [B, K, k]
+        if self.correction is not None:
+            self.outputs = self.correction.output.weight[best.indices].mT  # [B, K, rank, k]
+
+    def begin(self, roots: torch.Tensor) -> torch.Tensor:
+        """The state [B, 1, R] in front of the roots [B]."""
+        first = self.hidden[:, :1]
+        return first[..., :0] if self.correction is None else self.correction.begin(first)
+
+    def log_probs(
+        self, depth: int, parents: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities [B, F, k] of a depth's candidates behind parents [B, F]."""
+        logits = self.logits[:, depth, None]
+        if self.correction is not None:
+            hidden = self.hidden[:, depth, None].expand(-1, parents.shape[1], -1)
+            code, state = self.correction.step(parents, hidden, state)
+            logits = logits + (code @ self.outputs[:, depth]).float()
+        return logits.log_softmax(-1).expand(-1, parents.shape[1], -1), state
