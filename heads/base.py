@@ -17,6 +17,9 @@ from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Features, FeatureSpec, Target
 from drafthead.heads.tree import Budget, Path, TokenTree, TreeShape
 
+# What an unknown drafter is taken to achieve until it is seen to do better or worse.
+UNMEASURED_ALPHA = 0.6
+
 # Guesses beyond this rank are never put into a tree.
 MAX_RANK = 10
 
@@ -67,6 +70,21 @@ class Drafter(ABC):
     features: FeatureSpec
     budgets: tuple[Budget, ...]  # those that it can make use of, from small to large
 
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """How likely a proposal within the budget is accepted to depth 1, 2, ...
+
+        What is known before decoding; a drafter that was never measured says UNMEASURED_ALPHA of
+        the depth before.
+        """
+        return tuple(UNMEASURED_ALPHA**depth for depth in range(1, budget.depth + 1))
+
+    def identity(self) -> str:
+        """What the time of a proposal depends on, beside its budget and the target."""
+        return type(self).__name__
+
+    def compile(self) -> None:  # noqa: B027  (nothing to compile is a good default)
+        """Compile what `propose` runs, if there is something to compile; see heads.compilation."""
+
     @abstractmethod
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T], right-padded, of the given lengths [B]."""
@@ -112,7 +130,8 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        # Measured on held-out answers after training; None for a head that was never measured.
+        # How often each path of guesses was right on held-out answers, the empty path being right
+        # everywhere; None for a head that was never measured.
         self.path_counts: dict[Path, int] | None = None
 
     @classmethod

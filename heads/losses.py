@@ -1,31 +1,97 @@
 """Training losses as pure functions of one position each; averaging is left to the caller.
 
 Logits of many positions over a large vocabulary do not fit in memory at once, so `in_chunks` works
-through the positions and recomputes a chunk's logits in the backward pass.
+through the positions and recomputes a chunk's logits in the backward pass. The peaks in the
+docstrings count float32 tensors [A, V] alive at once, forward and backward, the gradient of the
+logits included and the given logits not; a test measures them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import cross_entropy, log_softmax, softmax
+from torch.nn.functional import cross_entropy, log_softmax, smooth_l1_loss, softmax
 from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS = 2**25  # float32 entries alive at once in a chunk: 128 MiB
 
+LK_ETA = 3.0  # how soon lk_hybrid turns from the divergence to the overlap
+CE_SHARE = 0.1  # of cross entropy in ce_tv, the rest is total variation
+DPACE_FLOOR = 0.5  # confidence that D-PACE gives a head that has none
+
 
 def hard_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """-log softmax(logits)[label] of A positions, [A]; logits [A, V], labels [A]."""
+    """-log softmax(logits)[label] of A positions, [A]; logits [A, V], labels [A]. Peak 3."""
     return cross_entropy(logits.float(), labels, reduction="none")
 
 
 def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """-sum_v target_probs[v] log draft_probs[v] of A positions, [A]; both logits [A, V].
 
-    Its gradient equals that of the forward KL divergence from target to draft.
+    Its gradient equals that of the forward KL divergence from target to draft. Peak 3.
     """
     target_probs = softmax(target_logits.float(), dim=-1)
     return -(target_probs * log_softmax(logits.float(), dim=-1)).sum(-1)
+
+
+def overlap(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """alpha = sum_v min(target_probs[v], draft_probs[v]) of A positions, [A]; both logits [A, V].
+
+    The chance that exact sampling accepts a token drawn from the draft (Leviathan et al., 2023,
+    arXiv 2211.17192). Peak 4.5.
+    """
+    target_probs = softmax(target_logits.float(), dim=-1)
+    return torch.minimum(target_probs, softmax(logits.float(), dim=-1)).sum(-1)
+
+
+def total_variation(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """(1/2) sum_v |target_probs[v] - draft_probs[v]| = 1 - alpha of A positions, [A]. Peak 4.5."""
+    return 1 - overlap(logits, target_logits)
+
+
+def lk_alpha(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """-log alpha of A positions, [A] (LK losses, arXiv 2602.23881). Peak 4.5.
+
+    Its gradient is that of the total variation divided by alpha, so it does not vanish while a
+    fresh head has next to no overlap.
+    """
+    alpha = overlap(logits, target_logits)
+    return -alpha.clamp_min(torch.finfo(alpha.dtype).tiny).log()
+
+
+def lk_hybrid(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """weight KL(target || draft) + (1 - weight) (1 - alpha) of A positions, [A]. Peak 5.5.
+
+    weight = exp(-LK_ETA alpha) without gradient: divergence at first, overlap once there is some
+    (LK losses, arXiv 2602.23881).
+    """
+    target_log_probs = log_softmax(target_logits.float(), dim=-1)
+    log_probs = log_softmax(logits.float(), dim=-1)
+    target_probs = target_log_probs.exp()
+    divergence = (target_probs * (target_log_probs - log_probs)).sum(-1)
+    alpha = torch.minimum(target_probs, log_probs.exp()).sum(-1)
+    weight = torch.exp(-LK_ETA * alpha.detach())
+    return weight * divergence + (1 - weight) * (1 - alpha)
+
+
+def ce_and_tv(
+    logits: torch.Tensor, target_logits: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """CE_SHARE x hard cross entropy + (1 - CE_SHARE) x total variation of A positions, [A].
+
+    The mixture of DSpark (arXiv 2607.05147). Peak 5.5.
+    """
+    hard = hard_cross_entropy(logits, labels)
+    return CE_SHARE * hard + (1 - CE_SHARE) * total_variation(logits, target_logits)
+
+
+def feature_loss(features: torch.Tensor, target_features: torch.Tensor) -> torch.Tensor:
+    """Smooth L1 distance of A positions, [A], averaged over their D entries; both [A, D].
+
+    d^2 / 2 for |d| < 1, else |d| - 1/2, as EAGLE regresses features (arXiv 2401.15077).
+    """
+    distance = smooth_l1_loss(features.float(), target_features.float(), reduction="none")
+    return distance.mean(-1)
 
 
 @dataclass(frozen=True)
@@ -52,10 +118,50 @@ def _from_target(
     return TokenLoss(loss, reads_target=True)
 
 
+def _mixed(draft: torch.Tensor, target: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    assert target is not None
+    return ce_and_tv(draft, target, labels)
+
+
 TOKEN_LOSSES = {
     "hard": TokenLoss(lambda draft, target, labels: hard_cross_entropy(draft, labels), False),
     "soft": _from_target(soft_cross_entropy),
+    "tv": _from_target(total_variation),
+    "lk_alpha": _from_target(lk_alpha),
+    "lk_hybrid": _from_target(lk_hybrid),
+    "ce_tv": TokenLoss(_mixed, reads_target=True),
 }
+
+
+def check_token_loss(name: str) -> None:
+    """Raise ValueError, with the choices, for a name that is no token loss."""
+    if name not in TOKEN_LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(TOKEN_LOSSES)}, got {name!r}")
+
+
+def check_depth_decay(decay: float) -> None:
+    """Raise ValueError for a decay that would not weight every depth."""
+    if not 0 < decay <= 1:
+        raise ValueError(f"depth_decay must lie in (0, 1], got {decay}")
+
+
+def depth_weights(decay: float, depth: int) -> list[float]:
+    """Weight decay^(k - 1) of depth k for depths 1 to `depth`: (1, .5, .25) for .5 and 3."""
+    return [decay**index for index in range(depth)]
+
+
+@torch.no_grad()
+def dpace_weights(confidence: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Weights [A, K] of the positions of A drafted blocks (D-PACE, arXiv 2605.18810).
+
+    `confidence` [A, K] is the draft's probability of each true token, `valid` [A, K] whether there
+    is one. With c = (1 - DPACE_FLOOR) confidence + DPACE_FLOOR, position j weighs
+    sum_{m >= j} prod_{i <= m} c_i: the expected number of tokens that are lost if j is wrong.
+    Confidences (1, 0) make c = (1, 1/2), products (1, 1/2) and weights (3/2, 1/2).
+    """
+    smoothed = (1 - DPACE_FLOOR) * confidence.float() + DPACE_FLOOR
+    reached = (smoothed * valid).cumprod(dim=1)
+    return reached.flip(1).cumsum(dim=1).flip(1)
 
 
 @torch.no_grad()

@@ -4,26 +4,20 @@ Where the target's own output head guesses the next token, head k guesses the k-
 residual blocks x + SiLU(W x + b) on the target's final hidden state, then an output projection.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from drafthead.heads.base import (
-    MAX_RANK,
-    Committed,
-    Drafter,
-    DraftHead,
-    DraftSession,
-    HeadBatch,
-    HeadLoss,
-    register_head,
-)
-from drafthead.heads.losses import TOKEN_LOSSES, in_chunks, ranks_of
+from drafthead.heads.anchors import AnchoredHead
+from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, register_head
+from drafthead.heads.compilation import Compiled
+from drafthead.heads.losses import check_depth_decay, check_token_loss
 from drafthead.heads.sampling import (
+    DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draw_without_replacement,
@@ -31,10 +25,6 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape
-
-# Children are drawn from the head's most probable tokens; any distribution known before the draw
-# keeps the verification exact, and a short one keeps it cheap.
-DRAFT_SUPPORT = 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class MedusaConfig:
     num_blocks: int = 1
     output: Literal["own", "shared"] = "own"  # shared: the target's frozen output head
     bias: bool = True  # in the residual blocks
-    loss: Literal["hard", "soft"] = "hard"  # soft: the target's whole distribution
+    loss: str = "hard"  # a name in heads.losses.TOKEN_LOSSES
     depth_decay: float = 0.8  # head k's loss is weighted by depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0
@@ -53,8 +43,8 @@ class MedusaConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_blocks < 1:
             raise ValueError("num_heads and num_blocks must be at least 1")
-        if not 0 < self.depth_decay <= 1:
-            raise ValueError(f"depth_decay must lie in (0, 1], got {self.depth_decay}")
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
 
 
 class MedusaBranch(nn.Module):
@@ -80,7 +70,7 @@ class MedusaBranch(nn.Module):
 
 
 @register_head("medusa", MedusaConfig)
-class MedusaHeads(DraftHead):
+class MedusaHeads(AnchoredHead):
     """K Medusa heads."""
 
     def __init__(self, config: MedusaConfig):
@@ -99,7 +89,7 @@ class MedusaHeads(DraftHead):
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head into each head's own projection."""
-        weight = target.output_head.get_parameter("weight")
+        weight = target.output_weight()
         for index in range(self.depth):
             output = self.branch(index).output
             if output is not None:
@@ -109,87 +99,24 @@ class MedusaHeads(DraftHead):
         """Head `index`, which guesses the token index + 1 places behind the root."""
         return cast(MedusaBranch, self.branches[index])
 
-    def logits(self, hidden: torch.Tensor, index: int, target: Target) -> torch.Tensor:
-        """Logits [..., V] of head `index`, for the token index + 2 places after hidden [..., D]."""
+    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+        """Logits [..., V] of head `index`, for the token index + 2 places after state [..., D]."""
         branch = self.branch(index)
-        hidden = branch(hidden)
+        hidden = branch(state)
         if branch.output is None:
             return target.project(hidden)
         return target.finish_logits(branch.output(hidden))
 
-    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
-        """Sum over heads k of depth_decay^(k-1) x cross entropy with the token k + 1 places on.
-
-        Anchors are the positions whose next token (the root) is supervised. For the ids
-        ``p q A B C`` with A B C supervised, head 1 learns q->B and A->C, head 2 learns q->C.
-        """
-        hidden = batch.features.last
-        assert hidden is not None
-        rows, anchors = anchor_positions(batch)
-        losses, counts, ranks = [], [], []
-        for index in range(self.depth):
-            valid, labels = labels_at(batch, rows, anchors, offset=index + 2)
-            student = hidden[rows[valid], anchors[valid]]
-            # The target's own prediction of that label stands one place before it.
-            teacher = hidden[rows[valid], anchors[valid] + index + 1]
-            depth_losses, depth_ranks = in_chunks(
-                partial(self._judge, index, target),
-                self.config.vocab_size,
-                student,
-                teacher,
-                labels[valid],
-            )
-            losses.append(depth_losses.sum())
-            counts.append(valid.sum())
-            ranks.append(torch.full_like(labels, MAX_RANK).masked_scatter(valid, depth_ranks))
-        weights = [self.config.depth_decay**index for index in range(self.depth)]
-        total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
-        return HeadLoss(
-            total=total,
-            depth_losses=torch.stack(losses).detach(),
-            depth_counts=torch.stack(counts),
-            ranks=torch.stack(ranks, dim=1),
-        )
-
-    def _judge(
-        self,
-        index: int,
-        target: Target,
-        student: torch.Tensor,  # [A, D]
-        teacher: torch.Tensor,  # [A, D]
-        labels: torch.Tensor,  # [A]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss [A] of one head, and the rank [A] of the true token among its guesses."""
-        logits = self.logits(student, index, target)
-        ranks = ranks_of(logits, labels, MAX_RANK)
-        rule = TOKEN_LOSSES[self.config.loss]
-        target_logits = target.project(teacher) if rule.reads_target else None
-        return rule.function(logits, target_logits, labels), ranks
+    def states(
+        self, batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, target: Target
+    ) -> Iterable[torch.Tensor]:
+        """The anchors' hidden states [A, D], the same for every head."""
+        assert batch.features.last is not None
+        return [batch.features.last[rows, anchors]] * self.depth
 
     def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
         """Medusa heads on static trees, by default those grown from their measured acceptance."""
         return MedusaDrafter(self, target, shape)
-
-
-def anchor_positions(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [A] and positions [A] whose next token is supervised and in the same segment."""
-    same = batch.segments[:, 1:] == batch.segments[:, :-1]
-    rows, anchors = (batch.supervised[:, 1:] & same).nonzero(as_tuple=True)
-    return rows, anchors
-
-
-def labels_at(
-    batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, offset: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which anchors [A] have a supervised token `offset` places on in their segment, and which."""
-    length = batch.input_ids.shape[1]
-    places = (anchors + offset).clamp_max(length - 1)
-    valid = (
-        (anchors + offset < length)
-        & (batch.segments[rows, places] == batch.segments[rows, anchors])
-        & batch.supervised[rows, places]
-    )
-    return valid, batch.input_ids[rows, places]
 
 
 class MedusaLayout:
@@ -219,6 +146,23 @@ class MedusaDrafter(Drafter):
         self.trees = StaticTrees(heads.path_counts, heads.depth, shape)
         self.budgets = self.trees.budgets
         self.layouts: dict[TreeShape, MedusaLayout] = {}
+        self.guess: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = self._guess
+
+    def _guess(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and ids [B, K, k] of each head's best guesses behind hidden states [B, D]."""
+        heads = range(self.heads.depth)
+        logits = torch.stack([self.heads.logits(hidden, i, self.target) for i in heads], dim=1)
+        top = logits.float().topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
+        return top.values, top.indices
+
+    def compile(self) -> None:
+        """Compile the heads."""
+        self.guess = Compiled(
+            self._guess,
+            self.target.device,
+            kind=lambda hidden: hidden.shape[0] == 1,
+            dynamic=lambda hidden: [(hidden, 0)],
+        )
 
     def layout(self, budget: Budget) -> MedusaLayout:
         """The tables of the tree for a budget."""
@@ -226,6 +170,14 @@ class MedusaDrafter(Drafter):
         if shape not in self.layouts:
             self.layouts[shape] = MedusaLayout(shape, self.heads.depth, self.target.device)
         return self.layouts[shape]
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured after training."""
+        return self.trees.chances(budget) or super().chances(budget)
+
+    def identity(self) -> str:
+        """The shape of the heads."""
+        return repr(self.heads.config)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""
@@ -259,32 +211,28 @@ class MedusaSession(DraftSession):
     ) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
-        heads, target = self.drafter.heads, self.drafter.target
         layout = self.drafter.layout(budget)
-        logits = torch.stack(
-            [heads.logits(self.hidden, index, target) for index in range(layout.shape.depth)], dim=1
-        )  # [B, K, V]
+        logits, ids = self.drafter.guess(self.hidden)
         if random is None:
-            return self._best(layout, logits)
-        return self._drawn(layout, logits, sampling, random)
+            return self._best(layout, ids)
+        return self._drawn(layout, logits, ids, sampling, random)
 
-    def _best(self, layout: MedusaLayout, logits: torch.Tensor) -> TokenTree:
-        """Each node is the guess of its rank of its depth's head; logits [B, K, V]."""
-        guesses = logits.topk(layout.shape.width, dim=-1).indices  # [B, K, width]
-        drafted = guesses[:, layout.head_of_node, layout.ranks]  # [B, N - 1]
+    def _best(self, layout: MedusaLayout, ids: torch.Tensor) -> TokenTree:
+        """Each node is the guess of its rank of its depth's head; ids [B, K, k]."""
+        drafted = ids[:, layout.head_of_node, layout.ranks]  # [B, N - 1]
         return TokenTree.from_shape(layout.shape, self._with_root(drafted))
 
     def _drawn(
         self,
         layout: MedusaLayout,
-        logits: torch.Tensor,
+        logits: torch.Tensor,  # [B, K, k]
+        ids: torch.Tensor,  # [B, K, k]
         sampling: SamplingConfig,
         random: RowRandom,
     ) -> TokenTree:
-        """Children drawn without replacement, anew under each parent; logits [B, K, V]."""
-        top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-        probs = probabilities(top.values, sampling)  # [B, K, k]
-        draft_ids = top.indices[:, layout.head_of_children]  # [B, N, k]
+        """Children drawn without replacement, anew under each parent."""
+        probs = probabilities(logits, sampling)  # [B, K, k]
+        draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
         draft_probs = probs[:, layout.head_of_children]
         uniform = random.uniform(*draft_probs.shape[1:])
         order = draw_without_replacement(draft_probs, layout.shape.width, uniform)

@@ -10,18 +10,25 @@ import torch
 
 from drafthead.heads.errors import UserError
 
+# Children are drawn from a draft's most probable tokens; any distribution known before the draw
+# keeps the verification exact, and a short one keeps it cheap.
+DRAFT_SUPPORT = 64
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """How the target's logits become the distribution that is sampled.
 
-    Temperature 0 is greedy decoding. `top_k` 0 and `top_p` 1 keep the whole vocabulary; both apply
-    after the temperature, top-k first, as in transformers.
+    Temperature 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0 and `typical_p` 1 keep the
+    whole vocabulary. They apply after the temperature in the order of the fields, each to what the
+    one before has left, as in transformers.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -30,6 +37,10 @@ class SamplingConfig:
             raise UserError(f"top_k must be 0 (off) or above, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if not 0 < self.typical_p <= 1:
+            raise UserError(f"typical_p must lie in (0, 1], got {self.typical_p}")
 
     @property
     def greedy(self) -> bool:
@@ -41,7 +52,9 @@ def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tenso
     """The float32 distribution [..., V] that a sampled token follows.
 
     Top-k keeps ties with the k-th logit; top-p keeps the smallest set of most probable tokens
-    whose mass reaches `top_p`. At temperature 0 all mass lies on the first of the largest logits.
+    whose mass reaches `top_p`; min-p keeps tokens at least `min_p` times as probable as the best
+    one; typical-p keeps the smallest set of `typical` tokens whose mass reaches `typical_p`. At
+    temperature 0 all mass lies on the first of the largest logits.
     """
     if sampling.greedy:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
@@ -53,6 +66,11 @@ def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tenso
         scores = scores.masked_fill(scores < smallest_kept, -torch.inf)
     if sampling.top_p < 1:
         scores = scores.masked_fill(~nucleus(scores, sampling.top_p), -torch.inf)
+    if sampling.min_p > 0:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, True), -torch.inf)
+    if sampling.typical_p < 1:
+        scores = scores.masked_fill(~typical(scores, sampling.typical_p), -torch.inf)
     return scores.softmax(-1)
 
 
@@ -65,6 +83,24 @@ def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     probs = ordered.softmax(-1)
     mass_above = probs.cumsum(-1) - probs
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, mass_above < top_p)
+
+
+def typical(scores: torch.Tensor, typical_p: float) -> torch.Tensor:
+    """Which tokens [..., V] belong to the smallest most typical set of mass `typical_p`.
+
+    A token is the more typical the closer its surprise, -log of its probability, is to the mean
+    surprise, the entropy (Meister et al., 2022, arXiv 2202.00666). Ties with the last one are kept.
+
+    Probabilities (.6, .3, .1) have entropy .90 and lie .39, .31 and 1.40 from it, so typical_p .2
+    keeps the second token alone.
+    """
+    log_probs = scores.log_softmax(-1)
+    entropy = -(log_probs * log_probs.exp()).nansum(-1, keepdim=True)  # -inf x 0 counts as 0
+    ordered, order = (-log_probs - entropy).abs().sort(dim=-1)
+    mass = log_probs.exp().gather(-1, order).cumsum(-1)
+    last = (mass < typical_p).sum(-1, keepdim=True).clamp_max(scores.shape[-1] - 1)
+    kept = ordered <= ordered.gather(-1, last)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, kept)
 
 
 class RowRandom:

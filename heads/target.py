@@ -5,22 +5,35 @@ and quantised or PEFT-wrapped models work alike. Only the asked-for layers are k
 `output_hidden_states=True` would keep them all.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.alibi import AlibiByPosition
+from drafthead.heads.attention import (
+    LayerMasks,
+    check_forward,
+    layer_kinds,
+    masks_by_kind,
+    uses_alibi,
+)
 from drafthead.heads.errors import UserError
 
 # Where the architectures of transformers keep their decoder layers and their final norm.
 LAYER_NAMES = ("layers", "h", "blocks")
-NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+NORM_NAMES = (
+    *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
+    *("layer_norm", "layernorm"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,24 +85,68 @@ def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
     )
 
 
+def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a PEFT wrapper, whose adapters sit in the layers and go on working.
+
+    Raises UserError for prompt tuning, which does not sit there.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is None:
+        return model
+    if adapter.is_prompt_learning:
+        raise UserError(
+            f"a target with a {adapter.peft_type.value} adapter is not supported: it puts a "
+            "learned prompt before the text, of which positions and masks know nothing"
+        )
+    return model.get_base_model()  # type: ignore[operator]  # PeftModel's method
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The stack of decoder layers of a causal language model, without its output head.
+
+    For a few models `get_decoder` gives the whole model or the output head.
+    """
+    decoder = model.get_decoder()
+    if any(hasattr(decoder, name) for name in LAYER_NAMES):
+        return decoder
+    return getattr(model, "model", decoder)
+
+
+def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
+    """Whether `logits_to_keep` spares logits, and nothing else.
+
+    Gemma 4 also hands it to its decoder, which then drops the other positions' hidden states.
+    """
+    takes = inspect.signature(type(model).forward).parameters
+    decoder_takes = inspect.signature(type(decoder).forward).parameters
+    return "logits_to_keep" in takes and "logits_to_keep" not in decoder_takes
+
+
 class Target:
     """A frozen causal language model with taps on its hidden states."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
-        """Freeze `model` and find its layers.
+        """Freeze `model` and find its layers; a PEFT wrapper is taken off, its adapters stay.
 
-        Raises UserError when the architecture hides its decoder layers, final norm or output head.
+        Raises UserError when the architecture hides its decoder layers, final norm or output head,
+        or when its layers cannot hold a token tree.
         """
+        model = without_wrapper(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        decoder = model.get_decoder()
+        self.config = model.config.get_text_config(decoder=True)
+        # What its layers may look at: decides which masks a pass needs.
+        self.layer_kinds = layer_kinds(self.config, type(model).__name__)
+        decoder = find_decoder(model)
+        check_forward(model, decoder, self.config)
         self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
         self.final_norm = find_module(decoder, NORM_NAMES, "final norm")
         output_head = model.get_output_embeddings()
         if output_head is None:
             raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
         self.output_head: nn.Module = output_head
-        self.config = model.config.get_text_config()
+        self.has_alibi = uses_alibi(self.config)
+        self.skips_logits = can_skip_logits(model, decoder)
         scale = getattr(self.config, "logit_scale", None) or 1.0  # Cohere
         divisor = getattr(self.config, "logits_scaling", None) or 1.0  # Granite
         self.logit_scale: float = scale / divisor
@@ -99,7 +156,7 @@ class Target:
     def from_pretrained(
         cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
     ) -> "Target":
-        """Load a model and its tokenizer from a folder or a hub id.
+        """Load a model and its tokenizer from a folder or a hub id, a PEFT adapter's included.
 
         `dtype` is `auto` (as stored), `float32`, `bfloat16` or `float16`; `device` is `auto` (a GPU
         if there is one) or a torch device. Raises UserError naming what could not be loaded.
@@ -108,15 +165,15 @@ class Target:
         torch_device = device_named(device)
         refuse_missing_folder(str(name))
         try:
-            AutoConfig.from_pretrained(name, trust_remote_code=trust_code)
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=torch_dtype, trust_remote_code=trust_code
             )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+            tokenizer = load_tokenizer(name, model.name_or_path or str(name), trust_code)
+            if not is_on(model, torch_device):  # quantised weights may not be movable
+                model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps Module.to
         except Exception as error:  # transformers raises many kinds for a bad folder
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(f"cannot load the model {name}: {reason}") from error
-        model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps nn.Module.to
         return cls(model, tokenizer)
 
     @property
@@ -146,8 +203,28 @@ class Target:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence in tokens that the positions allow; None when unlimited."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Longest sequence in tokens that the positions allow; None when unlimited.
+
+        LongRoPE turns to other frequencies behind a certain length, for all tokens at once, so that
+        what the cache holds must be computed anew: sequences end there.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return min(longest, rope["original_max_position_embeddings"])
+        return longest
+
+    def output_weight(self) -> torch.Tensor:
+        """Weight [V, D] of the output head.
+
+        It is read off what the head answers when it is no plain linear layer: quantised, or with an
+        adapter.
+        """
+        weight = getattr(self.output_head, "weight", None)
+        if type(self.output_head) is nn.Linear and type(weight) is nn.Parameter:
+            return weight
+        rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+        return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., D] of token ids [...]."""
@@ -177,19 +254,45 @@ class Target:
     ) -> TargetOutput:
         """One pass over T tokens, behind what `cache` holds.
 
-        `logits_to_keep=n` computes the logits of the last n positions alone (0: of all). Features
-        are given for all T positions.
+        The mask says who sees whom; sliding windows, chunks and ALiBi are worked out from it. None
+        means causal. `logits_to_keep=n` gives the logits of the last n positions alone (0: of all).
+        Features are given for all T positions.
         """
         with Taps(self, features) as taps:
+            logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+        return TargetOutput(logits, taps.features())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:
+        """The model's own pass, as in `run`; the logits alone."""
+        options = {"logits_to_keep": logits_to_keep} if self.skips_logits else {}
+        masks, alibi = self._layer_masks(attention_mask)
+        with alibi:
             output = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
-                attention_mask=attention_mask,
+                attention_mask=masks,
                 past_key_values=cache,
                 use_cache=cache is not None,
-                logits_to_keep=logits_to_keep,
+                **options,
             )
-        return TargetOutput(output.logits, taps.features())
+        return output.logits[:, -logits_to_keep:]
+
+    def _layer_masks(
+        self, mask: torch.Tensor | None
+    ) -> tuple[LayerMasks, AbstractContextManager[object]]:
+        """What the model is given as a mask, and what must be in force while it runs."""
+        if mask is None:
+            return None, nullcontext()
+        if self.has_alibi:
+            return None, AlibiByPosition(self.layers.children(), mask)
+        return masks_by_kind(mask, self.layer_kinds), nullcontext()
 
 
 class Taps:
@@ -233,6 +336,21 @@ class Taps:
         if len(kept) != len(self.kept):
             raise UserError("a tapped layer did not run: this architecture cannot be tapped")
         return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
+
+
+def load_tokenizer(name: str | Path, base_name: str, trust_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model; an adapter that brings none is used with its base model's."""
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+    except (OSError, ValueError):
+        if base_name == str(name):
+            raise
+        return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
+
+
+def is_on(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether a model's weights are on a device; `cuda` means any GPU."""
+    return model.device.type == device.type and device.index in (None, model.device.index)
 
 
 def refuse_missing_folder(name: str) -> None:

@@ -157,8 +157,8 @@ class TokenTree:
     than the others and is never accepted.
 
     `draft_ids` and `draft_probs` say from which distribution each node's children were drawn, in
-    the order of their node index and without replacement, on a support of k tokens; None when the
-    children were chosen and not drawn.
+    the order of their node index and without replacement, on a support of k different tokens; None
+    when the children were chosen and not drawn.
     """
 
     tokens: torch.Tensor  # [B, N], PADDING for no token
@@ -229,7 +229,8 @@ def grow_tree(
     """
     if num_nodes < 1:
         raise UserError(f"a token tree needs at least 1 node, got {num_nodes}")
-    ordered = sorted(path_counts, key=lambda path: (-path_counts[path], len(path), path))
+    drafted = filter(None, path_counts)  # the empty path is the root
+    ordered = sorted(drafted, key=lambda path: (-path_counts[path], len(path), path))
     chosen: dict[Path, None] = {(): None}  # in the order of choice
     for path in ordered:
         fits = max_depth is None or len(path) <= max_depth
@@ -264,3 +265,17 @@ class StaticTrees:
                 else TreeShape.chain(min(depth, budget.nodes - 1))
             )
         return self.grown[budget]
+
+    def chances(self, budget: Budget) -> tuple[float, ...] | None:
+        """How often the tree for a budget was accepted to depth 1, 2, ...; None if never measured.
+
+        A true continuation follows one path at most, so the shares of a depth's paths add up.
+        """
+        if not self.path_counts:
+            return None
+        everywhere = max(1, self.path_counts.get((), 0))
+        shape = self.shape(budget)
+        accepted = [0] * shape.depth
+        for path in shape.paths:
+            accepted[len(path) - 1] += self.path_counts.get(path, 0)
+        return tuple(count / everywhere for count in accepted)

@@ -8,49 +8,52 @@ from collections.abc import Iterator
 
 import torch
 
-from drafthead.infer.engine import Emitted, Run
+from drafthead.heads.base import Committed, DraftSession
+from drafthead.heads.target import TargetOutput
+from drafthead.infer.run import Emitted, Run
 
 
 @torch.inference_mode()
 def decode_plainly(run: Run) -> Iterator[Emitted]:
     """Decode without a drafter; yields what each pass of the target gives."""
     with run.stats.phase("prefill"):
-        committed, emitted = run.prefill()
-        rows = torch.arange(committed.lengths.shape[0], device=committed.tokens.device)
-        tokens = keep_active(run, committed.tokens[rows, committed.lengths - 1])
+        _, emitted = run.prefill()
+        run.keep_active()
     yield emitted
     while run.batch.running:
         with run.stats.step():
-            with run.stats.phase("verify"):
-                logits = next_logits(run, tokens)
-            with run.stats.phase("accept"):
-                tokens = run.pick(logits)
-                emitted = run.take_step([[token] for token in tokens.tolist()])
-            with run.stats.phase("commit"):
-                tokens = keep_active(run, tokens)
+            emitted = plain_step(run)
         yield emitted
 
 
-def next_logits(run: Run, tokens: torch.Tensor) -> torch.Tensor:
-    """Feed tokens [B], commit them, and give the logits [B, V] behind them."""
+def plain_step(run: Run, session: DraftSession | None = None) -> Emitted:
+    """One token for each row; a drafter that sits this step out learns of it through `session`."""
+    with run.stats.phase("verify"):
+        output = feed_roots(run)
+        run.stats.verified_nodes += 1
+    with run.stats.phase("accept"):
+        tokens = run.pick(output.logits[:, -1])
+        answers = [[token] for token in tokens.tolist()]
+    with run.stats.phase("commit"):
+        if session is not None:
+            ones = torch.ones_like(tokens)
+            session.commit(Committed(tokens[:, None], output.features, ones))
+        run.roots = tokens
+        emitted = run.take_step(answers)
+        run.keep_active(session)
+    return emitted
+
+
+def feed_roots(run: Run) -> TargetOutput:
+    """Pass over the last committed token of each row and commit its place in the cache."""
     cache = run.cache
     assert cache.lengths is not None
     positions = run.legal(cache.lengths[:, None])
-    node = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens.device)
+    node = torch.ones(1, 1, 1, dtype=torch.bool, device=positions.device)
     mask = cache.mask(node, run.target.dtype)
-    output = run.target.run(tokens[:, None], positions, mask, run.features, cache)
+    output = run.target.run(run.roots[:, None], positions, mask, run.features, cache)
     run.lengths = [length + 1 for length in run.lengths]
-    one = torch.ones_like(cache.lengths)
-    in_place = tokens.shape[0] == 1
-    cache.commit(torch.zeros_like(tokens)[:, None], one, max(run.lengths), in_place)
-    return output.logits[:, -1]
-
-
-def keep_active(run: Run, tokens: torch.Tensor) -> torch.Tensor:
-    """Drop the rows that have ended; returns the tokens of the others."""
-    before = run.batch.running
-    run.keep_active()
-    if len(before) == len(run.batch.running):
-        return tokens
-    kept = [before.index(number) for number in run.batch.running]
-    return tokens[torch.tensor(kept, dtype=torch.long, device=tokens.device)]
+    in_place = len(run.lengths) == 1
+    first = torch.zeros_like(positions)
+    cache.commit(first, torch.ones_like(cache.lengths), max(run.lengths), in_place)
+    return output

@@ -46,6 +46,7 @@ class Record:
         total = DecodeStats()
         for account in accounts:
             total.steps += account.steps
+            total.verified_nodes += account.verified_nodes
             total.decode_seconds += account.decode_seconds
             total.accept_lengths += account.accept_lengths
             total.decoded_tokens += account.decoded_tokens
@@ -61,7 +62,7 @@ class ComparisonRow:
     mode: str
     drafter: str
     verifier: str
-    tree_nodes: int
+    tree_nodes: float | None  # on average; None for a foreign engine
     temperature: float
     tokens: int
     seconds: float
@@ -170,7 +171,7 @@ def _row(
         mode=contestant.mode,
         drafter=contestant.drafter,
         verifier=contestant.verifier,
-        tree_nodes=contestant.tree_nodes,
+        tree_nodes=stats.nodes_per_step if stats else None,
         temperature=temperature,
         tokens=sum(answer.decoded_tokens for answer in answers),
         seconds=sum(answer.decode_seconds for answer in answers),
@@ -230,9 +231,9 @@ def _prediction(
     record: Record, stats: DecodeStats | None, plain: DecodeStats | None
 ) -> ChainPrediction | None:
     assert stats is not None
-    length = record.contestant.chain_length
-    if not length:
-        return None
+    length = round(stats.nodes_per_step) - 1
+    if not record.contestant.is_chain or length + 1 != stats.nodes_per_step:
+        return None  # the formula is for chains of one length
     lengths = [n for row in stats.accept_lengths for n in row]
     return predict_chain(lengths, length, _draft_cost(stats, plain) / length)
 

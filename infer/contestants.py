@@ -32,8 +32,7 @@ class Contestant(ABC):
     drafter: str
     sampling: SamplingConfig
     verifier: str = field(default="auto", kw_only=True)
-    tree_nodes: int = field(default=1, kw_only=True)
-    chain_length: int = field(default=0, kw_only=True)  # 0 where the proposal is no chain
+    is_chain: bool = field(default=False, kw_only=True)  # drafts token by token
 
     @abstractmethod
     def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:

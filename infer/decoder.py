@@ -4,44 +4,57 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
 from drafthead.heads.base import Drafter, DraftHead
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget
 from drafthead.infer.autoregressive import decode_plainly
+from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine import Emitted, Request, Run, speculate
+from drafthead.infer.engine import speculate
+from drafthead.infer.generation_options import GenerationOptions, read_options, token_ids
+from drafthead.infer.logits_processing import processors_for
+from drafthead.infer.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
 from drafthead.infer.results import DecodeResult, DecodeStats
-from drafthead.infer.verifiers import verifier_for
+from drafthead.infer.run import Emitted, Request, Run
+from drafthead.infer.step_costs import step_seconds
+from drafthead.infer.stopping import stops_for
+from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TREE_NODES = 8  # pays on a CPU; a GPU verifies 32 to 64 nodes at nearly the same cost
 DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
-# Attention that a tree mask describes fully; sliding windows only while nothing slides out.
-TREE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class Decoder:
     """A target and what drafts for it."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, budget: Budget | None = None
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        budget: Budget | None = None,
+        adaptive: bool = False,
     ):
         """Decode with `drafter`, or plainly without one.
 
         `budget` is what each step may spend on its tree, by default the most that the drafter uses.
-
-        Raises UserError for a target whose layers cannot hold a token tree.
+        With `adaptive` the planner chooses it step by step instead, from measured times and what is
+        accepted; it decodes plainly while nothing else pays.
         """
         self.target, self.drafter = target, drafter
         self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
+        self.adaptive = adaptive
+        self.plans: dict[tuple[str, float, int], AdaptivePlan] = {}
         self.tokenizer = target.tokenizer
-        self.max_length = context_limit(target)
+        self.max_length = target.max_length
         self.end_ids = end_token_ids(target)
 
     @classmethod
@@ -51,43 +64,47 @@ class Decoder:
         head: str | Path | None = None,
         draft_model: str | Path | None = None,
         prompt_lookup: bool = False,
-        tree_nodes: int = DEFAULT_TREE_NODES,
+        tree_nodes: int | None = None,
         draft_tokens: int = DEFAULT_CHAIN,
         dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
+        compile: bool = False,
     ) -> "Decoder":
         """Load a target by folder or hub id, and at most one drafter.
 
-        `tree_nodes` is the size of a head's token tree, the root included; `draft_tokens` is how
-        many tokens a draft model or prompt lookup proposes a step. Code that comes with a model
-        runs only with `trust_remote_code`. Raises UserError when something cannot be loaded or
-        does not fit the target.
+        `tree_nodes` fixes the size of the proposals, the root included; by default the planner
+        sizes them by what they cost on this machine and how well they are accepted. `draft_tokens`
+        is the most that a draft model or prompt lookup proposes a step. `compile` makes graphs of
+        the passes when they first run: minutes once, seconds when the same was compiled before, and
+        the same output. Code that comes with a model runs only with `trust_remote_code`. Raises
+        UserError when something cannot be loaded or does not fit the target.
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
         loaded = Target.from_pretrained(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
-        budget: Budget | None = None
         if head is not None:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)
-            budget = Budget(tree_nodes, drafter.budgets[-1].depth)
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
             drafter = DraftModel(small, loaded, draft_tokens)
         elif prompt_lookup:
             drafter = PromptLookup(draft_tokens)
-        return cls(loaded, drafter, budget)
+        return decoder_for(loaded, drafter, tree_nodes, compile)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int | Sequence[int] = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> DecodeResult:
         """Decode one prompt or a batch.
 
@@ -95,8 +112,17 @@ class Decoder:
         or token ids. Temperature 0 is greedy. `verifier` `auto` is the lossless one for the
         temperature; lossy ones are used only by name. A row's answer depends on its own seed alone:
         pass one seed for each row, or an int from which the rows count upwards.
+
+        `generation_config` carries everything else under transformers' names: penalties, n-grams,
+        bad words, forced and suppressed tokens, and also `frequency_penalty` and
+        `presence_penalty`, which transformers lacks. Arguments win over it; without either,
+        decoding is greedy, of up to 128 tokens, and nothing is filtered. Options that cannot be
+        honoured raise UserError by name. `logits_processor` is called behind every node of a token
+        tree, as in `model.generate` behind every token, so its processors must be functions of
+        `input_ids` and `scores` alone. `stopping_criteria` are asked row by row after every token.
         """
-        run = self._run(prompts, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
+        run = self._run(prompts, options, logits_processor, stopping_criteria, seed)
         for _ in self._decode(run, verifier):
             pass
         sequences = [row.tokens for row in run.batch.rows]
@@ -111,60 +137,79 @@ class Decoder:
     def stream(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> Iterator[str]:
         """Decode one prompt and yield its text as it comes; arguments as for `generate`."""
         pieces, _ = self.stream_with_stats(
-            prompt, max_new_tokens, temperature, top_k, top_p, verifier, seed
+            prompt,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            verifier,
+            seed,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
         )
         return pieces
 
     def stream_with_stats(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         verifier: str = "auto",
         seed: int = 0,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
     ) -> tuple[Iterator[str], DecodeStats]:
         """As `stream`, with statistics that are complete once the text has ended."""
         if not is_single(prompt):
             raise UserError("stream takes one prompt; use generate for a batch")
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        run = self._run(prompt, max_new_tokens, SamplingConfig(temperature, top_k, top_p), seed)
+        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
+        run = self._run(prompt, options, logits_processor, stopping_criteria, seed)
         emitted = (step[0] for step in self._decode(run, verifier))
         return text_pieces(emitted, self.tokenizer), run.stats
 
     def _run(
         self,
         prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int,
-        sampling: SamplingConfig,
+        options: GenerationOptions,
+        custom: Sequence[LogitsProcessor],
+        criteria: Sequence[StoppingCriteria],
         seed: int | Sequence[int],
     ) -> Run:
         """Check the request and prepare the batch."""
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         ids = encode(prompts, self.tokenizer)
         seeds = [seed + row for row in range(len(ids))] if isinstance(seed, int) else list(seed)
         if len(seeds) != len(ids):
             raise UserError(f"{len(ids)} prompts need {len(ids)} seeds or one, got {len(seeds)}")
-        limits = [self._limit(number, row, max_new_tokens) for number, row in enumerate(ids)]
-        request = Request(ids, limits, sampling, seeds, self.end_ids)
+        limits = [self._limit(number, row, options) for number, row in enumerate(ids)]
+        end_ids = self.end_ids if options.end_ids is None else options.end_ids
+        processors = processors_for(self.target, options.config, custom, ids, limits, end_ids)
+        stops = stops_for(options.stop_strings, criteria, self.tokenizer, ids)
+        request = Request(ids, limits, options.sampling, seeds, end_ids, processors, stops)
         if self.drafter is None:
             return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
         assert self.budget is not None
-        return Run(self.target, request, self.drafter.features, self.budget.nodes)
+        largest = self.drafter.budgets[-1] if self.adaptive else self.budget
+        return Run(self.target, request, self.drafter.features, largest.nodes)
 
-    def _limit(self, number: int, ids: list[int], max_new_tokens: int) -> int:
+    def _limit(self, number: int, ids: list[int], options: GenerationOptions) -> int:
         """Most new tokens for a prompt: what was asked for, or what the context has room for."""
         outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
         if outside:
@@ -172,22 +217,62 @@ class Decoder:
                 f"prompt {number} holds token id {outside[0]}, but the target's vocabulary ends at "
                 f"{self.target.vocab_size - 1}"
             )
+        asked = options.limit(len(ids))
+        if asked < 1:
+            raise UserError(
+                f"prompt {number} has {len(ids)} tokens, but max_length is {options.max_length}: "
+                "set max_new_tokens instead"
+            )
         if self.max_length is None:
-            return max_new_tokens
+            return asked
         if len(ids) >= self.max_length:
             raise UserError(
                 f"prompt {number} has {len(ids)} tokens, but the target's context holds "
                 f"{self.max_length}: shorten the prompt"
             )
-        return min(max_new_tokens, self.max_length - len(ids))
+        return min(asked, self.max_length - len(ids))
 
     def _decode(self, run: Run, verifier: str) -> Iterator[Emitted]:
         """The loop that suits the drafter; checks the verifier's name even where none is needed."""
         rule = verifier_for(verifier, run.request.sampling.temperature)
         if self.drafter is None:
             return decode_plainly(run)
-        assert self.budget is not None
-        return speculate(run, self.drafter, self.budget, rule)
+        return speculate(run, self.drafter, self._planner(run, rule), rule)
+
+    def _planner(self, run: Run, rule: Verifier) -> Planner:
+        """Who chooses the budgets.
+
+        The answers of a rule that draws children depend on the tree. They must depend on the seed
+        alone, not on the rows beside or on what was decoded before: their budget is chosen once,
+        as for a single row.
+        """
+        if not self.adaptive:
+            return FixedPlan(self.budget)
+        assert self.drafter is not None
+        rows = 1 if rule.draws_children else 2 ** (len(run.lengths) - 1).bit_length()
+        key = (rule.name, run.request.sampling.temperature, rows)
+        if key not in self.plans:
+            seconds = step_seconds(self.target, self.drafter, rows)
+            chances = {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
+            self.plans[key] = AdaptivePlan(seconds, chances)
+        plan = self.plans[key]
+        return FixedPlan(plan.choose()) if rule.draws_children else plan
+
+
+def decoder_for(
+    target: Target, drafter: Drafter | None, tree_nodes: int | None, compile: bool
+) -> Decoder:
+    """A decoder with proposals of a fixed size or planned ones, compiled if asked for."""
+    if compile and not isinstance(target, CompiledTarget):
+        target = CompiledTarget(target)
+    if drafter is None:
+        return Decoder(target)
+    if compile:
+        drafter.compile()
+    budget = None
+    if tree_nodes is not None:
+        budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
+    return Decoder(target, drafter, budget, adaptive=tree_nodes is None)
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:
@@ -204,23 +289,4 @@ def end_token_ids(target: Target) -> frozenset[int]:
         ends = target.config.eos_token_id
     if ends is None:
         return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def context_limit(target: Target) -> int | None:
-    """Most tokens of prompt and answer together; None when unlimited.
-
-    Within one sliding window a sliding layer attends like a full one, so that is where such targets
-    end for now. Raises UserError for layers that are recurrent and cannot branch into a tree.
-    """
-    kinds = set(getattr(target.config, "layer_types", None) or ["full_attention"])
-    if unknown := sorted(kinds - TREE_LAYERS):
-        raise UserError(
-            f"{type(target.model).__name__} has {', '.join(unknown)} layers, whose state cannot "
-            "branch into a token tree: this target is not supported"
-        )
-    window = getattr(target.config, "sliding_window", None)
-    slides = "sliding_attention" in kinds or not getattr(target.config, "layer_types", None)
-    if window and slides and getattr(target.config, "use_sliding_window", True):
-        return min(window, target.max_length or window)
-    return target.max_length
+    return token_ids(ends)

@@ -1,127 +1,23 @@
 """The decoding loop: propose a tree, verify it in one pass of the target, commit the path."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
-from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
-from drafthead.heads.target import Features, FeatureSpec, Target, TargetOutput
+from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
+from drafthead.heads.target import Features
 from drafthead.heads.tree import Budget, TokenTree
-from drafthead.infer.kv_cache import TreeCache, causal_mask
-from drafthead.infer.results import DecodeStats
-from drafthead.infer.rows import Batch
+from drafthead.infer.autoregressive import plain_step
+from drafthead.infer.planner import Planner
+from drafthead.infer.run import Emitted, Run
 from drafthead.infer.verifiers import Acceptance, Verifier
-
-# Columns that the cache has at first for new tokens; it grows when an answer is longer.
-FIRST_ROOM = 512
-
-Emitted = dict[int, list[int]]  # row number -> the tokens that it has just gained
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to decode, and how."""
-
-    prompts: Sequence[Sequence[int]]
-    limits: Sequence[int]  # most new tokens, for each prompt
-    sampling: SamplingConfig
-    seeds: Sequence[int]  # one for each prompt
-    end_ids: frozenset[int]
-
-
-class Run:
-    """One batch on its way from prompts to answers; shared by every way of decoding."""
-
-    def __init__(self, target: Target, request: Request, features: FeatureSpec, max_nodes: int):
-        """`max_nodes` is the most nodes that one pass will have."""
-        self.target, self.request, self.features = target, request, features
-        self.max_nodes = max_nodes
-        self.cache = TreeCache()
-        self.batch = Batch(request.limits, request.end_ids)
-        self.stats = DecodeStats(
-            accept_lengths=[row.accept_lengths for row in self.batch.rows],
-            decoded_tokens=[0] * len(request.prompts),
-        )
-        self.random = None if request.sampling.greedy else RowRandom(request.seeds, target.device)
-        self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
-        self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
-
-    def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token."""
-        ids, lengths = self.prompt_ids, self.prompt_lengths
-        longest = ids.shape[1]
-        positions = torch.arange(longest, device=ids.device).expand_as(ids)
-        rows = torch.arange(ids.shape[0], device=ids.device)
-        output = self.target.run(
-            ids,
-            positions,
-            causal_mask(lengths, longest, self.target.dtype),
-            self.features.with_last(),
-            self.cache,
-            logits_to_keep=1,
-        )
-        assert output.features.last is not None
-        # The last positions differ from row to row, so their logits are computed on their own.
-        logits = self.target.project(output.features.last[rows, lengths - 1])
-        room = min(max(self.request.limits), FIRST_ROOM) + self.max_nodes
-        self.cache.commit_prompt(lengths, longest, room)
-        first = self.pick(logits)
-        following = torch.cat([ids[:, 1:], first[:, None]], dim=1)
-        following[rows, lengths - 1] = first
-        emitted = self.batch.take([[token] for token in first.tolist()])
-        return Committed(following, output.features, lengths), emitted
-
-    def pick(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
-        if self.random is None:
-            return logits.float().argmax(-1)
-        self.begin_random_step()
-        return sample(probabilities(logits, self.request.sampling), self.random.uniform())
-
-    def begin_random_step(self) -> None:
-        """Start each running row's random stream for its next token."""
-        if self.random is not None:
-            self.random.begin_step([len(row.tokens) for row in self.batch.running_rows()])
-
-    def verify(self, tree: TokenTree) -> TargetOutput:
-        """One pass of the target over all nodes of a tree."""
-        assert self.cache.lengths is not None
-        positions = self.legal(self.cache.lengths[:, None] + tree.depths)
-        mask = self.cache.mask(tree.ancestors, self.target.dtype)
-        tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
-        return self.target.run(tokens, positions, mask, self.features, self.cache)
-
-    def legal(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions within the context: what lies past its end is never kept, but is computed."""
-        if self.target.max_length is None:
-            return positions
-        return positions.clamp_max(self.target.max_length - 1)
-
-    def take_step(self, answers: list[list[int]]) -> Emitted:
-        """Give the running rows what a step committed; returns what they kept of it."""
-        emitted = self.batch.take_step(answers)
-        for number, tokens in emitted.items():
-            self.stats.decoded_tokens[number] += len(tokens)
-        return emitted
-
-    def keep_active(self, session: DraftSession | None = None) -> None:
-        """Take rows that have ended out of the running batch, many at a time."""
-        places = self.batch.drop_idle()
-        if not places:
-            return
-        self.lengths = [self.lengths[place] for place in places]
-        rows = torch.tensor(places, device=self.target.device)
-        self.cache.keep_rows(rows, max(self.lengths))
-        if self.random is not None:
-            self.random.keep_rows(places)
-        if session is not None:
-            session.keep_rows(rows)
 
 
 @torch.inference_mode()
-def speculate(run: Run, drafter: Drafter, budget: Budget, verifier: Verifier) -> Iterator[Emitted]:
+def speculate(
+    run: Run, drafter: Drafter, planner: Planner, verifier: Verifier
+) -> Iterator[Emitted]:
     """Decode with a drafter; yields what each pass of the target gives."""
     draws = run.random if verifier.draws_children else None
     with run.stats.phase("prefill"):
@@ -132,7 +28,12 @@ def speculate(run: Run, drafter: Drafter, budget: Budget, verifier: Verifier) ->
     yield emitted
     while run.batch.running:
         with run.stats.step():
-            emitted = step(run, session, budget, verifier, draws)
+            budget = planner.choose()
+            if budget is None:
+                emitted = plain_step(run, session)
+            else:
+                emitted = step(run, session, budget, verifier, draws)
+            planner.learn(budget, run.last_lengths)
         yield emitted
 
 
@@ -150,13 +51,18 @@ def step(
         tree = session.propose(budget, sampling, draws)
     with stats.phase("verify"):
         output = run.verify(tree)
+        stats.verified_nodes += tree.num_nodes
     with stats.phase("accept"):
-        acceptance = accept(verifier, tree, output.logits, sampling, run.random)
+        logits = output.logits
+        if run.processing is not None:
+            logits = run.processing.behind_nodes(tree, logits)
+        acceptance = accept(verifier, tree, logits, sampling, run.random)
         tokens = following_tokens(tree, acceptance)
         answers = to_host(tokens, acceptance.length)
     with stats.phase("commit"):
         kept_lengths = [len(answer) for answer in answers]
         commit(run, session, tree, acceptance, tokens, output.features, kept_lengths)
+        run.roots = acceptance.bonus
         emitted = run.take_step(answers)
         run.keep_active(session)
     return emitted
@@ -205,17 +111,8 @@ def commit(
     run.lengths = [old + new for old, new in zip(run.lengths, kept_lengths, strict=True)]
     width = max(kept_lengths)
     path = acceptance.path[:, :width]
-    in_place = tree.width <= 1 and len(kept_lengths) == 1
+    in_place = len(kept_lengths) == 1 and (tree.width <= 1 or width == 1)
     run.cache.commit(path, acceptance.length, max(run.lengths), in_place)
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
     kept = features.map(lambda hidden: hidden[rows, path])
     session.commit(Committed(tokens[:, :width], kept, acceptance.length))
-
-
-def padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as right-padded ids [B, T] and their lengths [B]."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    return ids.to(device), torch.tensor([len(prompt) for prompt in prompts], device=device)

@@ -8,10 +8,11 @@ nodes (`t`) behind them; the columns in between are masked::
     # # # # . t t
 
 All rows write the tree at the same columns, one slice a layer. Committing moves each row's
-accepted nodes to the end of that row's own part, one gather for all layers.
+accepted nodes to the end of that row's own part. Each layer has memory of its own: a compiled pass
+can then write into it in place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers.cache_utils import Cache
@@ -20,21 +21,62 @@ from transformers.cache_utils import Cache
 BLOCK = 128
 GROWTH = 1.5
 
+Layers = list[torch.Tensor]  # of each layer [B, H, capacity, D]
+# Copies columns of every layer: (keys, values, source [B, P], destination [B, P]).
+Mover = Callable[[Layers, Layers, torch.Tensor, torch.Tensor], None]
+
+
+class StepCache(Cache):
+    """What one pass sees of a cache: where its keys and values go, and how far it looks."""
+
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
+        values: Sequence[torch.Tensor],
+        columns: torch.Tensor,  # [T] that the pass writes
+        end: int,  # columns that it attends to
+    ):
+        super().__init__(layers=[])
+        self.keys, self.values, self.columns, self.end = keys, values, columns, end
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # [B, H, T, Dk]
+        value_states: torch.Tensor,  # [B, H, T, Dv]
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write T new positions of a layer; returns the columns [B, H, S, D] in use of both."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.index_copy_(2, self.columns, key_states)
+        values.index_copy_(2, self.columns, value_states)
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use, the new ones not among them."""
+        return self.end - self.columns.shape[0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that a pass sees, and where they start."""
+        return self.end, 0
+
 
 class TreeCache(Cache):
-    """Keys and values of all layers, in one tensor each for every layer shape.
+    """Keys and values of all layers.
 
     Use: a pass over the right-padded prompts, `commit_prompt`; then again and again
     a pass over nodes with the mask of `mask`, `commit`. Passes may follow each other without a
     commit; their nodes then stand behind each other until `commit` or `discard`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bucket: int = 1, move: Mover | None = None) -> None:
+        """Masks are as wide as a multiple of `bucket` columns; `move` copies columns."""
         super().__init__(layers=[])
+        self.bucket, self.move = bucket, move or move_columns
         self.prompt_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # One store per shape of layer: keys [G, B, H, S, Dk] and values [G, B, H, S, Dv].
-        self.stores: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.place: dict[int, tuple[int, int]] = {}  # layer -> (store, index within the store)
+        self.keys: Layers = []
+        self.values: Layers = []
         self.lengths: torch.Tensor | None = None  # [B] committed positions
         self.longest = 0  # max of lengths, known to the host
         self.pending = 0  # nodes written behind the committed positions
@@ -50,16 +92,16 @@ class TreeCache(Cache):
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write T new positions of a layer; returns the used columns [B, H, S, D] of both."""
-        if not self.stores:
+        if not self.keys:
             self.prompt_states[layer_idx] = (key_states, value_states)
             return key_states, value_states
-        store, index = self.place[layer_idx]
-        keys, values = (tensor[index] for tensor in self.stores[store])
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
         start = self.longest + self.pending
         end = start + key_states.shape[-2]
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
+        seen = rounded(end, self.bucket)
+        return keys[:, :, :seen], values[:, :, :seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use."""
@@ -67,7 +109,7 @@ class TreeCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns that a pass over `query_length` nodes sees, and where they start."""
-        return self.longest + self.pending + query_length, 0
+        return rounded(self.longest + self.pending + query_length, self.bucket), 0
 
     # ---- prompt -------------------------------------------------------------------------------
 
@@ -77,32 +119,11 @@ class TreeCache(Cache):
         `room` is the number of columns to allocate beside the prompt.
         """
         self.lengths, self.longest = lengths, longest
-        capacity = self._rounded(longest + room)
-        groups: dict[tuple[torch.Size, torch.Size], list[int]] = {}
-        for layer, (keys, values) in sorted(self.prompt_states.items()):
-            groups.setdefault((keys.shape, values.shape), []).append(layer)
-        for store, layers in enumerate(groups.values()):
-            self.place.update({layer: (store, index) for index, layer in enumerate(layers)})
-            both = zip(*(self.prompt_states[layer] for layer in layers), strict=True)
-            keys, values = (self._allocate(states, capacity) for states in both)
-            self.stores.append((keys, values))
-        self.prompt_states.clear()
-
-    @staticmethod
-    def _rounded(columns: int) -> int:
-        return -(-columns // BLOCK) * BLOCK
-
-    @staticmethod
-    def _allocate(states: Sequence[torch.Tensor], capacity: int) -> torch.Tensor:
-        """[G, B, H, capacity, D] that starts with the states [B, H, T, D] of G layers.
-
-        Zeros, not uninitialised memory: a masked column still takes part in sums, and 0 x NaN is
-        NaN.
-        """
-        batch, heads, used, size = states[0].shape
-        store = states[0].new_zeros(len(states), batch, heads, capacity, size)
-        store[:, :, :, :used] = torch.stack(tuple(states))
-        return store
+        capacity = rounded(longest + room, max(BLOCK, self.bucket))
+        for layer in range(len(self.prompt_states)):
+            keys, values = self.prompt_states.pop(layer)
+            self.keys.append(enlarged(keys, capacity))
+            self.values.append(enlarged(values, capacity))
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -114,27 +135,32 @@ class TreeCache(Cache):
         """
         assert self.lengths is not None
         batch, num_nodes = self.lengths.shape[0], visible.shape[1]
-        self._ensure(self.longest + self.pending + num_nodes)
-        mask = torch.zeros(
-            batch, 1, num_nodes, self.longest + visible.shape[2], dtype=dtype, device=visible.device
-        )
+        end = self.longest + visible.shape[2]
+        width = rounded(end, self.bucket)
+        self._ensure(width)
+        mask = torch.zeros(batch, 1, num_nodes, width, dtype=dtype, device=visible.device)
         blocked = torch.finfo(dtype).min
         if batch > 1:  # a single row has no gap between its positions and its nodes
             columns = torch.arange(self.longest, device=visible.device)
             gap = columns >= self.lengths[:, None]
             mask[..., : self.longest].masked_fill_(gap[:, None, None], blocked)
-        mask[..., self.longest :].masked_fill_(~visible[:, None], blocked)
+        mask[..., self.longest : end].masked_fill_(~visible[:, None], blocked)
+        mask[..., end:] = blocked
         return mask
 
+    def next_columns(self, num_nodes: int) -> torch.Tensor:
+        """Columns [N] that a pass over N new nodes writes."""
+        assert self.lengths is not None
+        start = self.longest + self.pending
+        return torch.arange(start, start + num_nodes, device=self.lengths.device)
+
     def _ensure(self, columns: int) -> None:
-        capacity = self.stores[0][0].shape[3]
+        capacity = self.keys[0].shape[2]
         if columns <= capacity:
             return
-        larger = self._rounded(max(columns, int(capacity * GROWTH)))
-        self.stores = [
-            (self._allocate(keys.unbind(), larger), self._allocate(values.unbind(), larger))
-            for keys, values in self.stores
-        ]
+        larger = rounded(max(columns, int(capacity * GROWTH)), max(BLOCK, self.bucket))
+        self.keys = [enlarged(keys, larger) for keys in self.keys]
+        self.values = [enlarged(values, larger) for values in self.values]
 
     def keep_pending(self, num_nodes: int) -> None:
         """The nodes of the last pass stay, so that another pass can follow behind them."""
@@ -158,49 +184,45 @@ class TreeCache(Cache):
         """
         assert self.lengths is not None
         if not in_place:
-            self._move(path)
+            steps = torch.arange(path.shape[1], device=path.device)
+            self.move(self.keys, self.values, self.longest + path, self.lengths[:, None] + steps)
         self.lengths = self.lengths + lengths
         self.longest = longest
         self.pending = 0
 
-    def _move(self, path: torch.Tensor) -> None:
-        """Copy the nodes [B, P] of each row behind its committed positions."""
-        assert self.lengths is not None
-        batch, count = path.shape
-        if batch == 1:  # one row's destination is a slice, which copies faster than an index
-            columns = self.longest + path[0]
-            for store in self.stores:
-                for tensor in store:
-                    kept = tensor.index_select(3, columns)
-                    tensor[:, :, :, self.longest : self.longest + count] = kept
-            return
-        source = self.longest + path
-        destination = self.lengths[:, None] + torch.arange(count, device=path.device)
-        rows = torch.arange(batch, device=path.device)[:, None]
-        for store in self.stores:
-            for tensor in store:
-                by_column = tensor.permute(1, 3, 0, 2, 4)  # [B, S, G, H, D], a view
-                by_column[rows, destination] = by_column[rows, source]
-
     def keep_rows(self, rows: torch.Tensor, longest: int) -> None:
         """Go on with the rows [R] of the batch only; `longest` is the maximum of their lengths."""
         assert self.lengths is not None
-        self.stores = [
-            (keys.index_select(1, rows), values.index_select(1, rows))
-            for keys, values in self.stores
-        ]
+        self.keys = [keys.index_select(0, rows) for keys in self.keys]
+        self.values = [values.index_select(0, rows) for values in self.values]
         self.lengths = self.lengths[rows]
         self.longest = longest
 
 
-def causal_mask(lengths: torch.Tensor, longest: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Additive mask [B, 1, T, T] of right-padded prompts of lengths [B].
+def rounded(columns: int, block: int) -> int:
+    """The next multiple of `block`."""
+    return -(-columns // block) * block
 
-    Padding stands to the right, so looking left never meets it and all rows share one mask; None
-    for a single row lets the model use its fastest attention.
+
+def enlarged(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """[B, H, capacity, D] that starts with the states [B, H, T, D].
+
+    Zeros, not uninitialised memory: a masked column still takes part in sums, and 0 x NaN is NaN.
     """
-    if lengths.shape[0] == 1:
-        return None
-    blocked = torch.full((longest, longest), torch.finfo(dtype).min, dtype=dtype)
-    mask = blocked.triu(1).to(lengths.device)
-    return mask.expand(lengths.shape[0], 1, longest, longest)
+    batch, heads, used, size = states.shape
+    store = states.new_zeros(batch, heads, capacity, size)
+    store[:, :, :used] = states
+    return store
+
+
+def move_columns(
+    keys: Layers, values: Layers, source: torch.Tensor, destination: torch.Tensor
+) -> None:
+    """Copy each row's columns source [B, P] to destination [B, P], in every layer.
+
+    Source 4 6 and destination 4 5 turn columns ``. . . . a b c`` into ``. . . . a c c``.
+    """
+    rows = torch.arange(source.shape[0], device=source.device)[:, None]
+    for tensor in (*keys, *values):
+        by_column = tensor.transpose(1, 2)  # [B, S, H, D], a view
+        by_column[rows, destination] = by_column[rows, source]

@@ -22,6 +22,7 @@ class DecodeStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     decode_seconds: float = 0.0  # wall clock of all that follows the prompt pass
     steps: int = 0
+    verified_nodes: int = 0  # nodes of a row's tree, the root included, added up over steps
     # For each row: tokens that each of its steps committed, bonus included, before the answer was
     # cut at its end or limit.
     accept_lengths: list[list[int]] = field(default_factory=list)
@@ -58,6 +59,11 @@ class DecodeStats:
     def tokens_per_second(self) -> float:
         """Tokens returned after the first of each row, per second of decoding."""
         return sum(self.decoded_tokens) / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def nodes_per_step(self) -> float:
+        """Nodes that the target scored in one row and pass, on average; plain decoding has 1."""
+        return self.verified_nodes / self.steps if self.steps else 1.0
 
     def acceptance_by_depth(self) -> list[float]:
         """alpha_k: how often depth k was accepted when depth k - 1 was, for k = 1, 2, ...

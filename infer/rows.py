@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from drafthead.infer.stopping import Stop
+
 # Rows that have ended run along idly until this share of the batch is idle: taking them out copies
 # the whole cache, which must not happen each time that one of many rows ends.
 IDLE_SHARE = 0.25
@@ -14,7 +16,8 @@ class Row:
 
     limit: int  # most new tokens
     tokens: list[int] = field(default_factory=list)
-    finished: bool = False  # an end token was reached
+    stop: Stop | None = None  # what may end the answer besides end tokens
+    finished: bool = False  # an end was reached
     accept_lengths: list[int] = field(default_factory=list)
 
     @property
@@ -23,22 +26,29 @@ class Row:
         return not self.finished and len(self.tokens) < self.limit
 
     def take(self, committed: Sequence[int], end_ids: frozenset[int]) -> list[int]:
-        """Append committed tokens up to the first end token or the limit; returns those kept."""
+        """Append committed tokens up to the first end or the limit; returns those kept."""
         kept = list(committed[: self.limit - len(self.tokens)])
         for place, token in enumerate(kept):
-            if token in end_ids:
+            if token in end_ids or self._stops(kept[: place + 1]):
                 kept = kept[: place + 1]
                 self.finished = True
                 break
         self.tokens += kept
         return kept
 
+    def _stops(self, new: list[int]) -> bool:
+        """Whether the answer ends with the last of its new tokens, though that is no end token."""
+        return self.stop is not None and self.stop(self.tokens + new)
+
 
 class Batch:
     """Rows in the order of the prompts, and which of them stand in the running batch."""
 
-    def __init__(self, limits: Sequence[int], end_ids: frozenset[int]):
+    def __init__(self, limits: Sequence[int], end_ids: frozenset[int], stops: Sequence[Stop] = ()):
+        """`stops` has one entry for each row, or none."""
         self.rows = [Row(limit) for limit in limits]
+        for row, stop in zip(self.rows, stops, strict=False):
+            row.stop = stop
         self.end_ids = end_ids
         self.running = list(range(len(limits)))  # row numbers, by place in the running batch
 

@@ -2,17 +2,19 @@
 
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from tqdm import tqdm
 
+from drafthead.heads.base import Drafter
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import Target
-from drafthead.heads.tree import Budget
 from drafthead.infer.comparison import (
     GENERATE,
     PLAIN,
@@ -23,7 +25,7 @@ from drafthead.infer.comparison import (
     rows_of,
 )
 from drafthead.infer.contestants import Contestant, Ours, Transformers
-from drafthead.infer.decoder import DEFAULT_CHAIN, DEFAULT_TREE_NODES, Decoder, head_drafter
+from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder, decoder_for, head_drafter
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.machine import describe_machine, describe_versions
@@ -50,13 +52,20 @@ def main(
     limit: Annotated[int, typer.Option(help="Prompts to use, from the first.")] = 20,
     rounds: Annotated[int, typer.Option(help="Times that everything is decoded.")] = 3,
     tree_nodes: Annotated[
-        int, typer.Option(help="Nodes of a head's tree, root included.")
-    ] = DEFAULT_TREE_NODES,
+        int | None,
+        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
+    ] = None,
     draft_tokens: Annotated[
-        int, typer.Option(help="Tokens that a draft model or prompt lookup drafts.")
+        int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
     ] = DEFAULT_CHAIN,
+    compile: Annotated[
+        bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
+    ] = False,
     verifier: Annotated[
-        str, typer.Option(help="auto is lossless; typical is lossy and needs a temperature.")
+        str,
+        typer.Option(
+            help="auto is lossless; typical and lenient are lossy and need a temperature."
+        ),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -71,7 +80,8 @@ def main(
     if rounds < 1 or limit < 1:
         raise UserError(f"rounds and limit must be at least 1, got {rounds} and {limit}")
     loaded = Target.from_pretrained(target, dtype, device)
-    drafters = Drafters(loaded, head or [], draft_model, tree_nodes, draft_tokens, dtype, device)
+    build = partial(decoder_for, tree_nodes=tree_nodes, compile=compile)
+    drafters = Drafters(loaded, build, head or [], draft_model, draft_tokens, dtype, device)
     ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
     rows: list[ComparisonRow] = []
     differing: list[Divergence] = []
@@ -112,28 +122,26 @@ class Drafters:
     def __init__(
         self,
         target: Target,
+        build: Callable[[Target, Drafter | None], Decoder],
         heads: list[Path],
         draft_model: str | None,
-        tree_nodes: int,
         draft_tokens: int,
         dtype: str,
         device: str,
     ):
-        self.target, self.tree_nodes, self.draft_tokens = target, tree_nodes, draft_tokens
-        self.plain = Decoder(target)
-        self.lookup = Decoder(target, PromptLookup(draft_tokens))
+        """`target` is what transformers' own decoding runs on; `build` makes our decoders."""
+        self.target, self.draft_tokens = target, draft_tokens
+        self.plain = build(target, None)
+        ours = self.plain.target
+        self.lookup = build(ours, PromptLookup(draft_tokens))
         self.assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
         self.draft = (
-            Decoder(target, DraftModel(self.assistant, target, draft_tokens))
-            if self.assistant
-            else None
+            build(ours, DraftModel(self.assistant, ours, draft_tokens)) if self.assistant else None
         )
-        self.heads = {folder.name: self._decoder(folder) for folder in heads}
-
-    def _decoder(self, head: Path) -> Decoder:
-        """The target with the head of a folder, on trees of the chosen size."""
-        drafter = head_drafter(load_head(head, self.target), self.target)
-        return Decoder(self.target, drafter, Budget(self.tree_nodes, drafter.budgets[-1].depth))
+        self.heads = {
+            folder.name: build(ours, head_drafter(load_head(folder, ours), ours))
+            for folder in heads
+        }
 
     def contestants(self, sampling: SamplingConfig, verifier: str) -> list[Contestant]:
         """The race at one temperature, baselines first."""
@@ -143,19 +151,12 @@ class Drafters:
         ]
         if self.assistant is not None and self.draft is not None:
             found += self._with_draft_model(self.assistant, self.draft, sampling, verifier)
-        length = self.draft_tokens
-        found.append(
-            Ours(
-                "prompt lookup", "prompt lookup", sampling, self.lookup,
-                verifier=verifier, tree_nodes=length + 1,
-            )
-        )  # fmt: skip
-        for name, decoder in self.heads.items():
-            assert decoder.budget is not None
-            nodes = decoder.budget.nodes
-            found.append(
-                Ours(f"head {name}", name, sampling, decoder, verifier=verifier, tree_nodes=nodes)
-            )
+        lookup = "prompt lookup"
+        found.append(Ours(lookup, lookup, sampling, self.lookup, verifier=verifier))
+        found += [
+            Ours(f"head {name}", name, sampling, decoder, verifier=verifier)
+            for name, decoder in self.heads.items()
+        ]
         return found
 
     def _with_draft_model(
@@ -167,11 +168,8 @@ class Drafters:
         return [
             Transformers(theirs, kind, sampling, self.target, assistant),
             Transformers(f"{theirs}, {chain}", kind, sampling, self.target, assistant, chain),
-            Ours(
-                kind, kind, sampling, decoder,
-                verifier=verifier, tree_nodes=chain + 1, chain_length=chain,
-            ),
-        ]  # fmt: skip
+            Ours(kind, kind, sampling, decoder, verifier=verifier, is_chain=True),
+        ]
 
 
 def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:

@@ -39,7 +39,7 @@ def cells(row: ComparisonRow, ranges: bool) -> list[str]:
     return [
         row.mode,
         f"{row.temperature:g}",
-        str(row.tree_nodes) if row.tree_nodes > 1 else "-",
+        f"{row.tree_nodes:.1f}" if row.tree_nodes else "-",
         f"{row.tokens_per_second:.1f}",
         f"{row.speedup:.2f}{extremes}",
         f"{row.speedup_hf:.2f}",

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder, DecodeStats
-from drafthead.infer.decoder import DEFAULT_CHAIN, DEFAULT_TREE_NODES
+from drafthead.infer.decoder import DEFAULT_CHAIN
 
 
 def main(
@@ -23,16 +24,43 @@ def main(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Keep tokens this many times as probable as the best; 0 keeps all."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens of prompt and answer become less probable.")
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off a token's score each time the answer has said it.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the score of every token that the answer has said.")
+    ] = 0.0,
+    no_repeat_ngram_size: Annotated[
+        int, typer.Option(help="No n-gram of this size comes twice; 0 is off.")
+    ] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="Fewest new tokens.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
     verifier: Annotated[
         str,
-        typer.Option(help="auto, greedy, rejection: lossless; typical: lossy, changes the output."),
+        typer.Option(
+            help="auto, greedy, rejection, traversal, match: lossless; typical, lenient: lossy, "
+            "change the output."
+        ),
     ] = "auto",
     tree_nodes: Annotated[
-        int, typer.Option(help="Nodes of a head's tree, root included.")
-    ] = DEFAULT_TREE_NODES,
+        int | None,
+        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
+    ] = None,
     draft_tokens: Annotated[
-        int, typer.Option(help="Tokens that a draft model or prompt lookup drafts.")
+        int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
     ] = DEFAULT_CHAIN,
+    compile: Annotated[
+        bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -46,10 +74,28 @@ def main(
     if not text.strip():
         raise UserError("the prompt is empty: pass --prompt or text on standard input")
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device
+        target,
+        head,
+        draft_model,
+        prompt_lookup,
+        tree_nodes,
+        draft_tokens,
+        dtype,
+        device,
+        compile=compile,
+    )
+    config = GenerationConfig(
+        do_sample=temperature > 0,
+        min_p=min_p or None,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        min_new_tokens=min_new_tokens,
+        stop_strings=stop,
     )
     pieces, stats = decoder.stream_with_stats(
-        text, max_new_tokens, temperature, top_k, top_p, verifier, seed
+        text, max_new_tokens, temperature, top_k, top_p, verifier, seed, config
     )
     for piece in pieces:
         print(piece, end="", flush=True)

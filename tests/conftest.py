@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafthead.heads.base import HEADS, Drafter, DraftHead
+from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target import Target
 from drafthead.heads.tree import TreeShape
 from drafthead.infer.drafters.draft_model import DraftModel
@@ -17,6 +18,17 @@ VOCAB, HIDDEN, END = 64, 32, 7
 BUSHY = TreeShape.from_paths(
     [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]
 )
+
+
+class ScriptedRandom(RowRandom):
+    """Gives the numbers that a test wants."""
+
+    def __init__(self, numbers: torch.Tensor):
+        super().__init__([], torch.device("cpu"))
+        self.numbers = numbers  # [B, n]
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return self.numbers[:, 0] if not shape else self.numbers[:, : shape[0]]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +102,7 @@ def make_drafter(
             return PromptLookup(depth=3)
         head = make_head(kind, target)
         if form == "own":  # trees of the head's own choice, by budget
-            head.path_counts = {path: 100 - n for n, path in enumerate(BUSHY.paths)}
+            head.path_counts = {(): 100} | {path: 40 - n for n, path in enumerate(BUSHY.paths)}
             return head.drafter(target)
         return head.drafter(target, BUSHY if form == "tree" else TreeShape.chain(3))
 

@@ -84,6 +84,37 @@ def test_generate_says_the_same_with_every_drafter(run, drafter) -> None:
     assert "tokens/s" in err and "tau" in err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--repetition-penalty", "1.5"),
+        ("--frequency-penalty", "1.5", "--presence-penalty", "0.5"),
+        ("--no-repeat-ngram-size", "1"),
+        ("--min-new-tokens", "50", "--repetition-penalty", "1.2"),
+    ],
+)
+def test_generate_processes_logits_with_every_drafter(run, options) -> None:
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    status, processed, _ = run(*task, *options)
+    assert status == 0 and processed != run(*task)[1]
+    assert run(*task, *options, "--head", "@head")[:2] == (0, processed)
+
+
+def test_generate_with_min_p_one_is_greedy(run) -> None:
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    greedy = run(*task, "--head", "@head")[1]
+    assert run(*task, "--head", "@head", "--temperature", "1", "--min-p", "1")[1] == greedy
+    assert run(*task, "--head", "@head", "--temperature", "1")[1] != greedy
+
+
+def test_generate_ends_at_a_stop_string(run) -> None:
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    whole = run(*task, "--head", "@head")[1].rstrip("\n")
+    letter = next(c for c in whole[5:] if c.isalpha())
+    cut = run(*task, "--head", "@head", "--stop", letter)[1].rstrip("\n")
+    assert cut == whole[: whole.index(letter) + 1]
+
+
 def test_compare_writes_its_three_files(run, tmp_path) -> None:
     status, out, _ = run(
         "compare", "--target", "@target", "--head", "@head", "--draft-model", "@draft",

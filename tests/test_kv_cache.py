@@ -2,7 +2,7 @@
 
 import torch
 
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.infer.kv_cache import StepCache, TreeCache
 
 
 def keys_of(columns: list[list[float]]) -> torch.Tensor:
@@ -28,11 +28,10 @@ def test_commit_moves_each_rows_path_behind_its_own_positions() -> None:
         assert seen.shape[2] == 3 + 4
     # Row 0 keeps nodes 0 and 2, row 1 keeps nodes 0, 1 and 3.
     cache.commit(torch.tensor([[0, 2, 0], [0, 1, 3]]), torch.tensor([2, 3]), longest=5)
-    keys, values = cache.stores[0]
-    assert keys[0, 0, 0, :5, 0].tolist() == [0, 1, 2, 3, 5]
-    assert keys[0, 1, 0, :5, 0].tolist() == [10, 11, 13, 14, 16]
-    assert keys[1, 1, 0, :5, 0].tolist() == [110, 111, 113, 114, 116]
-    assert values[0, 0, 0, :5, 0].tolist() == [0, -1, -2, -3, -5]
+    assert cache.keys[0][0, 0, :5, 0].tolist() == [0, 1, 2, 3, 5]
+    assert cache.keys[0][1, 0, :5, 0].tolist() == [10, 11, 13, 14, 16]
+    assert cache.keys[1][1, 0, :5, 0].tolist() == [110, 111, 113, 114, 116]
+    assert cache.values[0][0, 0, :5, 0].tolist() == [0, -1, -2, -3, -5]
     assert cache.lengths.tolist() == [5, 5]
 
 
@@ -57,30 +56,39 @@ def test_nodes_can_be_written_in_several_passes_and_discarded() -> None:
 
 def test_growing_keeps_what_was_committed() -> None:
     cache = filled_cache(layers=1)
-    before = cache.stores[0][0].shape[3]
+    before = cache.keys[0].shape[2]
     cache.mask(torch.ones(1, before, before, dtype=torch.bool), torch.float32)
-    keys, _ = cache.stores[0]
-    assert keys.shape[3] > before
-    assert keys[0, 0, 0, :3, 0].tolist() == [0, 1, 2]
+    assert cache.keys[0].shape[2] > before
+    assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 1, 2]
+
+
+def test_masks_are_as_wide_as_whole_buckets_and_hide_what_lies_behind_the_nodes() -> None:
+    cache = filled_cache(layers=1)
+    cache.bucket = 4
+    mask = cache.mask(torch.ones(1, 2, 2, dtype=torch.bool), torch.float32)
+    assert (mask[0, 0] == 0).int().tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
+    seen, _ = cache.update(keys_of([[3.0, 4], [13, 14]]), keys_of([[3.0, 4], [13, 14]]), 0)
+    assert seen.shape[2] == mask.shape[3]
+
+
+def test_a_step_cache_writes_at_the_given_columns() -> None:
+    keys, values = torch.zeros(1, 1, 6, 1), torch.zeros(1, 1, 6, 1)
+    step = StepCache([keys], [values], torch.tensor([2, 3]), end=4)
+    seen, _ = step.update(keys_of([[7.0, 8]]), keys_of([[7.0, 8]]), 0)
+    assert seen[0, 0, :, 0].tolist() == [0, 0, 7, 8]
+    assert keys[0, 0, :, 0].tolist() == [0, 0, 7, 8, 0, 0]
 
 
 def test_rows_can_be_dropped() -> None:
     cache = filled_cache(layers=1)
     cache.keep_rows(torch.tensor([1]), longest=2)
     assert cache.lengths.tolist() == [2]
-    assert cache.stores[0][0][0, 0, 0, :2, 0].tolist() == [10, 11]
+    assert cache.keys[0][0, 0, :2, 0].tolist() == [10, 11]
 
 
-def test_layers_of_different_shape_live_in_different_stores() -> None:
+def test_layers_may_differ_in_shape() -> None:
     cache = TreeCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
     cache.update(torch.ones(1, 1, 3, 8), torch.ones(1, 1, 3, 6), 1)
     cache.commit_prompt(torch.tensor([3]), 3, room=4)
-    assert [(k.shape[-1], v.shape[-1]) for k, v in cache.stores] == [(4, 4), (8, 6)]
     assert cache.update(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 6), 1)[0].shape == (1, 1, 4, 8)
-
-
-def test_prompts_of_several_rows_look_only_left() -> None:
-    assert causal_mask(torch.tensor([3]), 3, torch.float32) is None
-    mask = causal_mask(torch.tensor([3, 2]), 3, torch.float32)
-    assert (mask[1, 0] == 0).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

@@ -1,13 +1,31 @@
 """Losses against independent float64 formulas, and chunked against whole."""
 
 import math
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from drafthead.heads import losses
-from drafthead.heads.base import MAX_RANK, HeadBatch
-from drafthead.heads.losses import hard_cross_entropy, in_chunks, ranks_of, soft_cross_entropy
+from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
+from drafthead.heads.losses import (
+    TOKEN_LOSSES,
+    depth_weights,
+    dpace_weights,
+    feature_loss,
+    hard_cross_entropy,
+    in_chunks,
+    lk_alpha,
+    lk_hybrid,
+    ranks_of,
+    soft_cross_entropy,
+    total_variation,
+)
+from drafthead.heads.medusa import MedusaConfig
 from drafthead.heads.target import Features, Target
 
 
@@ -25,20 +43,94 @@ def log_probs(logits: torch.Tensor) -> list[list[float]]:
     return table
 
 
-def test_hard_loss_is_the_summed_negative_log_probability_of_the_labels():
-    logits, labels = random_logits(6, 11, 0), torch.tensor([0, 3, 10, 3, 7, 1])
-    expected = -sum(row[i] for row, i in zip(log_probs(logits), labels.tolist(), strict=True))
-    assert hard_cross_entropy(logits, labels).sum().item() == pytest.approx(expected, rel=1e-5)
+def by_hand(name: str, draft: list[float], target: list[float], label: int) -> float:
+    """The loss called `name` of one position in float64, from log-probabilities."""
+    probs, target_probs = ([math.exp(x) for x in row] for row in (draft, target))
+    hard = -draft[label]
+    soft = -sum(p * x for p, x in zip(target_probs, draft, strict=True))
+    entropy = -sum(p * x for p, x in zip(target_probs, target, strict=True))
+    distance = sum(abs(p - q) for p, q in zip(target_probs, probs, strict=True)) / 2
+    weight = math.exp(-3 * (1 - distance))
+    return {
+        "hard": hard,
+        "soft": soft,
+        "tv": distance,
+        "lk_alpha": -math.log(1 - distance),
+        "lk_hybrid": weight * (soft - entropy) + (1 - weight) * distance,
+        "ce_tv": 0.1 * hard + 0.9 * distance,
+    }[name]
 
 
-def test_soft_loss_is_the_summed_cross_entropy_with_the_targets_distribution():
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_token_losses_equal_their_formulas(name: str):
     draft, target = random_logits(6, 11, 0), random_logits(6, 11, 1)
-    expected = -sum(
-        math.exp(t) * d
-        for t_row, d_row in zip(log_probs(target), log_probs(draft), strict=True)
-        for t, d in zip(t_row, d_row, strict=True)
-    )
-    assert soft_cross_entropy(draft, target).sum().item() == pytest.approx(expected, rel=1e-5)
+    labels = torch.tensor([0, 3, 10, 3, 7, 1])
+    rows = zip(log_probs(draft), log_probs(target), labels.tolist(), strict=True)
+    expected = [by_hand(name, *row) for row in rows]
+    given = target if TOKEN_LOSSES[name].reads_target else None
+    found = TOKEN_LOSSES[name].function(draft, given, labels)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tv", "lk_alpha", "lk_hybrid", "ce_tv"])
+def test_losses_on_the_overlap_teach_the_targets_distribution(name: str):
+    """Gradient descent from random logits ends where draft and target agree."""
+    draft, target = random_logits(3, 5, 0).requires_grad_(), random_logits(3, 5, 1)
+    labels = target.argmax(-1)
+    optimizer = torch.optim.Adam([draft], lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        TOKEN_LOSSES[name].function(draft, target, labels).sum().backward()
+        optimizer.step()
+    assert total_variation(draft, target).max() < 0.05
+
+
+def test_the_gradient_of_the_hybrid_ignores_its_weight():
+    draft, target = random_logits(4, 7, 0).requires_grad_(), random_logits(4, 7, 1)
+    (found,) = torch.autograd.grad(lk_hybrid(draft, target).sum(), draft)
+    distance = total_variation(draft, target)
+    weight = torch.exp(-3 * (1 - distance)).detach()
+    parts = weight * soft_cross_entropy(draft, target) + (1 - weight) * distance
+    (expected,) = torch.autograd.grad(parts.sum(), draft)
+    torch.testing.assert_close(found, expected)
+
+
+def test_lk_alpha_still_teaches_where_nothing_overlaps():
+    """The total variation's gradient vanishes there, its logarithm's does not."""
+    draft = torch.tensor([[20.0, 0.0, 0.0]], requires_grad=True)
+    target = torch.tensor([[0.0, 20.0, 0.0]])
+    (flat,) = torch.autograd.grad(total_variation(draft, target).sum(), draft)
+    (steep,) = torch.autograd.grad(lk_alpha(draft, target).sum(), draft)
+    assert flat.abs().max() < 1e-6 < 0.1 < steep.abs().max()
+
+
+def test_a_loss_that_does_not_exist_is_refused_with_the_choices(family: str):
+    with pytest.raises(ValueError, match="loss must be one of hard, soft, tv, .*got 'sofft'"):
+        HEADS[family].config_class(loss="sofft")
+
+
+@pytest.mark.parametrize("decay", [0, -0.5, 1.5])
+def test_a_decay_outside_its_range_is_refused(decay: float):
+    with pytest.raises(ValueError, match=f"depth_decay must lie in .*got {decay}"):
+        MedusaConfig(depth_decay=decay)
+
+
+def test_feature_loss_is_quadratic_near_zero_and_linear_beyond_one():
+    features = torch.tensor([[0.5, 0.0], [3.0, -1.0]])
+    expected = [0.125 / 2, (2.5 + 0.5) / 2]
+    assert feature_loss(features, torch.zeros(2, 2)).tolist() == pytest.approx(expected)
+
+
+def test_depth_weights_decay():
+    assert depth_weights(0.5, 3) == [1, 0.5, 0.25]
+
+
+def test_dpace_weighs_a_position_by_what_is_lost_if_it_is_wrong():
+    confidence = torch.tensor([[1.0, 0.0, 0.6], [0.2, 0.8, 0.0]])
+    valid = torch.tensor([[True, True, True], [True, True, False]])
+    # Smoothed (1, .5, .8) and (.6, .9, none), products (1, .5, .4) and (.6, .54, 0).
+    expected = torch.tensor([[1.9, 0.9, 0.4], [1.14, 0.54, 0.0]])
+    torch.testing.assert_close(dpace_weights(confidence, valid), expected)
 
 
 def test_soft_loss_of_a_certain_target_is_the_hard_loss():
@@ -94,7 +186,74 @@ def test_chunks_change_neither_the_loss_nor_its_gradients(monkeypatch: pytest.Mo
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("loss", ["hard", "soft"])
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of tensors made under it; PyTorch has no such counter for CPUs."""
+
+    def __init__(self, *given: torch.Tensor):
+        """The tensors that are `given` do not count."""
+        super().__init__()
+        self.alive = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in given}
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.alive -= size
+
+
+PEAKS = {"hard": 3, "soft": 3, "tv": 4.5, "lk_alpha": 4.5, "lk_hybrid": 5.5, "ce_tv": 5.5}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_token_losses_hold_as_many_logits_as_they_say(name: str, dtype: torch.dtype):
+    rows, vocab = 64, 1000
+    draft = random_logits(rows, vocab, 0).to(dtype).requires_grad_()
+    target = random_logits(rows, vocab, 1).to(dtype)
+    with PeakMemory(draft, target) as memory:
+        TOKEN_LOSSES[name].function(draft, target, torch.arange(rows)).sum().backward()
+    assert memory.peak / (rows * vocab * 4) == pytest.approx(PEAKS[name], abs=0.01)
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_the_peak_in_chunks_does_not_grow_with_the_positions(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    hidden_size, vocab, chunk = 2, 400, 10
+    monkeypatch.setattr(losses, "MAX_LOGITS", chunk * vocab)
+    weight = torch.randn(hidden_size, vocab, requires_grad=True)
+
+    def judge(hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
+        logits = hidden @ weight
+        return (TOKEN_LOSSES[name].function(logits, logits.detach() + 1, labels),)
+
+    def peak(rows: int) -> int:
+        hidden, labels = torch.randn(rows, hidden_size, requires_grad=True), torch.arange(rows)
+        with PeakMemory(hidden, labels, weight) as memory:
+            in_chunks(judge, vocab, hidden, labels)[0].sum().backward()
+        return memory.peak
+
+    # 36 more chunks cost less than the logits of a single one.
+    assert peak(400) - peak(40) < chunk * vocab * 4
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 def test_medusa_loss_equals_a_loop_over_anchors_and_heads(loss: str, target: Target, make_head):
     """Two segments in a row and padding: no label may be taken from across a border."""
     head = make_head("medusa", target, num_heads=3, loss=loss, depth_decay=0.5)
@@ -121,8 +280,7 @@ def test_medusa_loss_equals_a_loop_over_anchors_and_heads(loss: str, target: Tar
             (draft,) = log_probs(logits[None])
             (wanted,) = log_probs(target.project(hidden[there - 1])[None])
             label = int(ids[there])
-            soft = sum(math.exp(w) * d for w, d in zip(wanted, draft, strict=True))
-            total -= 0.5**k * (draft[label] if loss == "hard" else soft)
+            total += 0.5**k * by_hand(loss, draft, wanted, label)
             counts[k] += 1
             ranks[-1][k] = min(MAX_RANK, int((logits > logits[label]).sum()))
     judged = head.loss(batch, target)

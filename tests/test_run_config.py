@@ -75,6 +75,7 @@ def test_an_override_replaces_one_budget_by_another(load):
         ("optimizer.name=sgd", r"optimizer.name is 'sgd': .*'adamw' or 'muon'"),
         ("optimizer.lr=-1", r"section optimizer: learning rates must be positive"),
         ("head.num_heads=0", r"section head: num_heads and num_blocks must be at least 1"),
+        ("head.loss=sofft", r"section head: loss must be one of hard, soft, .*got 'sofft'"),
         ("train.epochs=2", r"exactly one of epochs, max_steps and max_minutes"),
         ("train.batch_rows=0", r"must be positive"),
         ("target.dtype=float16", r"target.dtype=float16 needs train.mixed_precision=bf16"),

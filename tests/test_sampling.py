@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
@@ -17,8 +23,10 @@ from drafthead.heads.sampling import (
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 99])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("typical_p", [1.0, 0.8, 0.2])
 def test_probabilities_equal_those_of_transformers(
-    temperature: float, top_k: int, top_p: float
+    temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
 ) -> None:
     logits = 3 * torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
     scores = TemperatureLogitsWarper(temperature)(None, logits)
@@ -26,8 +34,20 @@ def test_probabilities_equal_those_of_transformers(
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    ours = probabilities(logits, SamplingConfig(temperature, top_k, top_p))
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    if typical_p < 1:
+        scores = TypicalLogitsWarper(typical_p)(None, scores)
+    sampling = SamplingConfig(temperature, top_k, top_p, min_p, typical_p)
+    ours = probabilities(logits, sampling)
     assert torch.allclose(ours, scores.softmax(-1), atol=1e-7)
+    of_a_tree = probabilities(logits.view(7, 1, 40).expand(7, 3, 40), sampling)
+    assert of_a_tree.equal(ours[:, None].expand(7, 3, 40)), "any leading shape"
+
+
+def test_typical_tokens_are_those_of_average_surprise() -> None:
+    probs = probabilities(torch.tensor([0.6, 0.3, 0.1]).log(), SamplingConfig(1, typical_p=0.2))
+    assert probs.tolist() == [0, 1, 0]
 
 
 def test_temperature_zero_is_certain_of_the_first_largest_logit() -> None:
@@ -67,7 +87,15 @@ def test_a_rows_numbers_depend_on_its_seed_and_length_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}]
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"min_p": 1.5},
+        {"typical_p": 0},
+    ],
 )
 def test_impossible_settings_are_refused(options: dict) -> None:
     with pytest.raises(UserError, match=next(iter(options))):

@@ -7,15 +7,12 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
-    MambaConfig,
     MistralConfig,
     Qwen3Config,
 )
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import TreeShape
-from drafthead.infer import Decoder
 
 SIZES = {
     "vocab_size": 50,
@@ -65,38 +62,6 @@ def test_taps_are_the_outputs_of_layers_and_the_final_norm(other_target) -> None
         torch.testing.assert_close(tap, expected)
     torch.testing.assert_close(output.features.last, reference.hidden_states[-1])
     torch.testing.assert_close(other_target.project(output.features.last), reference.logits)
-
-
-def test_decoding_equals_generate_on_every_architecture(other_target, make_head) -> None:
-    shape = TreeShape.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
-    head = make_head("medusa", other_target)
-    decoders = [Decoder(other_target), Decoder(other_target, head.drafter(other_target, shape))]
-    prompts = [torch.randint(2, 50, (n,)).tolist() for n in (3, 7, 1)]
-    new = 28
-    expected = [
-        other_target.model.generate(
-            torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), do_sample=False,
-            max_new_tokens=new,
-        )[0, len(p) :].tolist()
-        for p in prompts
-    ]  # fmt: skip
-    for decoder in decoders:
-        assert decoder.generate(prompts, max_new_tokens=new).sequences == expected
-
-
-def test_sliding_windows_end_the_context() -> None:
-    target = Target(AutoModelForCausalLM.from_config(CONFIGS["mistral"]))
-    assert Decoder(target).max_length == 40
-    with pytest.raises(UserError, match="context holds 40"):
-        Decoder(target).generate([2] * 40)
-
-
-def test_recurrent_targets_are_refused() -> None:
-    model = AutoModelForCausalLM.from_config(
-        MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)
-    )
-    with pytest.raises(UserError, match="Mamba"):
-        Decoder(Target(model))
 
 
 def test_taps_outside_the_model_are_refused(target) -> None:

@@ -19,8 +19,8 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -32,7 +32,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.train.building import build_head
 from drafthead.train.evaluation import count_paths, expected_tau, measure
-from drafthead.train.features import check_packing, positions_in_segments, read_features
+from drafthead.train.features import check_row_length, positions_in_segments, read_features
 from drafthead.train.head_data import (
     DataConfig,
     RowOrder,
@@ -249,14 +249,20 @@ def test_positions_restart_in_each_segment():
     assert positions_in_segments(segments).tolist() == [[0, 1, 2, 0, 1, 0]]
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learnt"])
-def test_features_of_a_packed_row_equal_those_of_its_conversations_alone(positions: str):
-    """Rotary positions would hide a wrong start of a segment, learnt ones show it."""
-    if positions == "rotary":
-        target = Target(tiny_llama(200))
-    else:
-        config = GPT2Config(vocab_size=200, n_embd=32, n_layer=2, n_head=2, n_positions=64)
-        target = Target(GPT2LMHeadModel(config))
+SIZES = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+PACKED_TARGETS = {
+    "llama": {"intermediate_size": 64},
+    "gpt2": {"n_positions": 64},  # learnt positions show a wrong start of a segment, rotary hide it
+    "bloom": {},  # ALiBi counts keys from the start of a segment
+    "gemma2": {"intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("name", PACKED_TARGETS)
+def test_features_of_a_packed_row_equal_those_of_its_conversations_alone(name: str):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **SIZES | PACKED_TARGETS[name])
+    target = Target(AutoModelForCausalLM.from_config(config))
     sequences = [sequence(length, length) for length in (7, 12, 5)]
     spec = FeatureSpec(layers=(0, 1), last=True)
     # The second row is longer, so that the first has padding.
@@ -288,7 +294,7 @@ def test_packing_does_not_change_a_heads_loss(family: str, target: Target):
 
 def test_rows_longer_than_the_targets_positions_are_refused(target: Target):
     with pytest.raises(UserError, match=r"data.max_length is 129.*128"):
-        check_packing(target, "tiny", 129)
+        check_row_length(target, "tiny", 129)
 
 
 def test_data_has_one_fingerprint_and_other_data_another():
@@ -324,7 +330,7 @@ def test_ranks_become_accuracies_tau_and_path_counts():
     assert result.top1 == (0.5, 0.5)
     assert result.alpha == (0.5, 0.5)
     assert result.tau_chain == 1 + (2 + 1) / 4
-    assert result.path_counts == {(0,): 2, (2,): 2, (0, 0): 1, (0, 2): 1, (2, 0): 1}
+    assert result.path_counts == {(): 4, (0,): 2, (2,): 2, (0, 0): 1, (0, 2): 1, (2, 0): 1}
     # (0,), then (1,) and (2,) because a sibling comes with those ranked better, then (0, 0).
     assert expected_tau(result.path_counts, 5, anchors=4) == 1 + (2 + 0 + 2 + 1) / 4
 

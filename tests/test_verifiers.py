@@ -1,32 +1,23 @@
-"""Acceptance rules on small tables, where every outcome and its probability can be written down."""
+"""Acceptance rules on examples; the laws of the lossless ones are in test_verifier_laws.py."""
 
-from fractions import Fraction
-from itertools import permutations
+from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ScriptedRandom
 
-from drafthead.heads.sampling import RowRandom
-from drafthead.heads.tree import PADDING, TokenTree, TreeShape
+from drafthead.heads.sampling import draw_without_replacement
+from drafthead.heads.tree import PADDING, TokenTree, TreeShape, ancestor_mask
+from drafthead.infer.engine import following_tokens
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
+from drafthead.infer.verifiers.refusals import earlier_siblings
+from drafthead.infer.verifiers.traversal import turns
 
 VOCAB = 4
 SHAPES = {
     "chain": TreeShape.chain(2),
-    "siblings": TreeShape.from_paths([(0,), (1,), (2,)]),
     "tree": TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0)]),
 }
-
-
-class ScriptedRandom(RowRandom):
-    """Gives the numbers that a test wants."""
-
-    def __init__(self, numbers: torch.Tensor):
-        super().__init__([], torch.device("cpu"))
-        self.numbers = numbers  # [B, n]
-
-    def uniform(self, *shape: int) -> torch.Tensor:
-        return self.numbers[:, 0] if not shape else self.numbers[:, : shape[0]]
 
 
 def accept(
@@ -95,185 +86,102 @@ def test_typical_prefers_the_longest_then_the_most_probable_path() -> None:
     assert found.path[0].tolist() == [0, 2, 4]
 
 
-# ---- rejection: exact by enumeration ------------------------------------------------------------
+# ---- every rule that samples --------------------------------------------------------------------
 
-Law = dict[int, Fraction]
-
-
-def table(seed: int, zeros: int) -> list[Law]:
-    """Random distributions over the vocabulary, one for each node, with some zero entries."""
-    generator = torch.Generator().manual_seed(seed)
-    laws = []
-    for _ in range(5):
-        weights = torch.randint(1, 20, (VOCAB,), generator=generator).tolist()
-        for place in torch.randperm(VOCAB, generator=generator)[:zeros].tolist():
-            weights[place] = 0
-        laws.append({x: Fraction(w, sum(weights)) for x, w in enumerate(weights)})
-    return laws
+SAMPLING_RULES = sorted(name for name, verifier in VERIFIERS.items() if not verifier.greedy)
+# Node 3 hangs under 1 and 4 under 2 in the order of depths; here each subtree stands together.
+DEPTH_FIRST = torch.tensor([0, 1, 3, 2, 4])
 
 
-def reject(target: Law, draft: Law, token: int) -> tuple[Law, Law]:
-    """norm(max(target - draft, 0)), and draft without the token."""
-    left = {x: max(target[x] - draft[x], Fraction(0)) for x in target}
-    rest = {x: Fraction(0) if x == token else draft[x] for x in draft}
-    mass, draft_mass = sum(left.values()), sum(rest.values())
-    target = {x: v / mass for x, v in left.items()} if mass else target
-    return target, {x: v / draft_mass for x, v in rest.items()} if draft_mass else rest
+def random_case(drawn: bool) -> tuple[TokenTree, torch.Tensor, torch.Tensor]:
+    """200 random fillings of a tree, target probabilities [200, 5, V] and numbers [200, 7]."""
+    shape, rows, vocab = SHAPES["tree"], 200, 6
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, rows, shape.num_nodes, vocab, generator=generator)
+    target, draft = logits.double().softmax(-1)
+    order = draw_without_replacement(draft, vocab, torch.rand(draft.shape, generator=generator))
+    tokens = order[:, shape.parents.clamp_min(0), shape.ranks]
+    ids = torch.arange(vocab).expand(draft.shape)
+    tree = TokenTree.from_shape(shape, tokens, *((ids, draft) if drawn else (None, None)))
+    return tree, target, torch.rand(rows, 7, generator=generator).double()
 
 
-def outcomes(
-    shape: TreeShape, tokens: list[int], targets: list[Law], drafts: list[Law], node: int = 0
-) -> list[tuple[Fraction, list[Fraction], list[bool], int, Law]]:
-    """Every way the walk can go: chance, thresholds, decisions, last node, law of the bonus.
-
-    The textbook recursion in exact arithmetic, as a reference that shares no code with ours.
-    """
-    children = [n for n, parent in enumerate(shape.parents.tolist()) if parent == node]
-    target, draft = targets[node], drafts[node]
-    found, chance = [], Fraction(1)
-    thresholds: list[Fraction] = []
-    refused: list[bool] = []
-    for child in children:
-        token = tokens[child]
-        threshold = min(Fraction(1), target[token] / draft[token]) if draft[token] else Fraction(0)
-        for deeper in outcomes(shape, tokens, targets, drafts, child):
-            found.append((
-                chance * threshold * deeper[0],
-                [*thresholds, threshold, *deeper[1]],
-                [*refused, True, *deeper[2]],
-                *deeper[3:],
-            ))  # fmt: skip
-        chance *= 1 - threshold
-        thresholds, refused = [*thresholds, threshold], [*refused, False]
-        target, draft = reject(target, draft, token)
-    return [*found, (chance, thresholds, refused, node, target)]
+def said(tree: TokenTree, found: Acceptance) -> list[list[int]]:
+    """Accepted tokens and bonus of each row."""
+    following = following_tokens(tree, found).tolist()
+    return [row[:length] for row, length in zip(following, found.length.tolist(), strict=True)]
 
 
-def proposals(shape: TreeShape, drafts: list[Law]) -> list[tuple[Fraction, list[int]]]:
-    """Every filling of the shape with children drawn without replacement, and its chance."""
-    found = [(Fraction(1), [0])]
-    for node in range(shape.num_nodes):
-        width = shape.parents.tolist().count(node)
-        grown = []
-        for chance, tokens in found:
-            for drawn in permutations(range(VOCAB), width):
-                p, mass = chance, Fraction(1)
-                for token in drawn:
-                    p = p * drafts[node][token] / mass if mass else Fraction(0)
-                    mass -= drafts[node][token]
-                if p:
-                    grown.append((p, [*tokens, *drawn]))
-        found = grown
-    return found
+def pick_nodes(tree: TokenTree, nodes: torch.Tensor, parents: torch.Tensor) -> TokenTree:
+    """The given nodes [N] of a tree as a tree with the given parents [N]."""
+    supports = [t if t is None else t[:, nodes] for t in (tree.draft_ids, tree.draft_probs)]
+    depths = ancestor_mask(parents).sum(-1) - 1
+    rows = tree.tokens.shape[0]
+    return TokenTree(
+        tree.tokens[:, nodes],
+        parents.expand(rows, -1),
+        depths.expand(rows, -1),
+        ancestor_mask(parents).expand(rows, -1, -1),
+        int(depths.max()),
+        tree.width,
+        *supports,
+    )
 
 
-def law_of_output(shape: TreeShape, targets: list[Law], drafts: list[Law]) -> dict:
-    """Exact probability of every committed (tokens) of the reference."""
-    law: dict[tuple[int, ...], Fraction] = {}
-    for chance, tokens in proposals(shape, drafts):
-        for p, _, _, node, bonus in outcomes(shape, tokens, targets, drafts):
-            path = []
-            while node > 0:
-                path.append(tokens[node])
-                node = shape.parents.tolist()[node]
-            for token, q in bonus.items():
-                said = (*reversed(path), token)
-                law[said] = law.get(said, Fraction(0)) + chance * p * q
-    return law
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("name", SAMPLING_RULES)
+def test_the_numbering_of_nodes_does_not_matter(name, drawn) -> None:
+    tree, scores, numbers = random_case(drawn)
+    expected = said(tree, accept(name, tree, scores, numbers))
+    moved = pick_nodes(tree, DEPTH_FIRST, torch.tensor([-1, 0, 1, 0, 3]))
+    if drawn and VERIFIERS[name].draws_children:  # then each node has its own number
+        numbers = numbers[:, DEPTH_FIRST]
+    assert said(moved, accept(name, moved, scores[:, DEPTH_FIRST], numbers)) == expected
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("zeros", [0, 1])
-def test_the_textbook_recursion_gives_the_targets_law(shape, zeros) -> None:
-    """First token: the target's, in exact fractions, whatever the draft."""
-    targets, drafts = table(1, zeros), table(2, zeros)
-    first: Law = dict.fromkeys(range(VOCAB), Fraction(0))
-    for said, chance in law_of_output(shape, targets, drafts).items():
-        first[said[0]] += chance
-    assert first == targets[0]
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("name", SAMPLING_RULES)
+def test_padding_is_never_accepted_and_changes_nothing(name, drawn) -> None:
+    """The root's first child is padding now, and so is what hangs under a leaf."""
+    tree, scores, numbers = random_case(drawn)
+    expected = said(tree, accept(name, tree, scores, numbers))
+    assert max(map(len, expected)) == 3, "some leaf is accepted"
+    nodes = torch.tensor([0, 0, 1, 2, 3, 4, 0])
+    padded = pick_nodes(tree, nodes, torch.tensor([-1, 0, 0, 0, 2, 3, 4]))
+    tokens = padded.tokens.index_fill(1, torch.tensor([1, 6]), PADDING)
+    padded = replace(padded, tokens=tokens)
+    if drawn and VERIFIERS[name].draws_children:
+        numbers = numbers[:, [0, 5, 1, 2, 3, 4, 6]]
+    assert said(padded, accept(name, padded, scores[:, nodes], numbers)) == expected
 
 
-def tensors(laws: list[Law], nodes: int) -> torch.Tensor:
-    """Distributions [1, N, V] of the first `nodes` nodes."""
-    rows = [[float(law[x]) for x in range(VOCAB)] for law in laws[:nodes]]
-    return torch.tensor([rows], dtype=torch.float64)
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-24], ids=["least", "greatest"])
+@pytest.mark.parametrize("name", SAMPLING_RULES)
+def test_rounding_never_lets_an_impossible_token_through(name, number) -> None:
+    """In float32, drafts equal to the target leave nothing when a coin refuses them by rounding."""
+    shape = SHAPES["tree"]
+    logits = 3 * torch.randn(100, 5, 64, generator=torch.Generator().manual_seed(0))
+    kept = logits.topk(8, dim=-1)
+    probs = kept.values.softmax(-1)
+    scores = torch.zeros_like(logits).scatter(2, kept.indices, probs)
+    tokens = kept.indices[:, shape.parents.clamp_min(0), shape.ranks]
+    tree = TokenTree.from_shape(shape, tokens, kept.indices, probs)
+    found = accept(name, tree, scores, torch.full((100, 5), number))
+    last = found.path.gather(1, found.length[:, None] - 1)
+    assert (scores[torch.arange(100), last.squeeze(1), found.bonus] > 0).all()
 
 
-MARGIN = 1e-6
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("zeros", [0, 1])
-def test_rejection_decides_at_the_textbook_thresholds(shape, zeros) -> None:
-    """For every filling and every way of the walk, coins 1e-6 to either side of each threshold.
-
-    With the test above this makes the rule exact: same thresholds, same law of the bonus.
-    """
-    targets, drafts = table(1, zeros), table(2, zeros)
-    nodes = shape.num_nodes
-    scores, draft_probs = tensors(targets, nodes), tensors(drafts, nodes)
-    draft_ids = torch.arange(VOCAB).expand(1, nodes, VOCAB)
-    checked = 0
-    for _, tokens in proposals(shape, drafts):
-        tree = TokenTree.from_shape(shape, torch.tensor([tokens]), draft_ids, draft_probs)
-        for chance, thresholds, decisions, node, bonus in outcomes(shape, tokens, targets, drafts):
-            if not chance:
-                continue
-            coins = coins_for(shape, thresholds, decisions)
-            cumulative = 0.0
-            for token, share in bonus.items():
-                low, high = cumulative, cumulative + float(share)
-                cumulative = high
-                if not share:
-                    continue
-                for u in (low + MARGIN, high - MARGIN):
-                    numbers = torch.tensor([[u, *coins]], dtype=torch.float64)
-                    found = accept("rejection", tree, scores, numbers)
-                    assert found.path[0, found.length[0] - 1].item() == node
-                    assert found.bonus.item() == token
-                    checked += 1
-    assert checked > 20
-
-
-def coins_for(shape: TreeShape, thresholds: list[Fraction], decisions: list[bool]) -> list[float]:
-    """Coins in the rule's own order: `width` for each depth, one for each child that is tried."""
-    coins = [0.5] * (shape.depth * shape.width)
-    depth = rank = 0
-    for threshold, accepted in zip(thresholds, decisions, strict=True):
-        coin = float(threshold) - MARGIN if accepted else float(threshold) + MARGIN
-        coins[depth * shape.width + rank] = min(max(coin, 0.0), 1.0)
-        depth, rank = (depth + 1, 0) if accepted else (depth, rank + 1)
-    return coins
-
-
-def test_children_that_were_not_drawn_are_accepted_with_the_targets_probability() -> None:
-    """Equal in law to drawing from the target and looking whether the token was proposed."""
-    target = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
-    tree = tree_of(SHAPES["siblings"], [0, 2, 1, 3])
-    scores = target.expand(1, 4, VOCAB)
-    # 2 passes below .3; then 1 below .4 / .7; then 3 below .2 / .3; what is left is token 0.
-    for coins, node in [
-        ([0.299, 0.9, 0.9], 1),
-        ([0.301, 0.571, 0.9], 2),
-        ([0.301, 0.572, 0.666], 3),
-        ([0.301, 0.572, 0.667], 0),
-    ]:
-        numbers = torch.tensor([[0.5, *coins]], dtype=torch.float64)
-        found = accept("rejection", tree, scores, numbers)
-        assert found.path[0, found.length[0] - 1].item() == node
-    assert found.bonus.item() == 0
-
-
-def test_padding_is_never_accepted() -> None:
-    scores = torch.full((1, 4, VOCAB), 0.25, dtype=torch.float64)
-    tree = tree_of(SHAPES["siblings"], [0, PADDING, PADDING, PADDING])
-    for name in ("rejection", "typical"):
-        found = accept(name, tree, scores, torch.tensor([[0.6, 0.0, 0.0, 0.0]]).double())
-        assert (found.length.item(), found.bonus.item()) == (1, 2)
-
-
-def test_a_root_alone_gives_one_token_of_the_target() -> None:
+@pytest.mark.parametrize("name", sorted(VERIFIERS))
+def test_a_root_alone_gives_one_token_of_the_target(name) -> None:
     scores = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]])
     tree = tree_of(TreeShape.chain(0), [1])
-    assert accept("rejection", tree, scores, torch.tensor([[0.25]])).bonus.item() == 1
-    assert accept("greedy", tree, scores).bonus.item() == 3
+    found = accept(name, tree, scores, torch.tensor([[0.25]]))
+    assert found.length.item() == 1
+    assert found.bonus.item() == (3 if VERIFIERS[name].greedy else 1)
+
+
+def test_traversal_tries_each_node_after_all_that_hangs_below_it() -> None:
+    parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3])  # 0 (1 (3 (6) 4) 2 (5))
+    tree = pick_nodes(tree_of(TreeShape.chain(6), list(range(7))), torch.arange(7), parents)
+    order = turns(tree, earlier_siblings(tree))[0].argsort()
+    assert order.tolist() == [6, 3, 4, 1, 5, 2, 0]

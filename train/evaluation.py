@@ -53,10 +53,10 @@ def chain_lengths(ranks: torch.Tensor) -> torch.Tensor:
 def count_paths(ranks: torch.Tensor, keep: int = KEPT_PATHS) -> dict[Path, int]:
     """How often each path of guesses was the true continuation, from ranks [A, K].
 
-    Ranks 0 2 MAX_RANK count the paths (0,) and (0, 2). The `keep` most frequent are given; a path
-    is never more frequent than its beginning, so they form a tree.
+    Ranks 0 2 MAX_RANK count the paths (), (0,) and (0, 2). The `keep` most frequent are given; a
+    path is never more frequent than its beginning, so they form a tree.
     """
-    counts: Counter[Path] = Counter()
+    counts: Counter[Path] = Counter({(): ranks.shape[0]})
     for depth in range(1, ranks.shape[1] + 1):
         inside = ranks[(ranks[:, :depth] < MAX_RANK).all(dim=1), :depth]
         paths, times = inside.unique(dim=0, return_counts=True)

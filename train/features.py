@@ -13,8 +13,6 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.train.head_data import TokenBatch
 
-ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-
 
 @dataclass(frozen=True)
 class TargetConfig:
@@ -30,32 +28,21 @@ def load_target(
 ) -> Target:
     """Load the target and check that rows of `max_length` tokens can be run through it.
 
-    Raises UserError when it cannot be loaded or packed rows would give wrong features.
+    Raises UserError when it cannot be loaded, or its context is shorter than a row.
     """
     in_float32 = config.dtype == "auto" and mixed_precision == "no"
     dtype = "float32" if in_float32 else config.dtype
     target = Target.from_pretrained(config.name, dtype, str(device), config.trust_code)
-    check_packing(target, config.name, max_length)
+    check_row_length(target, config.name, max_length)
     return target
 
 
-def check_packing(target: Target, name: str, max_length: int) -> None:
-    """Raise UserError when a mask over `max_length` tokens would not keep conversations apart."""
-    layer_types = set(getattr(target.config, "layer_types", None) or ())
-    if other := sorted(layer_types - set(ATTENTION_LAYERS)):
+def check_row_length(target: Target, name: str, max_length: int) -> None:
+    """Raise UserError when rows of `max_length` tokens are longer than the target's context."""
+    if target.max_length is not None and max_length > target.max_length:
         raise UserError(
-            f"{name} has {', '.join(other)} layers, which carry state from one conversation of a "
-            "packed row into the next: heads cannot be trained on it"
+            f"data.max_length is {max_length}, but {name} has room for {target.max_length} tokens"
         )
-    windows = [
-        getattr(target.config, key, None) for key in ("sliding_window", "attention_chunk_size")
-    ]
-    limits = [("positions", target.max_length), *(("an attention window", w) for w in windows)]
-    for what, limit in limits:
-        if limit is not None and max_length > limit:
-            raise UserError(
-                f"data.max_length is {max_length}, but {name} has {what} of {limit} tokens"
-            )
 
 
 def positions_in_segments(segments: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
+    DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draw_without_replacement,
@@ -16,11 +17,9 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
-from drafthead.infer.kv_cache import TreeCache, causal_mask
+from drafthead.infer.compiled import CompiledTarget, new_cache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
-# Drawn tokens come from the model's most probable ones: exact all the same, and cheap to verify.
-DRAFT_SUPPORT = 64
 
 
 def check_same_tokenizer(target: Target, draft: Target) -> None:
@@ -54,6 +53,14 @@ class DraftModel(Drafter):
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
 
+    def identity(self) -> str:
+        """The shape of the model, and whether it is compiled."""
+        return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
+
+    def compile(self) -> None:
+        """Compile the model's passes."""
+        self.model = CompiledTarget(self.model)
+
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session whose model has read the prompts [B, T] of lengths [B]."""
         return DraftModelSession(self, prompts, lengths)
@@ -64,11 +71,10 @@ class DraftModelSession(DraftSession):
 
     def __init__(self, drafter: DraftModel, prompts: torch.Tensor, lengths: torch.Tensor):
         self.drafter, self.model = drafter, drafter.model
-        self.cache = TreeCache()
+        self.cache = new_cache(drafter.model)
         longest = prompts.shape[1]
         positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
-        mask = causal_mask(lengths, longest, self.model.dtype)
-        self.model.run(prompts, positions, mask, NO_FEATURES, self.cache, logits_to_keep=1)
+        self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
         self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
         self.host_lengths: list[int] = lengths.tolist()
         # Committed tokens that the model has not read yet, right-padded [B, n], and how many.

@@ -1,0 +1,149 @@
+"""What the layers of a target may look at, and which targets cannot hold a token tree.
+
+A pass over a tree comes with one mask: who sees whom where nothing is out of reach. The rest
+follows from it. A node sees all that stands before it and nothing else, so the rank of a key among
+the keys that a node sees is that key's position, in whichever column of the cache it is kept::
+
+    mask of one node    1 1 1 . . 1 . 1    three committed tokens, its parent, itself
+    positions           0 1 2 . . 3 . 4
+"""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from drafthead.heads.errors import UserError
+
+# Names that transformers gives layers in a configuration's `layer_types`.
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+LAYERS_WITHOUT_ATTENTION = {"moe", "mlp", "sparse", "dense"}
+# Implementations of attention that add any mask to the scores.
+MASKED_ATTENTION = {"eager", "sdpa"}
+# What transformers' models take: nothing (causal), one mask, or one for each kind of layer.
+LayerMasks = torch.Tensor | dict[str, torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of attention layer, under the name by which transformers' models look up its mask.
+
+    A token sees the last `window` positions, its own among them; or those of its own block of
+    `chunk` positions; or, with neither, all that stands before it.
+    """
+
+    name: str
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> float:
+        """The longest sequence in which nothing is hidden."""
+        return self.window or self.chunk or float("inf")
+
+    def hides(self, positions: torch.Tensor) -> torch.Tensor:
+        """Which keys are out of reach, [..., S], for positions [..., S] of which the last asks.
+
+        At position 2 of 0 1 2, a window of 2 hides 0, and chunks of 2 hide 0 and 1.
+        """
+        query = positions[..., -1:]
+        if self.window is not None:
+            return query - positions >= self.window
+        if self.chunk is not None:
+            return query // self.chunk != positions // self.chunk
+        return torch.zeros_like(positions, dtype=torch.bool)
+
+
+def layer_kinds(config: PretrainedConfig, model_name: str) -> tuple[LayerKind, ...]:
+    """The kinds of attention layers that a model has, each once.
+
+    Raises UserError, naming the model, for layers in which a token tree cannot branch.
+    """
+    window = getattr(config, "sliding_window", None) or None
+    chunk = getattr(config, "attention_chunk_size", None) or None
+    names: Iterable[str] | None = getattr(config, "layer_types", None)
+    if names is None:  # read as transformers' own caches read such a configuration
+        kind = "sliding" if window else "chunked" if chunk else "full"
+        names = [f"{kind}_attention"]
+    found = [name for name in dict.fromkeys(names) if name not in LAYERS_WITHOUT_ATTENTION]
+    if recurrent := [name for name in found if name in RECURRENT_LAYERS]:
+        raise UserError(
+            f"{model_name} has {' and '.join(recurrent)} layers, which carry a running state that "
+            "cannot branch into a token tree: this target is not supported"
+        )
+    if other := [name for name in found if name not in MASKED_LAYERS]:
+        raise UserError(
+            f"{model_name} has {' and '.join(other)} layers, which choose what they attend to by "
+            "rules that no tree mask can express: this target is not supported"
+        )
+    limits = {"sliding_attention": (window, None), "chunked_attention": (None, chunk)}
+    return tuple(LayerKind(name, *limits.get(name, (None, None))) for name in found)
+
+
+def uses_alibi(config: PretrainedConfig) -> bool:
+    """Whether a model adds a bias by key position that `AlibiByPosition` can rearrange."""
+    return config.model_type == "bloom" or (
+        config.model_type == "falcon" and bool(getattr(config, "alibi", False))
+    )
+
+
+def check_forward(
+    model: PreTrainedModel, decoder: PreTrainedModel, config: PretrainedConfig
+) -> None:
+    """Raise UserError, saying why, for a model that cannot run a pass over a token tree."""
+    takes = inspect.signature(type(decoder).forward).parameters
+    implementation = config._attn_implementation
+    alibi = uses_alibi(config)
+    # Falcon's eager code adds its ALiBi bias a second time, by column.
+    maskable = {"sdpa"} if alibi and config.model_type == "falcon" else MASKED_ATTENTION
+    has_unrotated_layers = 0 in (getattr(config, "no_rope_layers", None) or ())
+    reasons = {
+        "it keeps no key-value cache": "past_key_values" not in takes,
+        "it counts positions by itself, and the nodes of a token tree share some": (
+            "position_ids" not in takes and not alibi
+        ),
+        "its local layers count their window in columns of the cache, not in positions": (
+            "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo
+        ),
+        "it scales attention by columns of the cache, not by positions": (
+            has_unrotated_layers and getattr(config, "attn_temperature_tuning", False)  # Llama 4
+        ),
+        f"its {implementation} attention takes no tree mask; load it with "
+        "attn_implementation='sdpa'": implementation not in maskable,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"{type(model).__name__} is not supported as a target: {reason}")
+
+
+def key_positions(mask: torch.Tensor) -> torch.Tensor:
+    """Position of each key [..., S] among those that the additive mask [..., S] lets be seen.
+
+    The last number is the query's own position; at hidden keys the numbers mean nothing.
+    """
+    return (mask == 0).cumsum(-1, dtype=torch.int32) - 1
+
+
+def masks_by_kind(
+    mask: torch.Tensor,  # [B, 1, T, S] additive, 0 where a key is seen
+    kinds: tuple[LayerKind, ...],
+) -> LayerMasks:
+    """The mask in the form that a model with these layers takes: one, or one for each kind.
+
+    Nothing is computed while the whole sequence is within reach of every layer.
+    """
+    if mask.shape[-1] <= min(kind.reach for kind in kinds):
+        return mask
+    positions = key_positions(mask)
+    blocked = torch.finfo(mask.dtype).min
+    masks = {
+        kind.name: mask.masked_fill(kind.hides(positions), blocked)
+        if kind.reach < mask.shape[-1]
+        else mask
+        for kind in kinds
+    }
+    return masks if len(masks) > 1 else masks[kinds[0].name]

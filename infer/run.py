@@ -1,0 +1,149 @@
+"""One batch on its way from prompts to answers; shared by every way of decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+
+from drafthead.heads.base import Committed, DraftSession
+from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
+from drafthead.heads.target import FeatureSpec, Target, TargetOutput
+from drafthead.heads.tree import TokenTree
+from drafthead.infer.compiled import new_cache
+from drafthead.infer.logits_processing import PathProcessing
+from drafthead.infer.results import DecodeStats
+from drafthead.infer.rows import Batch
+from drafthead.infer.stopping import Stop
+
+# Columns that the cache has at first for new tokens; it grows when an answer is longer.
+FIRST_ROOM = 512
+
+Emitted = dict[int, list[int]]  # row number -> the tokens that it has just gained
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode, and how."""
+
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]  # most new tokens, for each prompt
+    sampling: SamplingConfig
+    seeds: Sequence[int]  # one for each prompt
+    end_ids: frozenset[int]
+    processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
+    stops: Sequence[Stop] = ()  # one for each prompt, or none at all
+
+
+class Run:
+    """The state of a batch: its cache, what each row has said, and the last token of each."""
+
+    def __init__(self, target: Target, request: Request, features: FeatureSpec, max_nodes: int):
+        """`max_nodes` is the most nodes that one pass will have."""
+        self.target, self.request = target, request
+        self.features = features.with_last()  # so that plain steps and trees share compiled passes
+        self.max_nodes = max_nodes
+        self.cache = new_cache(target)
+        self.batch = Batch(request.limits, request.end_ids)
+        self.batch = Batch(request.limits, request.end_ids, request.stops)
+        self.stats = DecodeStats(
+            accept_lengths=[row.accept_lengths for row in self.batch.rows],
+            decoded_tokens=[0] * len(request.prompts),
+        )
+        self.random = None if request.sampling.greedy else RowRandom(request.seeds, target.device)
+        self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
+        self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
+        self.roots = self.prompt_ids[:, 0]  # [B] last committed tokens; set by the prompt pass
+        self.last_lengths: list[int] = []  # tokens that the last step committed in each row
+        self.processing: PathProcessing | None = None
+        if request.processors:
+            self.processing = PathProcessing(
+                request.processors, request.prompts, self.batch, request.sampling.greedy
+            )
+
+    def prefill(self) -> tuple[Committed, Emitted]:
+        """The pass over the prompts, which also gives each row its first token.
+
+        Padding stands to the right, where a causal mask never looks, so the model builds its own.
+        """
+        ids, lengths = self.prompt_ids, self.prompt_lengths
+        longest = ids.shape[1]
+        positions = torch.arange(longest, device=ids.device).expand_as(ids)
+        rows = torch.arange(ids.shape[0], device=ids.device)
+        output = self.target.run(
+            ids,
+            positions,
+            None,
+            self.features,
+            self.cache,
+            logits_to_keep=1,
+        )
+        assert output.features.last is not None
+        # The last positions differ from row to row, so their logits are computed on their own.
+        logits = self.target.project(output.features.last[rows, lengths - 1])
+        room = min(max(self.request.limits), FIRST_ROOM) + self.max_nodes
+        self.cache.commit_prompt(lengths, longest, room)
+        self.roots = self.pick(logits)
+        following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
+        following[rows, lengths - 1] = self.roots
+        emitted = self.batch.take([[token] for token in self.roots.tolist()])
+        return Committed(following, output.features, lengths), emitted
+
+    def pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
+        if self.processing is not None:
+            logits = self.processing.behind_rows(logits)
+        if self.random is None:
+            return logits.float().argmax(-1)
+        self.begin_random_step()
+        return sample(probabilities(logits, self.request.sampling), self.random.uniform())
+
+    def begin_random_step(self) -> None:
+        """Start each running row's random stream for its next token."""
+        if self.random is not None:
+            self.random.begin_step([len(row.tokens) for row in self.batch.running_rows()])
+
+    def verify(self, tree: TokenTree) -> TargetOutput:
+        """One pass of the target over all nodes of a tree."""
+        assert self.cache.lengths is not None
+        positions = self.legal(self.cache.lengths[:, None] + tree.depths)
+        mask = self.cache.mask(tree.ancestors, self.target.dtype)
+        tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
+        return self.target.run(tokens, positions, mask, self.features, self.cache)
+
+    def legal(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions within the context: what lies past its end is never kept, but is computed."""
+        if self.target.max_length is None:
+            return positions
+        return positions.clamp_max(self.target.max_length - 1)
+
+    def take_step(self, answers: list[list[int]]) -> Emitted:
+        """Give the running rows what a step committed; returns what they kept of it."""
+        self.last_lengths = [len(answer) for answer in answers]
+        emitted = self.batch.take_step(answers)
+        for number, tokens in emitted.items():
+            self.stats.decoded_tokens[number] += len(tokens)
+        return emitted
+
+    def keep_active(self, session: DraftSession | None = None) -> None:
+        """Take rows that have ended out of the running batch, many at a time."""
+        places = self.batch.drop_idle()
+        if not places:
+            return
+        self.lengths = [self.lengths[place] for place in places]
+        rows = torch.tensor(places, device=self.target.device)
+        self.roots = self.roots[rows]
+        self.cache.keep_rows(rows, max(self.lengths))
+        if self.random is not None:
+            self.random.keep_rows(places)
+        if session is not None:
+            session.keep_rows(rows)
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as right-padded ids [B, T] and their lengths [B]."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    return ids.to(device), torch.tensor([len(prompt) for prompt in prompts], device=device)

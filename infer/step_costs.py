@@ -1,0 +1,122 @@
+"""What a step costs on this machine: real steps of the engine, timed for each size of tree.
+
+Timing takes about a second and its result is kept for the next time that the same models run on the
+same machine.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from drafthead.heads.base import Drafter
+from drafthead.heads.checkpoint import write_text
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target import Target
+from drafthead.heads.tree import Budget
+from drafthead.infer.engine import speculate
+from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer.planner import Planner
+from drafthead.infer.run import Request, Run
+from drafthead.infer.verifiers import VERIFIERS
+
+logger = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 64
+TIMED_STEPS = 5  # of each kind, in turns, after one that is not counted
+
+StepSeconds = dict[Budget | None, float]  # None: a step without a draft
+
+
+class Tour(Planner):
+    """Every budget in turn, and no draft as well, several times over."""
+
+    def __init__(self, stops: list[Budget | None], rounds: int):
+        self.order = [stop for _ in range(rounds) for stop in stops]
+        self.place = 0
+
+    def choose(self) -> Budget | None:
+        """The next stop."""
+        return self.order[min(self.place, len(self.order) - 1)]
+
+    def learn(self, budget: Budget | None, accept_lengths: object) -> None:
+        """Go on to the next stop."""
+        self.place += 1
+
+
+def time_steps(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
+    """Median seconds of a step for each budget of the drafter, and of a plain one."""
+    stops: list[Budget | None] = [None, *drafter.budgets]
+    tour = Tour(stops, TIMED_STEPS + 1)
+    prompts = torch.randint(
+        target.vocab_size, (batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    most = sum(1 + (stop.depth if stop else 0) for stop in tour.order) + 1
+    request = Request(prompts, [most] * batch, SamplingConfig(), [0] * batch, frozenset())
+    run = Run(target, request, drafter.features, drafter.budgets[-1].nodes)
+    steps = speculate(run, drafter, tour, VERIFIERS["greedy"])
+    next(steps)  # the prompt
+    taken: dict[Budget | None, list[float]] = {stop: [] for stop in stops}
+    for stop, seconds in zip(tour.order, clock(steps, target.device), strict=False):
+        taken[stop].append(seconds)
+    return {stop: median(seconds[1:]) for stop, seconds in taken.items()}
+
+
+def clock(steps: Iterator[object], device: torch.device) -> Iterator[float]:
+    """Seconds that each step takes, the device's work included."""
+    while True:
+        started = time.perf_counter()
+        if next(steps, None) is None:
+            return
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield time.perf_counter() - started
+
+
+def step_seconds(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
+    """`time_steps`, from the last time if the same was timed before."""
+    kept = cost_file(target, drafter, batch)
+    if kept.exists():
+        try:
+            return read_costs(kept)
+        except (ValueError, TypeError):
+            logger.warning("%s cannot be read; steps are timed anew", kept)
+    costs = time_steps(target, drafter, batch)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_text(kept, json.dumps([[_fields(stop), seconds] for stop, seconds in costs.items()]))
+    return costs
+
+
+def read_costs(path: Path) -> StepSeconds:
+    """Costs that were written before; raises ValueError or TypeError for anything else."""
+    return {
+        None if stop is None else Budget(*stop): float(seconds)
+        for stop, seconds in json.loads(path.read_text())
+    }
+
+
+def _fields(stop: Budget | None) -> list[int] | None:
+    return None if stop is None else [stop.nodes, stop.depth]
+
+
+def cost_file(target: Target, drafter: Drafter, batch: int) -> Path:
+    """Where the costs of these models on this machine are kept."""
+    about = [
+        describe_machine(),
+        describe_versions(),
+        target.config.to_diff_dict(),
+        str(target.dtype),
+        type(target).__name__,
+        drafter.identity(),
+        [_fields(budget) for budget in drafter.budgets],
+        batch,
+    ]
+    digest = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode()).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"
+    return folder / "step_costs" / f"{digest[:16]}.json"
