@@ -12,8 +12,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, softmax
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+from drafthead.heads.anchors import anchor_positions, labels_at
 from drafthead.heads.base import (
     MAX_RANK,
     Drafter,
@@ -31,8 +32,17 @@ from drafthead.heads.block_transformer import (
 from drafthead.heads.correction import Correction
 from drafthead.heads.eagle3 import scale_of
 from drafthead.heads.errors import UserError
-from drafthead.heads.losses import TOKEN_LOSSES, in_chunks, ranks_of
-from drafthead.heads.medusa import anchor_positions, labels_at
+from drafthead.heads.losses import (
+    TOKEN_LOSSES,
+    check_depth_decay,
+    check_token_loss,
+    depth_weights,
+    dpace_weights,
+    hard_cross_entropy,
+    in_chunks,
+    overlap,
+    ranks_of,
+)
 from drafthead.heads.parallel_drafter import ParallelDrafter
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import TreeShape
@@ -51,8 +61,9 @@ class ParallelConfig(BlockConfig):
     draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
     correction: Literal["none", "markov", "gated", "recurrent"] = "markov"
     correction_rank: int = 0  # a quarter of the hidden size, at most 256
-    loss: Literal["hard", "soft"] = "hard"  # soft: the target's whole distribution
+    loss: str = "hard"  # a name in losses.TOKEN_LOSSES
     depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
+    dpace: bool = False  # and by what its place is worth to the block as drafted, see dpace_weights
     anchors: int = 32  # blocks of a row that a training step drafts
     anchor_places: Literal["random", "blocks"] = "random"  # blocks: end to end
     confidence_weight: float = 0.0  # of the confidence output's loss; 0: there is no such output
@@ -70,8 +81,8 @@ class ParallelConfig(BlockConfig):
                 f"draft_vocab_size must lie between 0 and the target's {self.vocab_size} tokens, "
                 f"got {self.draft_vocab_size}"
             )
-        if not 0 < self.depth_decay <= 1:
-            raise ValueError(f"depth_decay must lie in (0, 1], got {self.depth_decay}")
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
         if self.anchors < 1 or self.confidence_weight < 0:
             raise ValueError("anchors must be at least 1 and confidence_weight not negative")
 
@@ -198,13 +209,15 @@ class ParallelHead(DraftHead):
             before[valid],
             labels[valid],
         )
-        nothing = (0.0, 0.0, MAX_RANK)
-        losses, doubts, ranks = (
+        nothing = (0.0, 0.0, 0.0, MAX_RANK)
+        losses, doubts, known, ranks = (
             torch.full_like(labels, fill, dtype=values.dtype).masked_scatter(valid, values)
             for fill, values in zip(nothing, judged, strict=True)
         )
-        decay = self.config.depth_decay ** torch.arange(self.depth, device=anchors.device)
-        weights = blocks.weights[rows, None] * decay  # [M, K]
+        weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
+        weights = weights * blocks.weights[rows, None]  # [M, K]
+        if self.config.dpace:
+            weights = weights * dpace_weights(known, valid)
         return HeadLoss(
             total=(weights * (losses + self.config.confidence_weight * doubts)).sum(),
             depth_losses=losses.detach().sum(dim=0),
@@ -220,8 +233,8 @@ class ParallelHead(DraftHead):
         teacher: torch.Tensor,  # [P, D]
         before: torch.Tensor,  # [P]
         labels: torch.Tensor,  # [P]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Loss of P slots, loss of their confidence, rank of the true token; [P] each.
+    ) -> tuple[torch.Tensor, ...]:
+        """Of P slots the loss, that of the confidence, and the true token's probability and rank.
 
         A draft vocabulary is taught the target's distribution renormalised on it, and nothing where
         the true token lies outside.
@@ -232,18 +245,19 @@ class ParallelHead(DraftHead):
         rule = TOKEN_LOSSES[self.config.loss]
         reads_target = rule.reads_target or self.confidence is not None
         target_logits = target.project(teacher) if reads_target else None
-        known = torch.ones_like(labels, dtype=torch.bool)
+        inside = torch.ones_like(labels, dtype=torch.bool)
         if self.output is not None:
             target_logits = None if target_logits is None else target_logits[:, self.draft_ids]
             guesses = torch.searchsorted(self.draft_ids, labels).clamp_max(len(self.draft_ids) - 1)
-            known, labels = self.draft_ids[guesses] == labels, guesses
-        losses = rule.function(logits, target_logits, labels).where(known, 0)
+            inside, labels = self.draft_ids[guesses] == labels, guesses
+        losses = rule.function(logits, target_logits, labels).where(inside, 0)
         doubts = torch.zeros_like(losses)
         if self.confidence is not None and target_logits is not None:
             accepted = overlap(logits.detach(), target_logits)
             confidence = self.confidence_logits(hidden, before).float()
             doubts = binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
-        return losses, doubts, ranks_of(logits, labels, MAX_RANK).where(known, MAX_RANK)
+        known = torch.exp(-hard_cross_entropy(logits.detach(), labels)).where(inside, 0)
+        return losses, doubts, known, ranks_of(logits, labels, MAX_RANK).where(inside, MAX_RANK)
 
     def drafted(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, A, K, D] of the blocks behind anchors [B, A], for one context."""
@@ -295,9 +309,3 @@ class ParallelHead(DraftHead):
 def behind(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
     """The context's keys and values with those of the blocks behind them."""
     return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
-
-
-def overlap(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
-    """The chance [P] that a drawn token is accepted: sum_v min(draft_probs[v], target_probs[v])."""
-    draft_probs, target_probs = softmax(logits.float(), -1), softmax(target_logits.float(), -1)
-    return torch.minimum(draft_probs, target_probs).sum(-1)

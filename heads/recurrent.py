@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from drafthead.heads.anchors import labels_at
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.draft_layers import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.losses import TOKEN_LOSSES, in_chunks, ranks_of
-from drafthead.heads.medusa import labels_at
 from drafthead.heads.recurrent_drafter import RecurrentDrafter
 from drafthead.heads.target import Features, Target
 from drafthead.heads.tree import TreeShape

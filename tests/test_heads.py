@@ -16,7 +16,7 @@ from drafthead.heads.checkpoint import load_head, save_head
 from drafthead.heads.losses import TOKEN_LOSSES
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Features, Target
-from drafthead.heads.tree import TokenTree
+from drafthead.heads.tree import TokenTree, TreeShape
 from drafthead.train.evaluation import chain_lengths
 
 GREEDY, WARM = SamplingConfig(), SamplingConfig(temperature=1.0, top_k=20)
@@ -113,7 +113,7 @@ def test_the_ranks_of_training_tell_what_drafting_proposes(family: str, target: 
     anchors = torch.arange(2, length - 1).repeat(4)  # the root is supervised from token 3 on
     rows = torch.arange(4).repeat_interleave(length - 3)
     ids = batch.input_ids[rows]
-    drafter = head.drafter(target)
+    drafter = head.drafter(target, TreeShape.chain(depth))
     session = drafter.start(ids, anchors + 1)
     features = batch.features.map(lambda hidden: hidden[rows])
     session.commit(piece(ids, features, torch.zeros_like(anchors), anchors + 1))

@@ -12,7 +12,8 @@ from drafthead.heads.base import MAX_RANK, Committed, HeadBatch
 from drafthead.heads.best_first import best_first_tree, filled_tree
 from drafthead.heads.block_transformer import spread_taps
 from drafthead.heads.errors import UserError
-from drafthead.heads.parallel import ParallelConfig, ParallelHead, overlap
+from drafthead.heads.losses import overlap
+from drafthead.heads.parallel import ParallelConfig, ParallelHead
 from drafthead.heads.parallel_drafter import BlockScorer, ParallelSession
 from drafthead.heads.recurrent_drafter import levels_of
 from drafthead.heads.sampling import RowRandom, SamplingConfig
@@ -341,13 +342,6 @@ def test_nothing_supervised_is_no_loss(target, make_head) -> None:
     loss = head.loss(replace(batch, supervised=torch.zeros_like(batch.supervised)), target)
     assert loss.total == 0
     assert loss.ranks.shape == (0, head.depth)
-
-
-def test_overlap_is_the_chance_that_a_drawn_token_is_accepted() -> None:
-    """Probabilities (.5, .5, 0) and (0, .5, .5) share the middle one."""
-    logits = torch.tensor([[0.0, 0.0, -99.0]])
-    assert overlap(logits, logits) == pytest.approx(1)
-    assert overlap(logits, logits.flip(1)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("bias", [-1.0, 2.0])
