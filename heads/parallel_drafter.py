@@ -81,7 +81,7 @@ class ParallelSession(DraftSession):
         """One pass over the block, then a tree from its candidates."""
         assert self.roots is not None
         drafter = self.drafter
-        scorer = BlockScorer(drafter.head, drafter.target, self.drafted())
+        scorer = BlockScorer(drafter.head, drafter.target, self.drafted(), self.roots)
         if random is None and drafter.fixed is None:
             return best_first_tree(self.roots, scorer, budget)
         shape = drafter.trees.shape(budget)
@@ -101,19 +101,48 @@ class ParallelSession(DraftSession):
 
 
 class BlockScorer:
-    """The candidates of a drafted block, scored by the real token before them.
+    """The candidates of a drafted block, scored by the real tokens before them.
 
     See `best_first.Scorer`.
     """
 
-    def __init__(self, head: "ParallelHead", target: Target, hidden: torch.Tensor):
-        """`hidden` [B, K, D] are the block's final hidden states."""
+    def __init__(
+        self,
+        head: "ParallelHead",
+        target: Target,
+        hidden: torch.Tensor,  # [B, K, D] of the block's slots
+        roots: torch.Tensor,  # [B]
+    ):
         self.correction, self.hidden = head.correction, hidden
         logits = head.base_logits(hidden, target).float()
-        best = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
-        self.candidates, self.logits = head.tokens_of(best.indices), best.values  # [B, K, k]
+        guesses = self._likely(logits, head, roots)  # [B, K, k]
+        self.candidates = head.tokens_of(guesses)
+        self.logits = logits.gather(-1, guesses)
         if self.correction is not None:
-            self.outputs = self.correction.output.weight[best.indices].mT  # [B, K, rank, k]
+            self.outputs = self.correction.output.weight[guesses].mT  # [B, K, rank, k]
+
+    def _likely(
+        self, logits: torch.Tensor, head: "ParallelHead", roots: torch.Tensor
+    ) -> torch.Tensor:
+        """The guesses [B, K, k] that logits [B, K, V] and the average correction favour.
+
+        Without its correction a slot does not know what it follows. The average is taken over the
+        candidates of the slot before, weighted by how probable they are.
+        """
+        count = min(CANDIDATES, logits.shape[-1])
+        if self.correction is None:
+            return logits.topk(count, dim=-1).indices
+        before, state = roots[:, None], self.begin(roots)
+        weights = torch.ones_like(before, dtype=logits.dtype)[..., None]  # [B, F, 1]
+        guesses = []
+        for depth in range(logits.shape[1]):
+            codes, states = self._step(depth, before, state.expand(-1, before.shape[1], -1))
+            code = (weights.to(codes.dtype) * codes).sum(dim=1)
+            state = (weights.to(states.dtype) * states).sum(dim=1, keepdim=True)
+            best = (logits[:, depth] + self.correction.output(code)).topk(count, dim=-1)
+            guesses.append(best.indices)
+            before, weights = head.tokens_of(best.indices), best.values.softmax(-1)[..., None]
+        return torch.stack(guesses, dim=1)
 
     def begin(self, roots: torch.Tensor) -> torch.Tensor:
         """The state [B, 1, R] in front of the roots [B]."""
@@ -126,7 +155,14 @@ class BlockScorer:
         """Log-probabilities [B, F, k] of a depth's candidates behind parents [B, F]."""
         logits = self.logits[:, depth, None]
         if self.correction is not None:
-            hidden = self.hidden[:, depth, None].expand(-1, parents.shape[1], -1)
-            code, state = self.correction.step(parents, hidden, state)
-            logits = logits + (code @ self.outputs[:, depth]).float()
+            codes, state = self._step(depth, parents, state)
+            logits = logits + (codes @ self.outputs[:, depth]).float()
         return logits.log_softmax(-1).expand(-1, parents.shape[1], -1), state
+
+    def _step(
+        self, depth: int, before: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [B, F, rank] of a slot behind tokens [B, F], and the states behind them."""
+        assert self.correction is not None
+        hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
+        return self.correction.step(before, hidden, state)

@@ -186,7 +186,8 @@ class TiedScorer:
 def block_scorer(target: Target, make_head, kind: str) -> BlockScorer:
     head = make_head("parallel", target, correction=kind, seed=3)
     generator = torch.Generator().manual_seed(2)
-    return BlockScorer(head, target, torch.randn(2, 4, HIDDEN, generator=generator))
+    hidden = torch.randn(2, 4, HIDDEN, generator=generator)
+    return BlockScorer(head, target, hidden, torch.tensor([9, 10]))
 
 
 def behind_path(scorer, row: int, path: list[int]) -> list[float]:
