@@ -28,8 +28,11 @@ class BlockConfig(LayerConfig):
     num_layers: int = 2
     block_size: int = 6  # slots of a pass: the root and the mask tokens
     root_predicts: bool = True  # the root's slot drafts the first token; DFlash leaves it unused
+    root_feature: bool = (
+        False  # the root's slot also begins with the context before it; DFlash: not
+    )
     causal: bool = True  # slots see the slots before them; otherwise all of their block
-    mask_token: int = 0  # its embedding stands in the slots to be drafted
+    mask_token: int | None = None  # its embedding fills the other slots; None: a learnt vector does
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON knows lists only
@@ -40,7 +43,7 @@ class BlockConfig(LayerConfig):
             )
         if len(set(self.taps)) < len(self.taps) or min(self.taps, default=0) < 0:
             raise ValueError(f"taps must be different layers from 0 on, got {list(self.taps)}")
-        if self.mask_token < 0:
+        if self.mask_token is not None and self.mask_token < 0:
             raise ValueError(f"mask_token must be a token id, got {self.mask_token}")
 
     @property
@@ -58,7 +61,7 @@ class BlockConfig(LayerConfig):
                 f"head.taps is {list(self.taps)}, but the target has layers 0 to "
                 f"{target.num_layers - 1}"
             )
-        if self.mask_token >= target.vocab_size:
+        if self.mask_token is not None and self.mask_token >= target.vocab_size:
             raise UserError(
                 f"head.mask_token is {self.mask_token}, but the target has {target.vocab_size} "
                 "tokens"
@@ -84,15 +87,40 @@ class BlockTransformer(nn.Module):
         self.tap_norms = nn.ModuleList(norms)
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.mask = nn.Parameter(torch.zeros(size)) if config.mask_token is None else None
+        self.root_proj = None
+        if config.root_feature:
+            self.root_proj = nn.Linear(size, size, bias=False)
+            nn.init.zeros_(self.root_proj.weight)
         layers = [DecoderLayer(config, qk_norm=True) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(size, eps=eps)
         self.rotary = Rotary(config)
 
-    def context(self, features: Features, positions: torch.Tensor) -> list[KeysValues]:
-        """Each layer's keys and values for tokens with features at positions [B, T]."""
+    @torch.no_grad()
+    def begin_like(self, target: Target) -> None:
+        """Start as the target's last layers, as far as theirs have the same parts.
+
+        The context is then, to begin with, the last tap alone.
+        """
+        first = target.num_layers - len(self.layers)
+        for index, layer in enumerate(self.layers, first):
+            theirs = target.layers[index].state_dict() if index >= 0 else {}
+            for name, ours in layer.state_dict().items():
+                their = theirs.get(name)
+                if their is not None and their.shape == ours.shape and their.is_floating_point():
+                    ours.copy_(their)
+        size = self.config.hidden_size
+        self.fc.weight.zero_()[:, -size:].fill_diagonal_(1)
+        self.hidden_norm.weight.copy_(self.layers[0].input_layernorm.weight)
+
+    def fused(self, features: Features) -> torch.Tensor:
+        """One vector [B, T, D] for each token with features."""
         taps = [norm(tap) for norm, tap in zip(self.tap_norms, features.taps, strict=True)]
-        hidden = self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
+        return self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
+
+    def context(self, hidden: torch.Tensor, positions: torch.Tensor) -> list[KeysValues]:
+        """Each layer's keys and values for tokens with fused [B, T, D] at positions [B, T]."""
         rotation = self.rotary(positions)
         return [
             cast(DecoderLayer, layer).self_attn.keys_values(hidden, rotation)
@@ -103,6 +131,7 @@ class BlockTransformer(nn.Module):
         self,
         target: Target,
         roots: torch.Tensor,  # [B, A]
+        before: torch.Tensor,  # [B, A, D] fused features before the roots
         positions: torch.Tensor,  # [B, A]
         mask: torch.Tensor,  # [B or 1, 1, A x block_size, S] bool
         stores: Sequence[Store],
@@ -113,14 +142,22 @@ class BlockTransformer(nn.Module):
         that the mask speaks of.
         """
         size = self.config.block_size
-        ids = torch.full((*roots.shape, size), self.config.mask_token, device=roots.device)
-        ids[..., 0] = roots
         slots = torch.arange(size, device=roots.device)
         rotation = self.rotary((positions[..., None] + slots).flatten(1))
-        hidden = target.embed(ids.flatten(1)).to(self.norm.weight.dtype)
+        first = target.embed(roots).to(before.dtype)
+        if self.root_proj is not None:
+            first = first + self.root_proj(before)
+        others = self._mask_vector(target).expand(*roots.shape, size - 1, -1)
+        hidden = torch.cat([first[:, :, None], others], dim=2).flatten(1, 2)
         for layer, store in zip(self.layers, stores, strict=True):
             hidden = layer(hidden, rotation, mask, store)
         return self.norm(hidden).unflatten(1, (-1, size))[:, :, size - self.config.depth :]
+
+    def _mask_vector(self, target: Target) -> torch.Tensor:
+        if self.mask is not None:
+            return self.mask
+        token = torch.tensor(self.config.mask_token, device=self.norm.weight.device)
+        return target.embed(token).to(self.norm.weight.dtype)
 
     def visible(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Which slots see which, [A x block_size, A x block_size]: no block another.

@@ -64,6 +64,7 @@ class ParallelConfig(BlockConfig):
     loss: str = "hard"  # a name in losses.TOKEN_LOSSES
     depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
     dpace: bool = False  # and by what its place is worth to the block as drafted, see dpace_weights
+    warm: bool = False
     anchors: int = 32  # blocks of a row that a training step drafts
     anchor_places: Literal["random", "blocks"] = "random"  # blocks: end to end
     confidence_weight: float = 0.0  # of the confidence output's loss; 0: there is no such output
@@ -151,13 +152,17 @@ class ParallelHead(DraftHead):
 
     def initialize(self, target: Target) -> None:
         """Take over the scale of the target's final norm; begin the codes like its embeddings."""
+        if self.config.warm:
+            self.transformer.begin_like(target)
         self.transformer.norm.weight.data.copy_(scale_of(target.final_norm, target))
         if self.output is not None:
             weight = target.output_head.get_parameter("weight")
             self.output.weight.data.copy_(weight[self.draft_ids.to(weight.device)])
+        embeddings = target.embed(torch.arange(target.vocab_size, device=target.device)).float()
+        if self.transformer.mask is not None:
+            self.transformer.mask.data.normal_(std=float(embeddings.std()))
         if self.correction is not None:
-            tokens = torch.arange(target.vocab_size, device=target.device)
-            self.correction.begin_alike(target.embed(tokens))
+            self.correction.begin_alike(embeddings)
 
     def base_logits(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., Vd] of slots [..., D] before the correction."""
@@ -263,13 +268,15 @@ class ParallelHead(DraftHead):
         """Hidden states [B, A, K, D] of the blocks behind anchors [B, A], for one context."""
         length = batch.input_ids.shape[1]
         positions = torch.arange(length, device=anchors.device).expand_as(batch.input_ids)
-        context = self.transformer.context(batch.features, positions)
+        fused = self.transformer.fused(batch.features)
+        context = self.transformer.context(fused, positions)
+        rows = torch.arange(len(fused), device=fused.device)[:, None]
         parts = []
         for some in anchors.split(BLOCKS_AT_ONCE, dim=1):
             mask = self.training_mask(batch.segments, some)
             stores = [partial(behind, keys_values) for keys_values in context]
             roots = batch.input_ids.gather(1, some + 1)
-            parts.append(self.transformer(target, roots, some + 1, mask, stores))
+            parts.append(self.transformer(target, roots, fused[rows, some], some + 1, mask, stores))
         return torch.cat(parts, dim=1)
 
     def training_mask(self, segments: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

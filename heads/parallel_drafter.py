@@ -52,6 +52,7 @@ class ParallelSession(DraftSession):
         self.drafter = drafter
         self.cache = DraftCache(drafter.head.config.num_layers)
         self.roots: torch.Tensor | None = None  # [B]
+        self.before: torch.Tensor | None = None  # [B, D], fused features before the roots
 
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
@@ -60,19 +61,22 @@ class ParallelSession(DraftSession):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if self.cache.lengths is not None:
             positions = positions + self.cache.lengths[:, None]
-        context = self.drafter.head.transformer.context(committed.features, positions)
+        transformer = self.drafter.head.transformer
+        fused = transformer.fused(committed.features)
+        context = transformer.context(fused, positions)
         for layer, (keys, values) in enumerate(context):
             self.cache.append(layer, keys, values)
         self.cache.stay(tokens.shape[1])
         self.cache.commit(lengths)
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         self.roots = tokens[rows, lengths - 1]
+        self.before = fused[rows, lengths - 1]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
-        assert self.roots is not None
+        assert self.roots is not None and self.before is not None
         self.cache.keep_rows(rows)
-        self.roots = self.roots[rows]
+        self.roots, self.before = self.roots[rows], self.before[rows]
 
     @torch.no_grad()
     def propose(
@@ -90,14 +94,16 @@ class ParallelSession(DraftSession):
 
     def drafted(self) -> torch.Tensor:
         """Hidden states [B, K, D] of the block behind the roots."""
-        assert self.roots is not None and self.cache.lengths is not None
+        assert self.roots is not None and self.before is not None
+        assert self.cache.lengths is not None
         transformer = self.drafter.head.transformer
         mask = self.cache.mask(transformer.visible(1, self.roots.device)[None])
         stores: list[Store] = [
             partial(self.cache.append, layer) for layer in range(len(transformer.layers))
         ]
         roots, positions = self.roots[:, None], self.cache.lengths[:, None]
-        return transformer(self.drafter.target, roots, positions, mask, stores)[:, 0]
+        before = self.before[:, None]
+        return transformer(self.drafter.target, roots, before, positions, mask, stores)[:, 0]
 
 
 class BlockScorer:
@@ -119,7 +125,8 @@ class BlockScorer:
         self.candidates = head.tokens_of(guesses)
         self.logits = logits.gather(-1, guesses)
         if self.correction is not None:
-            self.outputs = self.correction.output.weight[guesses].mT  # [B, K, rank, k]
+            # In float32: a CPU multiplies small 16-bit matrices many times slower.
+            self.outputs = self.correction.output.weight[guesses].float().mT  # [B, K, rank, k]
 
     def _likely(
         self, logits: torch.Tensor, head: "ParallelHead", roots: torch.Tensor
@@ -156,7 +163,7 @@ class BlockScorer:
         logits = self.logits[:, depth, None]
         if self.correction is not None:
             codes, state = self._step(depth, parents, state)
-            logits = logits + (codes @ self.outputs[:, depth]).float()
+            logits = logits + codes.float() @ self.outputs[:, depth]
         return logits.log_softmax(-1).expand(-1, parents.shape[1], -1), state
 
     def _step(
