@@ -112,7 +112,8 @@ class HeadLoss:
     """The loss of a batch and what it says of each depth.
 
     Depth k guesses the k-th token behind the root. `ranks` are the head's ranks of the true tokens,
-    0 for its best guess and MAX_RANK for any rank from MAX_RANK on or a position past the end.
+    0 for its best guess and MAX_RANK for any rank from MAX_RANK on, a position past the end or a
+    depth that this loss does not look at.
     """
 
     total: torch.Tensor  # scalar, summed over positions and weighted over depths

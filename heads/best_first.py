@@ -10,13 +10,8 @@ from typing import Protocol
 import torch
 
 from drafthead.heads.dynamic_tree import TreeGrowth
-from drafthead.heads.recurrent_drafter import Level, by_node
-from drafthead.heads.sampling import (
-    RowRandom,
-    SamplingConfig,
-    draw_without_replacement,
-    probabilities,
-)
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sequential import Level, Support, drawn, for_all_nodes
 from drafthead.heads.tree import Budget, TokenTree, TreeShape
 
 
@@ -74,24 +69,20 @@ def filled_tree(
     Without `random` a node is its rank's best candidate behind its real parent. With it, children
     are drawn without replacement from the distribution behind their real parent, on the candidates.
     """
-    tokens = roots[:, None].repeat(1, shape.num_nodes)
-    state = scorer.begin(roots)
-    supports: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and probs [B, n, k], by level
+    tokens, behind = [roots[:, None]], scorer.begin(roots)
+    supports: list[Support] = []
     for depth, level in enumerate(levels):
-        log_probs, behind = scorer.log_probs(depth, tokens[:, level.nodes], state)
-        ids = scorer.candidates[:, depth, None].expand_as(log_probs)
+        own, state = tokens[-1][:, level.own], behind[:, level.above]
+        log_probs, behind = scorer.log_probs(depth, own, state)
+        ids = scorer.candidates[:, depth, None].expand_as(log_probs)  # [B, n, k]
         if random is None:
             order = log_probs.topk(level.width, dim=-1).indices
         else:
-            probs = probabilities(log_probs, sampling)
-            uniform = random.uniform(*probs.shape[1:])
-            order = draw_without_replacement(probs, level.width, uniform)
-            supports.append((ids, probs))
-        children = ids.gather(2, order)
-        tokens[:, level.children] = children[:, level.child_places, level.child_ranks]
-        if depth + 1 < len(levels):
-            state = behind[:, levels[depth + 1].parent_places]
+            order, (places, probs) = drawn(log_probs, level.width, sampling, random)
+            supports.append((ids.gather(-1, places), probs))
+        tokens.append(ids.gather(-1, order)[:, level.parents, level.ranks])
+    filled = torch.cat(tokens, dim=1)
     if random is None:
-        return TokenTree.from_shape(shape, tokens)
-    tables = (by_node(levels, parts, shape) for parts in zip(*supports, strict=True))
-    return TokenTree.from_shape(shape, tokens, *tables)
+        return TokenTree.from_shape(shape, filled)
+    nodes = torch.cat([level.nodes for level in levels])
+    return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))

@@ -12,7 +12,7 @@ from typing import Self, cast
 import torch
 from torch import nn
 
-from drafthead.heads.draft_layers import DecoderLayer, LayerConfig, Rotary, Store
+from drafthead.heads.draft_layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, Store
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import Features, Target
 
@@ -81,20 +81,19 @@ class BlockTransformer(nn.Module):
         super().__init__()
         self.config = config
         size, eps = config.hidden_size, config.rms_norm_eps
-        norms = (
-            nn.RMSNorm(size, eps=eps) if config.tap_norm else nn.Identity() for _ in config.taps
-        )
+        norms = (RMSNorm(size, eps=eps) if config.tap_norm else nn.Identity() for _ in config.taps)
         self.tap_norms = nn.ModuleList(norms)
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
-        self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.mask = nn.Parameter(torch.zeros(size)) if config.mask_token is None else None
+        self.hidden_norm = RMSNorm(size, eps=eps)
+        own_mask = config.mask_token is None
+        self.mask = nn.Parameter(0.02 * torch.randn(size)) if own_mask else None
         self.root_proj = None
         if config.root_feature:
             self.root_proj = nn.Linear(size, size, bias=False)
             nn.init.zeros_(self.root_proj.weight)
         layers = [DecoderLayer(config, qk_norm=True) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(size, eps=eps)
+        self.norm = RMSNorm(size, eps=eps)
         self.rotary = Rotary(config)
 
     @torch.no_grad()
@@ -103,16 +102,16 @@ class BlockTransformer(nn.Module):
 
         The context is then, to begin with, the last tap alone.
         """
-        first = target.num_layers - len(self.layers)
-        for index, layer in enumerate(self.layers, first):
-            theirs = target.layers[index].state_dict() if index >= 0 else {}
+        originals = list(target.layers.children())[-len(self.layers) :]
+        for layer, original in zip(reversed(self.layers), reversed(originals), strict=False):
+            theirs = original.state_dict()
             for name, ours in layer.state_dict().items():
-                their = theirs.get(name)
-                if their is not None and their.shape == ours.shape and their.is_floating_point():
-                    ours.copy_(their)
+                if name in theirs and theirs[name].shape == ours.shape:
+                    ours.copy_(theirs[name])
         size = self.config.hidden_size
         self.fc.weight.zero_()[:, -size:].fill_diagonal_(1)
-        self.hidden_norm.weight.copy_(self.layers[0].input_layernorm.weight)
+        first = cast(DecoderLayer, self.layers[0])
+        self.hidden_norm.load_state_dict(first.input_layernorm.state_dict())
 
     def fused(self, features: Features) -> torch.Tensor:
         """One vector [B, T, D] for each token with features."""

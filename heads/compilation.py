@@ -44,11 +44,12 @@ class Compiled:
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
         self.kind, self.dynamic = kind, dynamic
         on_cpu = device.type == "cpu"
+        self.options = dict(CPU_OPTIONS) if on_cpu else {}
         self.compiled = torch.compile(
             function,
             fullgraph=True,
             mode=None if on_cpu else "reduce-overhead",
-            options=dict(CPU_OPTIONS) if on_cpu else None,
+            options=self.options or None,
         )
         self.kinds: set[Hashable] = set()  # that have a graph
         self.seconds = 0.0
@@ -63,7 +64,10 @@ class Compiled:
                 torch._dynamo.mark_dynamic(tensor, dim)
         started = time.perf_counter()
         try:
-            result = self.compiled(*arguments)
+            # Tracing too must know that weights will be frozen: it then takes them for constants and
+            # guards them, so that another model of the same shape never runs on these weights.
+            with torch._inductor.config.patch(self.options):
+                result = self.compiled(*arguments)
         except (TorchDynamoException, InductorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(

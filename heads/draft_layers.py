@@ -109,6 +109,17 @@ def rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return states * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm that computes in the type of its weight.
+
+    In mixed precision the weight is wider than what comes in, for which torch has no fast kernel.
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps [..., D] to [..., D]."""
+        return super().forward(hidden.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; the mask is always explicit.
 
@@ -129,8 +140,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(size, config.hidden_size, bias=False)
         eps = config.rms_norm_eps
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=eps) if qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=eps) if qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, eps=eps) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=eps) if qk_norm else None
 
     def forward(
         self,
@@ -200,9 +211,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: LayerConfig, input_norm: bool = True, qk_norm: bool = False):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps=eps) if input_norm else nn.Identity()
+        self.input_layernorm = RMSNorm(size, eps=eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config, qk_norm=qk_norm)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
     def forward(

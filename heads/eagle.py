@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.functional import smooth_l1_loss
 
 from drafthead.heads.base import register_head
 from drafthead.heads.draft_layers import DecoderLayer, LayerStore, Rotation
+from drafthead.heads.losses import feature_loss
 from drafthead.heads.recurrent import RecurrentConfig, RecurrentHead
 from drafthead.heads.target import Features, FeatureSpec, Target
 
@@ -81,6 +81,6 @@ class EagleHead(RecurrentHead):
     def training_losses(
         self, outputs: torch.Tensor, features: torch.Tensor, token_losses: torch.Tensor
     ) -> torch.Tensor:
-        """The smooth L1 distance, averaged over the D numbers of a state, and the token loss."""
-        distance = smooth_l1_loss(outputs.float(), features.float(), reduction="none").mean(-1)
+        """The distance from the target's states and the token loss, weighted."""
+        distance = feature_loss(outputs, features)
         return self.config.feature_weight * distance + self.config.token_weight * token_losses

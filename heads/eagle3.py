@@ -13,7 +13,17 @@ import torch
 from torch import nn
 
 from drafthead.heads.base import register_head
-from drafthead.heads.draft_layers import Attention, DecoderLayer, GatedMlp, LayerStore, Rotation
+from drafthead.heads.draft_layers import (
+    Attention,
+    DecoderLayer,
+    GatedMlp,
+    LayerStore,
+    RMSNorm,
+    Rotation,
+    Store,
+)
+from drafthead.heads.draft_vocabulary import most_frequent
+from drafthead.heads.errors import UserError
 from drafthead.heads.recurrent import RecurrentConfig, RecurrentHead
 from drafthead.heads.target import Features, FeatureSpec, Target
 
@@ -38,12 +48,16 @@ class Eagle3Config(RecurrentConfig):
         super().__post_init__()
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON brings a list
         if self.vocab_size and self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}, but the vocabulary has "
+            raise UserError(
+                f"head.draft_vocab_size is {self.draft_vocab_size}, but the vocabulary has "
                 f"{self.vocab_size} tokens"
             )
-        if self.output == "sliced" and self.hidden_size != self.target_hidden_size:
-            raise ValueError("output: sliced needs the target's hidden size")
+        other_width = self.target_hidden_size not in (0, self.hidden_size)
+        if self.output == "sliced" and other_width:
+            raise UserError(
+                f"head.output sliced needs the target's hidden size {self.target_hidden_size}, "
+                f"but head.hidden_size is {self.hidden_size}"
+            )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -65,10 +79,10 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.hidden_norm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(config, input_size=2 * size)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
     def forward(
@@ -77,7 +91,7 @@ class Eagle3Layer(nn.Module):
         states: torch.Tensor,  # [B, T, D]
         rotation: Rotation,
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        store: Any,
+        store: Store,
     ) -> torch.Tensor:
         """The new states [B, T, D]."""
         normed = self.hidden_norm(states)
@@ -96,22 +110,19 @@ class Eagle3Head(RecurrentHead):
         size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
         width = config.target_hidden_size
         if config.tap_norm == "each":
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(num_taps))
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps=eps) for _ in range(num_taps))
         elif config.tap_norm == "joint":
-            self.input_norm = nn.RMSNorm(num_taps * width, eps=eps)
+            self.input_norm = RMSNorm(num_taps * width, eps=eps)
         self.fc = nn.Linear(num_taps * width, size, bias=False)
         more = (DecoderLayer(config) for _ in range(config.num_layers - 1))
         self.layers = nn.ModuleList([Eagle3Layer(config), *more])
-        self.norm = nn.RMSNorm(size, eps=eps)
+        self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
         self.lm_head.requires_grad_(config.output == "own")
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if size != width else None
         if config.draft_vocab_size:
-            # Guess i means token i + d2t[i]; t2d marks the tokens that can be guessed.
-            self.d2t: torch.Tensor
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            known = torch.arange(config.vocab_size) < config.draft_vocab_size
-            self.register_buffer("t2d", known)
+            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
+            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:
@@ -139,17 +150,16 @@ class Eagle3Head(RecurrentHead):
 
     def prepare(self, token_counts: torch.Tensor) -> None:
         """Make the most frequent tokens the draft vocabulary; of equals the first."""
-        size = self.config.draft_vocab_size
-        if size:
-            used = token_counts.sort(descending=True, stable=True).indices[:size].sort().values
-            self.d2t = used - torch.arange(size)
-            self.t2d = torch.zeros_like(token_counts, dtype=torch.bool).index_fill_(0, used, True)
+        if self.config.draft_vocab_size:
+            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
+            self.d2t.copy_(d2t)
+            self.t2d.copy_(t2d)
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head and the scale of its final norm."""
         if self.embed_tokens is not None:
             return
-        weight = target.output_head.get_parameter("weight")
+        weight = target.output_weight()
         ids = self.draft_ids
         self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
         self.norm.weight.data.copy_(scale_of(target.final_norm, target))

@@ -132,7 +132,7 @@ class HydraHeads(SequentialHead):
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head into each head's own."""
-        weight = target.output_head.get_parameter("weight")
+        weight = target.output_weight()
         for index in range(self.depth):
             self.branch(index).output.weight.data.copy_(weight)
 

@@ -30,6 +30,7 @@ from drafthead.heads.block_transformer import (
     spread_taps,
 )
 from drafthead.heads.correction import Correction
+from drafthead.heads.draft_vocabulary import most_frequent, translated
 from drafthead.heads.eagle3 import scale_of
 from drafthead.heads.errors import UserError
 from drafthead.heads.losses import (
@@ -61,7 +62,7 @@ class ParallelConfig(BlockConfig):
     draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
     correction: Literal["none", "markov", "gated", "recurrent"] = "markov"
     correction_rank: int = 0  # a quarter of the hidden size, at most 256
-    loss: str = "hard"  # a name in losses.TOKEN_LOSSES
+    loss: str = "soft"  # a name in losses.TOKEN_LOSSES
     depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
     dpace: bool = False  # and by what its place is worth to the block as drafted, see dpace_weights
     warm: bool = False
@@ -109,8 +110,8 @@ class ParallelHead(DraftHead):
         if config.draft_vocab_size > 0:
             # Rows of the target's output head, as little trained as the whole of it.
             self.output = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
-            self.draft_ids: torch.Tensor  # [Vd] the tokens that can be drafted
-            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
+            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
+            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
         self.correction = None
         if config.correction != "none":
             says = config.draft_vocab_size or config.vocab_size
@@ -144,11 +145,17 @@ class ParallelHead(DraftHead):
         """Tokens that one pass drafts."""
         return self.config.depth
 
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """The tokens of the draft vocabulary [Vd], if it has one."""
+        return None if self.output is None else self.t2d.nonzero()[:, 0]
+
     def prepare(self, token_counts: torch.Tensor) -> None:
         """Make the most frequent tokens the draft vocabulary; of equals the first."""
         if self.output is not None:
-            order = token_counts.sort(descending=True, stable=True).indices
-            self.draft_ids = order[: len(self.draft_ids)].sort().values
+            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
+            self.d2t.copy_(d2t)
+            self.t2d.copy_(t2d)
 
     def initialize(self, target: Target) -> None:
         """Take over the scale of the target's final norm; begin the codes like its embeddings."""
@@ -156,13 +163,10 @@ class ParallelHead(DraftHead):
             self.transformer.begin_like(target)
         self.transformer.norm.weight.data.copy_(scale_of(target.final_norm, target))
         if self.output is not None:
-            weight = target.output_head.get_parameter("weight")
-            self.output.weight.data.copy_(weight[self.draft_ids.to(weight.device)])
-        embeddings = target.embed(torch.arange(target.vocab_size, device=target.device)).float()
-        if self.transformer.mask is not None:
-            self.transformer.mask.data.normal_(std=float(embeddings.std()))
+            self.output.weight.data.copy_(target.output_weight()[self.draft_ids])
         if self.correction is not None:
-            self.correction.begin_alike(embeddings)
+            tokens = torch.arange(target.vocab_size, device=target.device)
+            self.correction.begin_alike(target.embed(tokens))
 
     def base_logits(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., Vd] of slots [..., D] before the correction."""
@@ -172,7 +176,7 @@ class ParallelHead(DraftHead):
 
     def tokens_of(self, guesses: torch.Tensor) -> torch.Tensor:
         """The target's token ids of guesses [...], which count the draft vocabulary."""
-        return guesses if self.output is None else self.draft_ids[guesses]
+        return guesses if self.output is None else guesses + self.d2t[guesses]
 
     def confidence_logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Logits [...] of the chance that what is drafted in slots [..., D] is accepted.
@@ -215,14 +219,14 @@ class ParallelHead(DraftHead):
             labels[valid],
         )
         nothing = (0.0, 0.0, 0.0, MAX_RANK)
-        losses, doubts, known, ranks = (
+        losses, doubts, chances, ranks = (
             torch.full_like(labels, fill, dtype=values.dtype).masked_scatter(valid, values)
             for fill, values in zip(nothing, judged, strict=True)
         )
         weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
         weights = weights * blocks.weights[rows, None]  # [M, K]
         if self.config.dpace:
-            weights = weights * dpace_weights(known, valid)
+            weights = weights * dpace_weights(chances, valid)
         return HeadLoss(
             total=(weights * (losses + self.config.confidence_weight * doubts)).sum(),
             depth_losses=losses.detach().sum(dim=0),
@@ -241,8 +245,7 @@ class ParallelHead(DraftHead):
     ) -> tuple[torch.Tensor, ...]:
         """Of P slots the loss, that of the confidence, and the true token's probability and rank.
 
-        A draft vocabulary is taught the target's distribution renormalised on it, and nothing where
-        the true token lies outside.
+        See `draft_vocabulary.translated` for what a draft vocabulary is taught.
         """
         logits = self.base_logits(hidden, target)
         if self.correction is not None:
@@ -250,19 +253,18 @@ class ParallelHead(DraftHead):
         rule = TOKEN_LOSSES[self.config.loss]
         reads_target = rule.reads_target or self.confidence is not None
         target_logits = target.project(teacher) if reads_target else None
-        inside = torch.ones_like(labels, dtype=torch.bool)
-        if self.output is not None:
-            target_logits = None if target_logits is None else target_logits[:, self.draft_ids]
-            guesses = torch.searchsorted(self.draft_ids, labels).clamp_max(len(self.draft_ids) - 1)
-            inside, labels = self.draft_ids[guesses] == labels, guesses
-        losses = rule.function(logits, target_logits, labels).where(inside, 0)
+        taught = known = torch.ones_like(labels, dtype=torch.bool)
+        if self.draft_ids is not None:
+            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
+            labels, target_logits, taught, known = lesson
+        losses = rule.function(logits, target_logits, labels).where(taught, 0)
         doubts = torch.zeros_like(losses)
         if self.confidence is not None and target_logits is not None:
             accepted = overlap(logits.detach(), target_logits)
             confidence = self.confidence_logits(hidden, before).float()
             doubts = binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
-        known = torch.exp(-hard_cross_entropy(logits.detach(), labels)).where(inside, 0)
-        return losses, doubts, known, ranks_of(logits, labels, MAX_RANK).where(inside, MAX_RANK)
+        chances = torch.exp(-hard_cross_entropy(logits.detach(), labels)).where(known, 0)
+        return losses, doubts, chances, ranks_of(logits, labels, MAX_RANK).where(known, MAX_RANK)
 
     def drafted(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, A, K, D] of the blocks behind anchors [B, A], for one context."""

@@ -8,8 +8,9 @@ import torch
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.best_first import best_first_tree, filled_tree
 from drafthead.heads.draft_layers import DraftCache, Store
-from drafthead.heads.recurrent_drafter import Level, levels_of
+from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sequential import Level, levels_of
 from drafthead.heads.target import Target
 from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape, tree_budgets
 
@@ -25,20 +26,31 @@ class ParallelDrafter(Drafter):
     """A block-parallel head on its most probable trees, or on static ones."""
 
     def __init__(self, head: "ParallelHead", target: Target, shape: TreeShape | None):
-        """Raises ValueError when the tree is deeper than the block."""
+        """Raises UserError when the tree is deeper than the block."""
         if shape is not None and shape.depth > head.depth:
-            raise ValueError(f"a tree of depth {shape.depth} does not fit a block of {head.depth}")
+            raise UserError(
+                f"a token tree of depth {shape.depth} does not fit a {head.family} head that "
+                f"drafts {head.depth} tokens"
+            )
         self.head, self.target, self.fixed = head, target, shape
         self.features = head.features_needed
         self.trees = StaticTrees(head.path_counts, head.depth, shape)
-        self.budgets = (shape.budget,) if shape is not None else tree_budgets(head.depth)
-        self.levels: dict[TreeShape, list[Level]] = {}
+        self.budgets = self.trees.budgets if shape is not None else tree_budgets(head.depth)
+        self.known_levels: dict[TreeShape, list[Level]] = {}
 
-    def levels_for(self, shape: TreeShape) -> list[Level]:
-        """The tables of a static tree, built once."""
-        if shape not in self.levels:
-            self.levels[shape] = levels_of(shape, self.target.device)
-        return self.levels[shape]
+    def levels(self, shape: TreeShape) -> list[Level]:
+        """The levels of a static tree, made once for each shape."""
+        if shape not in self.known_levels:
+            self.known_levels[shape] = levels_of(shape, self.target.device)
+        return self.known_levels[shape]
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured after training for the best static tree, which these trees outdo."""
+        return self.trees.chances(budget) or super().chances(budget)
+
+    def identity(self) -> str:
+        """The shape of the head, and of a fixed tree."""
+        return repr((self.head.config, self.fixed))
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt's features come with the first commit."""
@@ -89,7 +101,7 @@ class ParallelSession(DraftSession):
         if random is None and drafter.fixed is None:
             return best_first_tree(self.roots, scorer, budget)
         shape = drafter.trees.shape(budget)
-        levels = drafter.levels_for(shape)
+        levels = drafter.levels(shape)
         return filled_tree(self.roots, scorer, shape, levels, sampling, random)
 
     def drafted(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ target's features; ahead of it, the head feeds back its own output.
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,14 @@ from torch import nn
 from drafthead.heads.anchors import labels_at
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.draft_layers import LayerConfig, LayerStore, Rotary, Rotation
-from drafthead.heads.losses import TOKEN_LOSSES, in_chunks, ranks_of
+from drafthead.heads.draft_vocabulary import translated
+from drafthead.heads.losses import (
+    TOKEN_LOSSES,
+    check_depth_decay,
+    check_token_loss,
+    in_chunks,
+    ranks_of,
+)
 from drafthead.heads.recurrent_drafter import RecurrentDrafter
 from drafthead.heads.target import Features, Target
 from drafthead.heads.tree import TreeShape
@@ -31,7 +38,7 @@ class RecurrentConfig(LayerConfig):
     depth: int = 5  # tokens drafted behind the root
     ttt_steps: int = 5  # training-time test: steps that training unrolls, 1 for none
     depth_decay: float = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
-    loss: Literal["hard", "soft"] = "soft"  # soft: the target's whole distribution
+    loss: str = "soft"  # a name in heads.losses.TOKEN_LOSSES
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.depth < 1:
@@ -40,8 +47,8 @@ class RecurrentConfig(LayerConfig):
             raise ValueError(
                 f"ttt_steps must lie in 1 to depth ({self.depth}), got {self.ttt_steps}"
             )
-        if not 0 < self.depth_decay <= 1:
-            raise ValueError(f"depth_decay must lie in (0, 1], got {self.depth_decay}")
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
 
 
 class RecurrentHead(DraftHead):
@@ -118,7 +125,7 @@ class RecurrentHead(DraftHead):
         unrolled = Unrolled(self, target, batch, places)
         steps = self.config.ttt_steps if self.training else self.depth
         total = final.new_zeros((), dtype=torch.float32)
-        sums, counts = (final.new_zeros(self.depth, dtype=torch.float32) for _ in range(2))
+        sums, counts = torch.zeros(2, self.depth, device=final.device)
         ranks = torch.full((*places.shape, self.depth), MAX_RANK, device=places.device)
         for step in range(steps):
             outputs = unrolled.step()
@@ -137,7 +144,7 @@ class RecurrentHead(DraftHead):
                 total = total + self.config.depth_decay**step * losses.sum()
             sums[step], counts[step] = token_losses.detach().sum(), valid.sum()
             ranks[..., step].masked_scatter_(valid, step_ranks)
-        return HeadLoss(total, sums, counts, ranks[real])
+        return HeadLoss(total, sums, counts.long(), ranks[real])
 
     def _judge(
         self,
@@ -146,12 +153,7 @@ class RecurrentHead(DraftHead):
         teacher: torch.Tensor,  # [A, D]
         labels: torch.Tensor,  # [A]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is minimised [A], the token losses [A], and the ranks [A] of the true tokens.
-
-        A head with a vocabulary of its own is taught the target's distribution renormalised on it,
-        and nothing where the token to be learnt (for soft labels the target's most probable one)
-        lies outside, as EAGLE-3's authors do.
-        """
+        """What is minimised [A], the token losses [A], and the ranks [A] of the true tokens."""
         logits = self.logits(outputs, target)
         rule = TOKEN_LOSSES[self.config.loss]
         target_logits = target.project(teacher) if rule.reads_target else None
@@ -159,15 +161,10 @@ class RecurrentHead(DraftHead):
             token_losses = rule.function(logits, target_logits, labels)
             ranks = ranks_of(logits, labels, MAX_RANK)
         else:
-            place = labels.new_full((self.config.vocab_size,), -1)
-            place[self.draft_ids] = torch.arange(len(self.draft_ids), device=labels.device)
-            wanted = labels if target_logits is None else target_logits.argmax(-1)
-            if target_logits is not None:
-                target_logits = target_logits[:, self.draft_ids]
-            token_losses = rule.function(logits, target_logits, place[labels].clamp_min(0))
-            token_losses = token_losses.where(place[wanted] >= 0, 0)
-            ranks = ranks_of(logits, place[labels].clamp_min(0), MAX_RANK)
-            ranks = ranks.where(place[labels] >= 0, MAX_RANK)
+            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
+            token_losses = rule.function(logits, lesson.target_logits, lesson.labels)
+            token_losses = token_losses.where(lesson.taught, 0)
+            ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
         return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
 
     def drafter(self, target: Target, shape: TreeShape | None = None) -> RecurrentDrafter:

@@ -1,7 +1,5 @@
 """Drafting with a recurrent head: its cache, and the trees that it grows or fills."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,14 +7,10 @@ import torch
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.draft_layers import DraftCache
 from drafthead.heads.dynamic_tree import TreeGrowth
-from drafthead.heads.sampling import (
-    RowRandom,
-    SamplingConfig,
-    draw_without_replacement,
-    probabilities,
-)
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sequential import Level, Support, drawn, for_all_nodes, levels_of
 from drafthead.heads.target import Target
-from drafthead.heads.tree import TREE_SIZES, Budget, StaticTrees, TokenTree, TreeShape
+from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape
 
 if TYPE_CHECKING:
     from drafthead.heads.recurrent import RecurrentHead
@@ -24,9 +18,9 @@ if TYPE_CHECKING:
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10
 
-# Children are drawn from the head's most probable tokens; any distribution known before the draw
-# keeps the verification exact, and a short one keeps it cheap.
-DRAFT_SUPPORT = 64
+# Sizes of dynamic tree that are worth telling apart, and the most nodes that a level is worth.
+DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
+NODES_A_LEVEL = 13
 
 
 class DraftReader:
@@ -83,57 +77,6 @@ class DraftReader:
         return outputs
 
 
-@dataclass(frozen=True)
-class Level:
-    """The nodes of one depth of a static tree that have children, and those children.
-
-    `places` count the inner nodes of a level.
-    """
-
-    nodes: torch.Tensor  # [n] node indices
-    parent_places: torch.Tensor  # [n] their parents among the inner nodes of the level before
-    visible: torch.Tensor  # [1, n, m + n] ancestors among the m earlier inner nodes and these
-    children: torch.Tensor  # [c] node indices
-    child_places: torch.Tensor  # [c] their parents among `nodes`
-    child_ranks: torch.Tensor  # [c]
-    width: int  # most children of a node
-
-
-def levels_of(shape: TreeShape, device: torch.device) -> list[Level]:
-    """The levels of a static tree, from the root down; the root is never drafted, so not visible.
-
-    The tree of paths (0,) (1,) (1, 0) has the levels with inner nodes 0, and 2: node 2 has the
-    child 3.
-    """
-    parents, depths, ranks = shape.parents.tolist(), shape.depths.tolist(), shape.ranks.tolist()
-    is_inner = set(parents)
-    levels: list[Level] = []
-    before: list[int] = []  # inner nodes of the level before
-    drafted: list[int] = []  # inner nodes so far, without the root
-    for depth in range(shape.depth):
-        nodes = [n for n, d in enumerate(depths) if d == depth and n in is_inner]
-        children = [n for n, d in enumerate(depths) if d == depth + 1]
-        drafted += nodes if depth > 0 else []
-        places = [
-            torch.tensor(table, dtype=torch.long, device=device)
-            for table in (
-                nodes,
-                [before.index(parents[n]) for n in nodes if depth > 0],
-                children,
-                [nodes.index(parents[n]) for n in children],
-                [ranks[n] for n in children],
-            )
-        ]
-        inner, parent_places, child_nodes, child_places, child_ranks = places
-        visible = shape.ancestors.to(device)[inner][:, drafted][None]
-        width = max(ranks[n] for n in children) + 1
-        levels.append(
-            Level(inner, parent_places, visible, child_nodes, child_places, child_ranks, width)
-        )
-        before = nodes
-    return levels
-
-
 class RecurrentDrafter(Drafter):
     """A recurrent head on dynamic trees, and on static ones where children are drawn.
 
@@ -145,27 +88,51 @@ class RecurrentDrafter(Drafter):
         self.features = head.features_needed
         self.trees = StaticTrees(head.path_counts, head.depth, shape)
         self.draft_ids = head.draft_ids
-        self.levels: dict[TreeShape, list[Level]] = {}
-        # Every level is a pass of the head, so depth is a choice of its own.
-        self.budgets = (
-            self.trees.budgets
-            if shape is not None
-            else tuple(
-                Budget(nodes, depth)
-                for nodes in TREE_SIZES
-                for depth in range(1, min(head.depth, nodes - 1) + 1)
-            )
-        )
+        self.budgets = self.trees.budgets if shape is not None else dynamic_budgets(head.depth)
+        self.known_levels: dict[TreeShape, list[tuple[Level, torch.Tensor]]] = {}
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured after training for the best static tree, which a dynamic one should match."""
+        return self.trees.chances(budget) or super().chances(budget)
+
+    def identity(self) -> str:
+        """The shape of the head, and of a fixed tree."""
+        return repr((self.head.config, self.fixed))
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A fresh session; the first commit brings the features of the whole prompt."""
         return RecurrentSession(self)
 
-    def levels_for(self, shape: TreeShape) -> list[Level]:
-        """The tables of a static tree, built once."""
-        if shape not in self.levels:
-            self.levels[shape] = levels_of(shape, self.target.device)
-        return self.levels[shape]
+    def levels(self, shape: TreeShape) -> list[tuple[Level, torch.Tensor]]:
+        """The levels of a static tree, each with `visible_nodes`, made once for each shape."""
+        if shape not in self.known_levels:
+            levels = levels_of(shape, self.target.device)
+            self.known_levels[shape] = list(zip(levels, visible_nodes(shape, levels), strict=True))
+        return self.known_levels[shape]
+
+
+def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
+    """Budgets of a drafter for which each level of a tree is a pass, so that depth is a choice."""
+    return tuple(
+        Budget(nodes, levels)
+        for nodes in DYNAMIC_SIZES
+        for levels in range(1, depth + 1)
+        if levels < nodes <= NODES_A_LEVEL * levels
+    )
+
+
+def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
+    """For each level [1, n, m + n]: what its n inner nodes see of themselves and of the m before.
+
+    The root is not drafted, so it is not among them. Of a tree with the paths (0,) (1,) (1, 0) and
+    a child of each leaf, inner nodes 1 2, then 3, see: 1 sees 1, 2 sees 2, and 3 sees 2 and 3.
+    """
+    visible, drafted = [], levels[0].nodes[:0]
+    for depth, level in enumerate(levels):
+        if depth > 0:
+            drafted = torch.cat([drafted, level.nodes])
+        visible.append(shape.ancestors.to(drafted.device)[level.nodes][:, drafted][None])
+    return visible
 
 
 class RecurrentSession(DraftSession):
@@ -254,36 +221,22 @@ class RecurrentSession(DraftSession):
         exact verification needs.
         """
         assert self.roots is not None and self.outputs is not None
-        outputs, levels = self.outputs, self.drafter.levels_for(shape)
-        tokens = self.roots[:, None].repeat(1, shape.num_nodes)
-        supports: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and probs [B, n, k], by level
-        for depth, level in enumerate(levels):
+        outputs, tokens = self.outputs, [self.roots[:, None]]
+        supports: list[Support] = []
+        levels = self.drafter.levels(shape)
+        for depth, (level, visible) in enumerate(levels):
             if depth > 0:
-                outputs = self.reader.draft(
-                    tokens[:, level.nodes], outputs[:, level.parent_places], depth, level.visible
-                )
+                own = tokens[-1][:, level.own]
+                outputs = self.reader.draft(own, outputs[:, level.above], depth, visible)
             logits = self._logits(outputs)
             if random is None:
-                guesses = self._token_ids(logits.topk(level.width, dim=-1).indices)
+                guesses = logits.topk(level.width, dim=-1).indices  # [B, n, width]
             else:
-                top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-                ids, probs = self._token_ids(top.indices), probabilities(top.values, sampling)
-                uniform = random.uniform(*probs.shape[1:])
-                guesses = ids.gather(-1, draw_without_replacement(probs, level.width, uniform))
-                supports.append((ids, probs))
-            tokens[:, level.children] = guesses[:, level.child_places, level.child_ranks]
+                guesses, (ids, probs) = drawn(logits, level.width, sampling, random)
+                supports.append((self._token_ids(ids), probs))
+            tokens.append(self._token_ids(guesses[:, level.parents, level.ranks]))
+        filled = torch.cat(tokens, dim=1)
         if random is None:
-            return TokenTree.from_shape(shape, tokens)
-        ids, probs = (by_node(levels, parts, shape) for parts in zip(*supports, strict=True))
-        return TokenTree.from_shape(shape, tokens, ids, probs)
-
-
-def by_node(levels: list[Level], parts: Sequence[torch.Tensor], shape: TreeShape) -> torch.Tensor:
-    """A table [B, N, k] of what the levels' inner nodes have, [B, n, k] each.
-
-    Leaves have no children, but the table a row for them too: it repeats the root's.
-    """
-    table = parts[0][:, :1].repeat(1, shape.num_nodes, 1)
-    for level, part in zip(levels, parts, strict=True):
-        table[:, level.nodes] = part
-    return table
+            return TokenTree.from_shape(shape, filled)
+        nodes = torch.cat([level.nodes for level, _ in levels])
+        return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))

@@ -114,9 +114,11 @@ class RowRandom:
         self.device = device
         self.seeds = list(seeds)
         self.generators = [torch.Generator(device) for _ in self.seeds]
+        self.num_tokens = [0] * len(self.seeds)
 
     def begin_step(self, num_tokens: Sequence[int]) -> None:
         """Start the streams of the step behind `num_tokens` tokens of each row."""
+        self.num_tokens = list(num_tokens)
         for generator, seed, count in zip(self.generators, self.seeds, num_tokens, strict=True):
             generator.manual_seed(mixed(seed, count))
 
@@ -125,10 +127,25 @@ class RowRandom:
         draws = [torch.rand(shape, generator=g, device=self.device) for g in self.generators]
         return torch.stack(draws)
 
+    def ahead(self, count: int) -> torch.Tensor:
+        """The numbers [B, count] that plain decoding would draw each row's next tokens with.
+
+        Number d is the first of the step behind d tokens more. The step's own stream is spent.
+        """
+        numbers = []
+        for generator, seed, start in zip(
+            self.generators, self.seeds, self.num_tokens, strict=True
+        ):
+            for place in range(start, start + count):
+                generator.manual_seed(mixed(seed, place))
+                numbers.append(torch.rand((), generator=generator, device=self.device))
+        return torch.stack(numbers).view(-1, count)
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop the streams of all other rows."""
         self.seeds = [self.seeds[row] for row in rows]
         self.generators = [self.generators[row] for row in rows]
+        self.num_tokens = [self.num_tokens[row] for row in rows]
 
 
 def mixed(seed: int, count: int) -> int:

@@ -139,6 +139,14 @@ class SequentialDrafter(Drafter):
             self.known_levels[shape] = levels_of(shape, self.target.device)
         return self.known_levels[shape]
 
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured after training."""
+        return self.trees.chances(budget) or super().chances(budget)
+
+    def identity(self) -> str:
+        """The shape of the head."""
+        return repr(self.head.config)
+
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""
         return SequentialSession(self)

@@ -271,9 +271,9 @@ class StaticTrees:
 
         A true continuation follows one path at most, so the shares of a depth's paths add up.
         """
-        if not self.path_counts:
+        if not self.path_counts or not self.path_counts.get(()):
             return None
-        everywhere = max(1, self.path_counts.get((), 0))
+        everywhere = self.path_counts[()]
         shape = self.shape(budget)
         accepted = [0] * shape.depth
         for path in shape.paths:

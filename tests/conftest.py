@@ -30,6 +30,9 @@ class ScriptedRandom(RowRandom):
     def uniform(self, *shape: int) -> torch.Tensor:
         return self.numbers[:, 0] if not shape else self.numbers[:, : shape[0]]
 
+    def ahead(self, count: int) -> torch.Tensor:
+        return self.numbers[:, :count]
+
 
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:

@@ -5,10 +5,13 @@ import torch
 from conftest import END, VOCAB
 from scipy.stats import chisquare
 
+from drafthead.heads.base import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target import FeatureSpec
+from drafthead.heads.tree import Budget
 from drafthead.infer import Decoder
+from drafthead.infer.planner import Planner
 from drafthead.infer.verifiers import VERIFIERS
 
 MAX_NEW = 48
@@ -55,6 +58,41 @@ def test_greedy_decoding_with_any_drafter_equals_plain_decoding(
         assert result.sequences == greedy_answers[start : start + batch]
         accepted += sum(n - 1 for row in result.stats.accept_lengths for n in row)
     assert accepted > 0, "a drafter of which nothing is accepted tests nothing"
+
+
+class Alternating(Planner):
+    """Every budget of a drafter in turn, with plain steps in between."""
+
+    def __init__(self, drafter: Drafter):
+        self.budgets, self.step = drafter.budgets, -1
+
+    def choose(self) -> Budget | None:
+        self.step += 1
+        place, drafts = divmod(self.step, 2)
+        return self.budgets[place % len(self.budgets)] if drafts else None
+
+    def learn(self, budget: Budget | None, accept_lengths: object) -> None:
+        pass
+
+
+def test_a_plan_may_change_the_tree_at_every_step_or_leave_it_out(
+    target, make_drafter, greedy_answers, drafter_name, monkeypatch
+) -> None:
+    decoder = Decoder(target, make_drafter(drafter_name, target), adaptive=True)
+    monkeypatch.setattr(decoder, "_planner", lambda run, rule: Alternating(decoder.drafter))
+    for rows in (slice(0, 1), slice(1, 6)):
+        result = decoder.generate(random_prompts(50)[rows], max_new_tokens=MAX_NEW)
+        assert result.sequences == greedy_answers[rows]
+
+
+def test_matched_samples_are_those_of_plain_decoding_with_the_same_seed(
+    target, make_drafter, drafter_name
+) -> None:
+    """Whatever the drafter and the tree: a seed names a text."""
+    prompts, sampling = random_prompts(6), {"temperature": 1.2, "max_new_tokens": 24, "seed": 3}
+    expected = Decoder(target).generate(prompts, **sampling).sequences
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    assert decoder.generate(prompts, verifier="match", **sampling).sequences == expected
 
 
 def test_a_drafter_that_is_always_right_has_its_whole_chain_accepted(target, make_drafter) -> None:

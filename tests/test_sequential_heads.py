@@ -13,7 +13,7 @@ from drafthead.heads.mlp_speculator import MlpSpeculatorConfig
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.sequential import SequentialHead, levels_of
 from drafthead.heads.target import Features, Target
-from drafthead.heads.tree import TokenTree, TreeShape
+from drafthead.heads.tree import Budget, TokenTree, TreeShape
 
 VARIANTS = {
     "hydra": ("hydra", {"prefix_layer": False, "num_blocks": 1}),
@@ -182,6 +182,16 @@ def test_drawn_children_carry_the_distribution_behind_the_real_path(
 def test_a_tree_deeper_than_the_head_is_refused(target: Target, make_head):
     with pytest.raises(UserError, match=r"depth 5 does not fit a hydra head that drafts 4 tokens"):
         make_head("hydra", target).drafter(target, TreeShape.chain(5))
+
+
+def test_chances_are_those_measured_after_training(target: Target, make_head):
+    head = make_head("hydra", target)
+    head.path_counts = {(): 10, (0,): 6, (1,): 2, (0, 0): 3, (1, 0): 1}
+    drafter = head.drafter(target)
+    assert drafter.chances(Budget(5, 2)) == (0.8, 0.4)
+    assert drafter.chances(Budget(3, 2)) == (0.6, 0.3)
+    head.path_counts = None
+    assert head.drafter(target).chances(Budget(3, 2)) == (0.6, 0.36)  # nothing known
 
 
 # Training

@@ -83,3 +83,11 @@ def test_a_shape_is_shared_by_all_rows_of_a_batch() -> None:
     tree = TokenTree.from_shape(shape, torch.arange(12).view(2, 6))
     assert tree.parents.tolist() == [PARENTS, PARENTS]
     assert tree.ancestors.shape == (2, 6, 6)
+
+
+def test_a_row_may_have_a_tree_of_its_own() -> None:
+    parents = torch.tensor([PARENTS, [-1, 0, 1, 2, 3, 4]])
+    tree = TokenTree.from_parents(torch.arange(12).view(2, 6), parents, max_depth=5, width=2)
+    assert tree.depths.tolist() == [DEPTHS, [0, 1, 2, 3, 4, 5]]
+    assert tree.ancestors.equal(ancestor_mask(parents))
+    assert (tree.max_depth, tree.width, tree.draft_ids) == (5, 2, None)

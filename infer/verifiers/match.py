@@ -12,11 +12,12 @@ def match(tree: TokenTree, scores: torch.Tensor, random: RowRandom | None) -> Ac
     """Exact: draw the target's own token at each node and go on while it is among the children.
 
     The answer is plain sampling whatever the tree proposes, so the tree may be formed and filled in
-    any way that does not know these draws. The draft's probabilities are not used.
+    any way that does not know these draws. The draft's probabilities are not used. Each token is
+    drawn with the number that plain decoding would take for it: the same seed gives the same text
+    with any drafter and any tree, as without one.
     """
     assert random is not None
-    # The draw at depth d takes number d: a longer tree leaves the others' places unchanged.
-    uniform = random.uniform(tree.max_depth + 1)  # [B, depth + 1]
+    uniform = random.ahead(tree.max_depth + 1)  # [B, depth + 1]
     rows = torch.arange(scores.shape[0], device=scores.device)
     node = bonus = torch.zeros_like(rows)
     walking = torch.ones_like(rows, dtype=torch.bool)

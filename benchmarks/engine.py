@@ -1,0 +1,309 @@
+"""Measures the engine: `python benchmarks/engine.py --head runs/demo/medusa`.
+
+On the demo target and on a random Llama of 91M parameters: compiled plain decoding against
+`model.generate` and against the machine's bandwidth, what a step costs beside its passes, batches,
+a drafter that is always wrong, and the sampling rules. Everything that is compared takes turns.
+"""
+
+import json
+import random
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafthead.heads.base import Drafter
+from drafthead.heads.checkpoint import load_head, write_text
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target import Target, device_named
+from drafthead.heads.tree import Budget
+from drafthead.infer.bandwidth import copy_bandwidth
+from drafthead.infer.compiled import CompiledTarget
+from drafthead.infer.contestants import Transformers
+from drafthead.infer.decoder import Decoder, head_drafter
+from drafthead.infer.drafters.scripted import Scripted
+from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer.pass_times import step_overhead, weight_bytes
+from drafthead.infer.prompts import encode_one
+from drafthead.infer.results import DecodeResult
+from drafthead.train.conversations import read_conversations
+
+OVERHEAD_BUDGET = Budget(16, 4)
+
+
+def random_llama(device: torch.device) -> Target:
+    """768 x 12, 91M parameters. Its layers hardly change the embedding and its output head is a
+    permutation of it, so greedy tokens are far from ties and passes of any size agree on them.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= 0.05
+        layer.mlp.down_proj.weight.data *= 0.05
+    order = torch.randperm(config.vocab_size)
+    model.lm_head.weight.data[order] = 50 * model.model.embed_tokens.weight.data
+    return Target(model.to(device, torch.bfloat16))
+
+
+def interleaved(
+    contestants: dict[str, Callable[[int], float]], rounds: int, items: int, title: str
+) -> dict[str, list[float]]:
+    """Rates of each contestant, a median over items for every round, in random order."""
+    order = random.Random(0)
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for name in contestants:  # warm-up: compiling, planning
+        contestants[name](0)
+    with tqdm(total=rounds * items * len(contestants), desc=title) as bar:
+        for _ in range(rounds):
+            found: dict[str, list[float]] = {name: [] for name in contestants}
+            for item in range(items):
+                for name in order.sample(list(contestants), len(contestants)):
+                    found[name].append(contestants[name](item))
+                    bar.update()
+            for name, values in found.items():
+                rates[name].append(median(values))
+    return rates
+
+
+def ratios(rates: dict[str, list[float]], of: str, over: str) -> dict[str, float]:
+    """Median and extremes over rounds of one contestant's rate by another's."""
+    found = [a / b for a, b in zip(rates[of], rates[over], strict=True)]
+    return {"median": median(found), "least": min(found), "most": max(found)}
+
+
+def decoded(decoder: Decoder, prompts: Any, tokens: int, **options: Any) -> DecodeResult:
+    """Greedy answers of exactly `tokens` tokens."""
+    return decoder.generate(prompts, max_new_tokens=tokens, **options)
+
+
+def rate(result: DecodeResult) -> float:
+    """Tokens per second of decoding, the prompt pass apart."""
+    return result.stats.tokens_per_second
+
+
+class Bench:
+    """One target with what is measured on it."""
+
+    def __init__(self, target: Target, prompts: Sequence[list[int]], tokens: int, rounds: int):
+        self.eager, self.prompts, self.tokens, self.rounds = target, prompts, tokens, rounds
+        self.target = CompiledTarget(target)
+        self.plain = self.decoder(None)
+        self.answers = [
+            decoded(self.plain, prompt, tokens + 16).sequences[0]
+            for prompt in tqdm(prompts, desc="answers")
+        ]
+
+    def decoder(self, drafter: Drafter | None, budget: Budget | None = None) -> Decoder:
+        """A decoder whose answers only end at their limit; planned without a budget."""
+        decoder = Decoder(self.target, drafter, budget, adaptive=budget is None)
+        decoder.end_ids = frozenset()
+        return decoder
+
+    def scripted(self, alpha: float, answers: Sequence[Sequence[int]] | None = None) -> Scripted:
+        """A drafter that knows the answers and is right with probability alpha."""
+        return Scripted(answers or self.answers, alpha, 7, self.target.vocab_size)
+
+    def plain_against_generate(self) -> dict[str, Any]:
+        """Compiled and eager plain decoding against `model.generate`, and the bandwidth bound."""
+        eager = Decoder(self.eager)
+        eager.end_ids = frozenset()
+        theirs = Transformers("generate", "none", SamplingConfig(), self.eager)
+
+        def generate(item: int) -> float:
+            ends = self.eager.model.generation_config.eos_token_id
+            self.eager.model.generation_config.eos_token_id = None
+            answer = theirs.decode(self.prompts[item], self.tokens, 0)
+            self.eager.model.generation_config.eos_token_id = ends
+            return answer.decoded_tokens / answer.decode_seconds
+
+        contestants = {
+            "generate": generate,
+            "plain, eager": lambda i: rate(decoded(eager, self.prompts[i], self.tokens)),
+            "plain, compiled": lambda i: rate(decoded(self.plain, self.prompts[i], self.tokens)),
+        }
+        rates = interleaved(contestants, self.rounds, len(self.prompts), "plain decoding")
+        copied = copy_bandwidth(self.target.device)
+        weights = weight_bytes(self.eager)
+        best = max(rates["plain, compiled"])
+        return {
+            "tokens_per_second": {name: median(values) for name, values in rates.items()},
+            "compiled_over_generate": ratios(rates, "plain, compiled", "generate"),
+            "compiled_over_eager": ratios(rates, "plain, compiled", "plain, eager"),
+            "weight_bytes": weights,
+            "copy_bytes_per_second": copied,
+            "share_of_copy_bandwidth": weights * median(rates["plain, compiled"]) / copied,
+            "share_of_copy_bandwidth_best_round": weights * best / copied,
+        }
+
+    def against_plain(
+        self, drafters: dict[str, Drafter], rows: int = 1, tokens: int | None = None
+    ) -> dict[str, Any]:
+        """Planned drafters against plain decoding of batches of `rows` prompts."""
+        groups = [
+            list(self.prompts[start : start + rows])
+            for start in range(0, len(self.prompts) - rows + 1, rows)
+        ]
+        decoders = {"plain": self.plain} | {n: self.decoder(d) for n, d in drafters.items()}
+        accounts: dict[str, list[DecodeResult]] = {name: [] for name in decoders}
+
+        def run(name: str, item: int) -> float:
+            result = decoded(decoders[name], groups[item], tokens or self.tokens)
+            accounts[name].append(result)
+            return rate(result)
+
+        contestants = {name: lambda i, name=name: run(name, i) for name in decoders}
+        rates = interleaved(contestants, self.rounds, len(groups), f"batch {rows}")
+        report = {}
+        for name in drafters:
+            speedup = ratios(rates, name, "plain")
+            tau = mean(result.stats.tau for result in accounts[name])
+            report[name] = {
+                "speedup": speedup,
+                "tau": tau,
+                "efficiency": speedup["median"] / tau,
+                "nodes_per_step": mean(r.stats.nodes_per_step for r in accounts[name]),
+                "tokens_per_second": median(rates[name]),
+            }
+        return {"plain_tokens_per_second": median(rates["plain"]), **report}
+
+    def against_script(
+        self, alpha: float, rows: int = 1, tokens: int | None = None
+    ) -> dict[str, Any]:
+        """A scripted drafter, told the answers of each batch, against plain decoding."""
+        scripted = ScriptedByPrompt(self, alpha)
+        return self.against_plain({f"scripted {alpha:g}": scripted}, rows, tokens)
+
+
+class ScriptedByPrompt(Scripted):
+    """A scripted drafter that looks its answers up by prompt."""
+
+    def __init__(self, bench: Bench, alpha: float):
+        super().__init__([], alpha, 7, bench.target.vocab_size)
+        self.known = {
+            tuple(prompt): answer
+            for prompt, answer in zip(bench.prompts, bench.answers, strict=True)
+        }
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> Any:
+        """A session at the beginning of these prompts' answers."""
+        rows = zip(prompts.tolist(), lengths.tolist(), strict=True)
+        self.answers = [self.known[tuple(prompt[:length])] for prompt, length in rows]
+        return super().start(prompts, lengths)
+
+
+def sampling_rules(bench: Bench, drafter: Drafter, nodes: int, seeds: int) -> dict[str, Any]:
+    """Tokens per step of each lossless rule at temperature 1 on the same head and tree size."""
+    budget = Budget(nodes, min(drafter.budgets[-1].depth, nodes - 1))
+    decoder = bench.decoder(drafter, budget)
+    report = {}
+    for rule in ("match", "rejection", "traversal"):
+        steps: list[int] = []
+        for seed in tqdm(range(seeds), desc=rule):
+            for prompt in bench.prompts:
+                result = decoded(
+                    decoder, prompt, bench.tokens, temperature=1.0, verifier=rule, seed=seed
+                )
+                steps += result.stats.accept_lengths[0][:-1]  # the last step may be cut
+        report[rule] = {"tokens_per_step": mean(steps), "steps": len(steps), **interval(steps)}
+    return {"nodes": nodes, **report}
+
+
+def interval(values: Sequence[int]) -> dict[str, float]:
+    """95 % interval of the mean by the bootstrap over steps."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(values), (1000, len(values)), generator=generator)
+    low, high = numbers[draws].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    return {"low": float(low), "high": float(high)}
+
+
+def demo_prompts(target: Target, source: str, count: int) -> list[list[int]]:
+    """The first prompts of a file as token ids."""
+    found = []
+    for conversation in read_conversations(source, limit=count):
+        assert target.tokenizer is not None
+        found.append(encode_one(conversation.messages[:1], target.tokenizer))
+    return found
+
+
+def random_prompts(target: Target, count: int) -> list[list[int]]:
+    """Prompts of 64 random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(target.vocab_size, (count, 64), generator=generator).tolist()
+
+
+def measure(bench: Bench, head: Drafter | None) -> dict[str, Any]:
+    """Everything but the sampling rules, on one target."""
+    drafter = head or bench.scripted(0.8)
+    report: dict[str, Any] = {"plain": bench.plain_against_generate()}
+    report["overhead"] = step_overhead(bench.target, drafter, OVERHEAD_BUDGET)
+    if head is not None:
+        report["head"] = bench.against_plain({"head": head})
+    report["scripted"] = {f"{alpha:g}": bench.against_script(alpha) for alpha in (0.6, 0.8)}
+    report["always wrong"] = bench.against_script(0.0, tokens=512)
+    for rows in (4, 8):
+        if head is not None:
+            report[f"batch {rows}"] = bench.against_plain({"head": head}, rows)
+        else:
+            report[f"batch {rows}"] = bench.against_script(0.8, rows)
+    return report
+
+
+def main(
+    head: Annotated[Path, typer.Option(help="Trained head of the demo target.")],
+    target: Annotated[str, typer.Option(help="The demo target.")] = "assets/demo_target",
+    prompts: Annotated[
+        str, typer.Option(help="Prompts to report on.")
+    ] = "assets/demo_prompts/test.jsonl",
+    output: Annotated[Path, typer.Option(help="Folder for engine.json.")] = Path(
+        "benchmarks/engine"
+    ),
+    rounds: Annotated[int, typer.Option(help="Rounds of every comparison.")] = 5,
+    tokens: Annotated[int, typer.Option(help="New tokens of every answer.")] = 128,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Measure the engine and write engine.json."""
+    started = time.perf_counter()
+    demo = Target.from_pretrained(target, device=device)
+    bench = Bench(demo, demo_prompts(demo, prompts, 8), tokens, rounds)
+    drafter = head_drafter(load_head(head, bench.target), bench.target)
+    drafter.compile()
+    report: dict[str, Any] = {"demo target": measure(bench, drafter)}
+    report["sampling rules"] = sampling_rules(bench, drafter, nodes=8, seeds=4)
+    large = random_llama(device_named(device))
+    other = Bench(large, random_prompts(large, 8), tokens, rounds)
+    report["random Llama, 91M"] = measure(other, None)
+    about = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "dtype": "bfloat16",
+        "compile_seconds": bench.target.compile_seconds + other.target.compile_seconds,
+        "seconds": time.perf_counter() - started,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(output / "engine.json", json.dumps(about | report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,80 @@
+"""Compiled passes: the output of the eager ones, and no graph made twice."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.tree import Budget
+from drafthead.infer.compiled import CompiledTarget, attention_of_one
+from drafthead.infer.decoder import Decoder, decoder_for
+
+
+@pytest.fixture(scope="module")
+def compiled(make_target) -> CompiledTarget:
+    return CompiledTarget(make_target(seed=0))
+
+
+def prompts(rows: int, length: int = 6) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(rows)
+    return [
+        torch.randint(8, 60, (length + row,), generator=generator).tolist() for row in range(rows)
+    ]
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
+    compiled, target, make_drafter
+) -> None:
+    """One row and several, plain steps, trees of several sizes, answers that outgrow the cache."""
+    drafter = make_drafter("medusa:own", compiled)
+    drafter.compile()
+    plain = Decoder(target)
+    for rows in (1, 3):
+        expected = plain.generate(prompts(rows), max_new_tokens=40).sequences
+        assert Decoder(compiled).generate(prompts(rows), max_new_tokens=40).sequences == expected
+        decoder = Decoder(compiled, drafter, Budget(8, 3))
+        assert decoder.generate(prompts(rows), max_new_tokens=40).sequences == expected
+    before = graphs()
+    assert before > 0
+    for nodes, rows in ((8, 1), (16, 1), (4, 3), (6, 2), (12, 5)):
+        decoder = Decoder(compiled, drafter, Budget(nodes, 3))
+        decoder.end_ids = plain.end_ids = frozenset()
+        answers = decoder.generate(prompts(rows, length=20), max_new_tokens=150).sequences
+        assert answers == plain.generate(prompts(rows, length=20), max_new_tokens=150).sequences
+    assert graphs() == before
+    assert compiled.compile_seconds > 0
+
+
+def test_a_second_model_of_the_same_shape_runs_on_its_own_weights(compiled, make_target) -> None:
+    Decoder(compiled).generate(prompts(1), max_new_tokens=4)
+    other = make_target(seed=2)
+    expected = Decoder(other).generate(prompts(1), max_new_tokens=40).sequences
+    found = Decoder(CompiledTarget(other)).generate(prompts(1), max_new_tokens=40).sequences
+    assert found == expected
+
+
+def test_attention_of_one_query_equals_torchs_own() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
+    mask = torch.zeros(2, 1, 1, 9).masked_fill(torch.rand(2, 1, 1, 9) < 0.3, -1e30)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(attention_of_one(query, key, value, mask), expected)
+    grouped = torch.nn.functional.scaled_dot_product_attention(
+        query, key[:, :2], value[:, :2], mask, enable_gqa=True
+    )
+    torch.testing.assert_close(
+        attention_of_one(query, key[:, :2], value[:, :2], mask, enable_gqa=True), grouped
+    )
+
+
+def test_a_model_that_cannot_be_compiled_says_so(make_target) -> None:
+    target = make_target(seed=1)
+    target.layers[0].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    decoder = decoder_for(target, None, None, compile=True)
+    decoder.end_ids = frozenset()
+    with pytest.raises(UserError, match="cannot be compiled.*without compile"):
+        decoder.generate([1, 2, 3], max_new_tokens=4)

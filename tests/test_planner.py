@@ -1,0 +1,102 @@
+"""The planner against a simulated machine: known seconds, known acceptance."""
+
+import random
+
+import pytest
+
+from drafthead.heads.tree import Budget, StaticTrees, tree_budgets
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.scripted import Scripted
+from drafthead.infer.planner import Acceptance, AdaptivePlan
+
+BUDGETS = tree_budgets(3)
+CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
+
+
+def seconds(node: float, draft: float = 0.1) -> dict[Budget | None, float]:
+    """A plain step takes 1, every further node `node`, and every draft `draft`."""
+    return {None: 1.0} | {b: 1 + draft + node * (b.nodes - 1) for b in BUDGETS}
+
+
+class Text:
+    """Simulated decoding: at each depth a draft is accepted with the given probability."""
+
+    def __init__(self, plan: AdaptivePlan):
+        self.plan, self.tokens, self.time = plan, 0, 0.0
+        self.choices: list[Budget | None] = []
+        self.coin = random.Random(0)
+
+    def decode(self, tokens: int, alpha: float) -> float:
+        """Decode so many tokens more; returns tokens per unit of time of this stretch."""
+        tokens_before, time_before = self.tokens, self.time
+        while self.tokens < tokens_before + tokens:
+            budget = self.plan.choose()
+            length = 1
+            for _ in range(budget.depth if budget else 0):
+                if self.coin.random() >= alpha:
+                    break
+                length += 1
+            self.plan.learn(budget, [length])
+            self.choices.append(budget)
+            self.tokens += length
+            self.time += self.plan.seconds[budget]
+        return (self.tokens - tokens_before) / (self.time - time_before)
+
+
+@pytest.mark.parametrize("node", [0.0, 0.02, 0.1])
+def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node: float) -> None:
+    assert Text(AdaptivePlan(seconds(node), CHANCES)).decode(512, alpha=0.0) > 0.97
+
+
+def test_nodes_that_cost_nothing_are_all_used_and_dear_ones_are_not() -> None:
+    assert AdaptivePlan(seconds(0.0), CHANCES).choose() == max(
+        BUDGETS, key=lambda b: sum(CHANCES[b])
+    )
+    assert AdaptivePlan(seconds(0.1), CHANCES).choose() == Budget(8, 3)
+    assert AdaptivePlan(seconds(5.0), CHANCES).choose() is None
+
+
+def test_drafts_that_become_good_are_used_again() -> None:
+    text = Text(AdaptivePlan(seconds(0.02), CHANCES))
+    text.decode(300, alpha=0.0)
+    assert text.plan.choose() is None
+    assert text.decode(600, alpha=0.9) > 1.5
+
+
+def test_drafts_better_than_expected_get_larger_trees() -> None:
+    low = {budget: tuple(c / 4 for c in CHANCES[budget]) for budget in BUDGETS}
+    plan = AdaptivePlan(seconds(0.05), low)
+    before = plan.choose()
+    Text(plan).decode(400, alpha=0.95)
+    assert (before.nodes if before else 1) < plan.choose().nodes
+
+
+def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
+    acceptance = Acceptance([0.0, 0.0])
+    assert acceptance.tokens([0.5, 0.2]) == 1  # nothing known, nothing seen
+    acceptance = Acceptance([0.5, 0.25])
+    assert acceptance.tokens([0.6, 0.3]) == pytest.approx(1.9)
+    for _ in range(10_000):
+        acceptance.add([0.5, 0.25], [2, 1])  # depth 1 in one row of two, depth 2 never
+    assert acceptance.tokens([0.6, 0.3]) == pytest.approx(1.6)
+
+
+def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
+    trees = StaticTrees({(): 100, (0,): 60, (1,): 20, (0, 0): 30, (0, 1): 5}, max_depth=2)
+    assert trees.chances(Budget(4, 2)) == (0.8, 0.3)
+    assert trees.chances(Budget(3, 1)) == (0.8,)
+    assert StaticTrees(None, max_depth=2).chances(Budget(3, 2)) is None
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_a_scripted_drafter_is_right_as_often_as_it_is_told_to_be(target, alpha) -> None:
+    prompts = [[9, 10, 11], [12, 13], [14]]
+    plain = Decoder(target)
+    plain.end_ids = frozenset()
+    expected = plain.generate(prompts, max_new_tokens=200).sequences
+    drafter = Scripted(expected, alpha, depth=1, vocab_size=target.vocab_size)
+    decoder = Decoder(target, drafter, Budget(6, 1))
+    decoder.end_ids = frozenset()
+    result = decoder.generate(prompts, max_new_tokens=200)
+    assert result.sequences == expected
+    assert result.stats.tau == pytest.approx(1 + alpha, abs=0.1)
