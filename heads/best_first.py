@@ -1,8 +1,8 @@
-"""Token trees of a head that scores every child by its real parent.
+"""The most probable token tree of a head that scores every child by its real parent.
 
 A block-parallel head gives candidates for each depth in one pass; how probable a candidate is
-depends on the tokens before it. Both kinds of tree are filled level by level, for all rows of a
-batch at once and without asking the device for anything.
+depends on the tokens before it. The tree grows level by level, for all rows of a batch at once and
+without asking the device for anything.
 """
 
 from typing import Protocol
@@ -10,9 +10,7 @@ from typing import Protocol
 import torch
 
 from drafthead.heads.dynamic_tree import TreeGrowth
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.sequential import Level, Support, drawn, for_all_nodes
-from drafthead.heads.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.tree import Budget, TokenTree
 
 
 class Scorer(Protocol):
@@ -20,8 +18,8 @@ class Scorer(Protocol):
 
     candidates: torch.Tensor  # [B, K, k], different tokens at each depth
 
-    def begin(self, roots: torch.Tensor) -> torch.Tensor:
-        """The state [B, 1, R] in front of the roots [B] of a block."""
+    def begin(self) -> torch.Tensor:
+        """The state [B, 1, R] in front of the roots of a block."""
         ...
 
     def log_probs(
@@ -44,7 +42,7 @@ def best_first_tree(roots: torch.Tensor, scorer: Scorer, budget: Budget) -> Toke
     parent, then the earlier candidate. With candidates x (log-probability -0.1) and y (-2.4) at two
     depths, behind any parent, four nodes are the root, x (-0.1), y (-2.4) and x x (-0.2).
     """
-    growth, tokens, state = TreeGrowth(roots), roots[:, None], scorer.begin(roots)
+    growth, tokens, state = TreeGrowth(roots), roots[:, None], scorer.begin()
     depths = min(budget.depth, scorer.candidates.shape[1], budget.nodes - 1)
     for depth in range(depths):
         log_probs, behind = scorer.log_probs(depth, tokens, state)
@@ -54,35 +52,3 @@ def best_first_tree(roots: torch.Tensor, scorer: Scorer, budget: Budget) -> Toke
             tokens, above = growth.open_best(budget.nodes - 2 - depth)
             state = behind.gather(1, above[..., None].expand(-1, -1, behind.shape[2]))
     return growth.tree(budget.nodes)
-
-
-def filled_tree(
-    roots: torch.Tensor,
-    scorer: Scorer,
-    shape: TreeShape,
-    levels: list[Level],
-    sampling: SamplingConfig,
-    random: RowRandom | None,
-) -> TokenTree:
-    """A tree of a given shape, whose levels these are, behind roots [B].
-
-    Without `random` a node is its rank's best candidate behind its real parent. With it, children
-    are drawn without replacement from the distribution behind their real parent, on the candidates.
-    """
-    tokens, behind = [roots[:, None]], scorer.begin(roots)
-    supports: list[Support] = []
-    for depth, level in enumerate(levels):
-        own, state = tokens[-1][:, level.own], behind[:, level.above]
-        log_probs, behind = scorer.log_probs(depth, own, state)
-        ids = scorer.candidates[:, depth, None].expand_as(log_probs)  # [B, n, k]
-        if random is None:
-            order = log_probs.topk(level.width, dim=-1).indices
-        else:
-            order, (places, probs) = drawn(log_probs, level.width, sampling, random)
-            supports.append((ids.gather(-1, places), probs))
-        tokens.append(ids.gather(-1, order)[:, level.parents, level.ranks])
-    filled = torch.cat(tokens, dim=1)
-    if random is None:
-        return TokenTree.from_shape(shape, filled)
-    nodes = torch.cat([level.nodes for level in levels])
-    return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))

@@ -6,20 +6,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
-from drafthead.heads.best_first import best_first_tree, filled_tree
+from drafthead.heads.best_first import best_first_tree
 from drafthead.heads.draft_layers import DraftCache, Store
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.sequential import Level, levels_of
+from drafthead.heads.sequential import Level, Support, drawn, for_all_nodes, levels_of
 from drafthead.heads.target import Target
 from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape, tree_budgets
 
 if TYPE_CHECKING:
     from drafthead.heads.parallel import ParallelHead
 
-# Tokens of each depth that a tree chooses from; drawn children are drawn from these alone, which
-# leaves the verification exact.
-CANDIDATES = 16
+CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
 
 
 class ParallelDrafter(Drafter):
@@ -94,15 +92,36 @@ class ParallelSession(DraftSession):
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
-        """One pass over the block, then a tree from its candidates."""
+        """One pass over the block, then a tree of what it says."""
         assert self.roots is not None
-        drafter = self.drafter
-        scorer = BlockScorer(drafter.head, drafter.target, self.drafted(), self.roots)
-        if random is None and drafter.fixed is None:
-            return best_first_tree(self.roots, scorer, budget)
-        shape = drafter.trees.shape(budget)
-        levels = drafter.levels(shape)
-        return filled_tree(self.roots, scorer, shape, levels, sampling, random)
+        block = Block(self.drafter.head, self.drafter.target, self.drafted())
+        if random is None and self.drafter.fixed is None:
+            return best_first_tree(self.roots, Candidates(block, self.roots), budget)
+        return self._filled(block, self.drafter.trees.shape(budget), sampling, random)
+
+    def _filled(
+        self, block: "Block", shape: TreeShape, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """A tree of a given shape: the best guesses behind each real path, or drawn ones."""
+        assert self.roots is not None
+        levels = self.drafter.levels(shape)
+        tokens, states = [self.roots[:, None]], block.begin()
+        supports: list[Support] = []
+        for depth, level in enumerate(levels):
+            own = tokens[-1][:, level.own]  # [B, n]
+            codes, states = block.codes(depth, own, states[:, level.above])
+            logits = block.logits_behind(depth, codes)  # [B, n, V]
+            if random is None:
+                guesses = logits.topk(level.width, dim=-1).indices
+            else:
+                guesses, (ids, probs) = drawn(logits, level.width, sampling, random)
+                supports.append((block.tokens_of(ids), probs))
+            tokens.append(block.tokens_of(guesses)[:, level.parents, level.ranks])
+        filled = torch.cat(tokens, dim=1)
+        if random is None:
+            return TokenTree.from_shape(shape, filled)
+        nodes = torch.cat([level.nodes for level in levels])
+        return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))
 
     def drafted(self) -> torch.Tensor:
         """Hidden states [B, K, D] of the block behind the roots."""
@@ -118,70 +137,79 @@ class ParallelSession(DraftSession):
         return transformer(self.drafter.target, roots, before, positions, mask, stores)[:, 0]
 
 
-class BlockScorer:
-    """The candidates of a drafted block, scored by the real tokens before them.
+class Block:
+    """What one pass says of a block, and how it depends on the tokens chosen in it."""
 
-    See `best_first.Scorer`.
-    """
-
-    def __init__(
-        self,
-        head: "ParallelHead",
-        target: Target,
-        hidden: torch.Tensor,  # [B, K, D] of the block's slots
-        roots: torch.Tensor,  # [B]
-    ):
+    def __init__(self, head: "ParallelHead", target: Target, hidden: torch.Tensor):
+        """`hidden` [B, K, D] are the final hidden states of the slots."""
         self.correction, self.hidden = head.correction, hidden
-        logits = head.base_logits(hidden, target).float()
-        guesses = self._likely(logits, head, roots)  # [B, K, k]
-        self.candidates = head.tokens_of(guesses)
-        self.logits = logits.gather(-1, guesses)
-        if self.correction is not None:
-            # In float32: a CPU multiplies small 16-bit matrices many times slower.
-            self.outputs = self.correction.output.weight[guesses].float().mT  # [B, K, rank, k]
+        self.tokens_of = head.tokens_of
+        self.logits = head.base_logits(hidden, target).float()  # [B, K, V]
 
-    def _likely(
-        self, logits: torch.Tensor, head: "ParallelHead", roots: torch.Tensor
-    ) -> torch.Tensor:
-        """The guesses [B, K, k] that logits [B, K, V] and the average correction favour.
-
-        Without its correction a slot does not know what it follows. The average is taken over the
-        candidates of the slot before, weighted by how probable they are.
-        """
-        count = min(CANDIDATES, logits.shape[-1])
-        if self.correction is None:
-            return logits.topk(count, dim=-1).indices
-        before, state = roots[:, None], self.begin(roots)
-        weights = torch.ones_like(before, dtype=logits.dtype)[..., None]  # [B, F, 1]
-        guesses = []
-        for depth in range(logits.shape[1]):
-            codes, states = self._step(depth, before, state.expand(-1, before.shape[1], -1))
-            code = (weights.to(codes.dtype) * codes).sum(dim=1)
-            state = (weights.to(states.dtype) * states).sum(dim=1, keepdim=True)
-            best = (logits[:, depth] + self.correction.output(code)).topk(count, dim=-1)
-            guesses.append(best.indices)
-            before, weights = head.tokens_of(best.indices), best.values.softmax(-1)[..., None]
-        return torch.stack(guesses, dim=1)
-
-    def begin(self, roots: torch.Tensor) -> torch.Tensor:
-        """The state [B, 1, R] in front of the roots [B]."""
+    def begin(self) -> torch.Tensor:
+        """The state [B, 1, R] in front of the roots."""
         first = self.hidden[:, :1]
         return first[..., :0] if self.correction is None else self.correction.begin(first)
+
+    def codes(
+        self, depth: int, before: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The correction's codes [B, n, rank] of a slot (0 is the first) behind tokens [B, n].
+
+        Takes the states [B, n, R] in front of these tokens and gives those behind them.
+        """
+        if self.correction is None:
+            return state, state
+        hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
+        return self.correction.step(before, hidden, state)
+
+    def logits_behind(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
+        """Logits [B, n, V] of a slot with the corrections of codes [B, n, rank]."""
+        logits = self.logits[:, depth, None]
+        if self.correction is None:
+            return logits.expand(-1, codes.shape[1], -1)
+        return logits + self.correction.output(codes)
+
+
+class Candidates:
+    """The few tokens of each depth that a tree chooses from, for `best_first_tree`.
+
+    Without its correction a slot does not know what it follows, so the candidates are those that
+    the average correction favours: over the candidates of the slot before, weighted by how probable
+    they are.
+    """
+
+    def __init__(self, block: Block, roots: torch.Tensor):
+        """Candidates behind the roots [B]."""
+        self.block = block
+        before, state = roots[:, None], block.begin()
+        weights = torch.ones_like(before, dtype=block.hidden.dtype)[..., None]  # [B, n, 1]
+        chosen = []
+        for depth in range(block.logits.shape[1]):
+            codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
+            code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
+            logits = block.logits_behind(depth, code)[:, 0]
+            best = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+            chosen.append(best.indices)
+            before = block.tokens_of(best.indices)
+            weights = best.values.softmax(-1)[..., None].to(weights.dtype)
+        guesses = torch.stack(chosen, dim=1)
+        self.candidates = block.tokens_of(guesses)  # [B, K, k]
+        self.logits = block.logits.gather(-1, guesses)  # [B, K, k]
+        if block.correction is not None:
+            # In float32: a CPU multiplies small 16-bit matrices many times slower.
+            self.outputs = block.correction.output.weight[guesses].float().mT  # [B, K, rank, k]
+
+    def begin(self) -> torch.Tensor:
+        """The state [B, 1, R] in front of the roots."""
+        return self.block.begin()
 
     def log_probs(
         self, depth: int, parents: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities [B, F, k] of a depth's candidates behind parents [B, F]."""
-        logits = self.logits[:, depth, None]
-        if self.correction is not None:
-            codes, state = self._step(depth, parents, state)
+        codes, state = self.block.codes(depth, parents, state)
+        logits = self.logits[:, depth, None].expand(-1, parents.shape[1], -1)
+        if self.block.correction is not None:
             logits = logits + codes.float() @ self.outputs[:, depth]
-        return logits.log_softmax(-1).expand(-1, parents.shape[1], -1), state
-
-    def _step(
-        self, depth: int, before: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [B, F, rank] of a slot behind tokens [B, F], and the states behind them."""
-        assert self.correction is not None
-        hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
-        return self.correction.step(before, hidden, state)
+        return logits.log_softmax(-1), state

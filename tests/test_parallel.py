@@ -9,14 +9,13 @@ from conftest import BUSHY, HIDDEN, VOCAB
 from torch.nn.functional import softplus
 
 from drafthead.heads.base import MAX_RANK, Committed, HeadBatch
-from drafthead.heads.best_first import best_first_tree, filled_tree
+from drafthead.heads.best_first import best_first_tree
 from drafthead.heads.block_transformer import spread_taps
 from drafthead.heads.errors import UserError
 from drafthead.heads.losses import overlap
 from drafthead.heads.parallel import ParallelConfig, ParallelHead
-from drafthead.heads.parallel_drafter import BlockScorer, ParallelSession
+from drafthead.heads.parallel_drafter import CANDIDATES, Block, Candidates, ParallelSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.sequential import levels_of
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget
 from drafthead.infer import Decoder
@@ -175,24 +174,26 @@ class TiedScorer:
             [torch.randperm(VOCAB, generator=generator)[:width] for _ in range(batch * depths)]
         ).view(batch, depths, width)
 
-    def begin(self, roots: torch.Tensor) -> torch.Tensor:
-        return roots.new_zeros(len(roots), 1, 0)
+    def begin(self) -> torch.Tensor:
+        return torch.zeros(len(self.table), 1, 0)
 
     def log_probs(self, depth, parents, state) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.arange(len(parents))[:, None]
         return self.table[rows, depth, parents], state
 
 
-def block_scorer(target: Target, make_head, kind: str) -> BlockScorer:
+def block_of(target: Target, make_head, kind: str) -> tuple[ParallelHead, Block]:
     head = make_head("parallel", target, correction=kind, seed=3)
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(2, 4, HIDDEN, generator=generator)
-    return BlockScorer(head, target, hidden, torch.tensor([9, 10]))
+    return head, Block(head, target, torch.randn(2, 4, HIDDEN, generator=generator))
+
+
+ROOTS = torch.tensor([9, 10])
 
 
 def behind_path(scorer, row: int, path: list[int]) -> list[float]:
     """Log-probabilities of the candidates behind one path, its root included, from scratch."""
-    state = scorer.begin(torch.zeros(len(scorer.candidates), dtype=torch.long))
+    state = scorer.begin()
     for depth, token in enumerate(path):
         parents = torch.full((len(scorer.candidates), 1), token)
         log_probs, state = scorer.log_probs(depth, parents, state)
@@ -227,14 +228,44 @@ def paths_of(tree, row: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("budget", [Budget(2, 1), Budget(9, 4), Budget(24, 4), Budget(40, 2)])
 @pytest.mark.parametrize("kind", [*KINDS, "ties"])
 def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -> None:
-    roots = torch.tensor([9, 10])
-    scorer = TiedScorer(2, 4, 5) if kind == "ties" else block_scorer(target, make_head, kind)
-    tree = best_first_tree(roots, scorer, budget)
-    for row, root in enumerate(roots.tolist()):
+    if kind == "ties":
+        scorer = TiedScorer(2, 4, 5)
+    else:
+        scorer = Candidates(block_of(target, make_head, kind)[1], ROOTS)
+    tree = best_first_tree(ROOTS, scorer, budget)
+    for row, root in enumerate(ROOTS.tolist()):
         paths = paths_of(tree, row)
         assert sorted(paths) == sorted(heap_tree(scorer, row, root, budget))
         assert [len(path) - 1 for path in paths] == tree.depths[row].tolist()
         assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_candidates_are_scored_by_the_whole_path_before_them(target, make_head, kind) -> None:
+    """The log-probabilities are the corrected logits of the true path, on the candidates."""
+    head, block = block_of(target, make_head, kind)
+    scorer = Candidates(block, ROOTS)
+    path = torch.tensor([[9, 20, 21, 22], [10, 30, 31, 32]])
+    logits = target.project(block.hidden)
+    if head.correction is not None:
+        logits = logits + head.correction.output(head.correction.codes(path, block.hidden))
+    for row in range(2):
+        for depth in range(4):
+            wanted = logits[row, depth, scorer.candidates[row, depth]].log_softmax(-1)
+            found = torch.tensor(behind_path(scorer, row, path[row, : depth + 1].tolist()))
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_candidates_know_which_tokens_they_follow(target, make_head) -> None:
+    """Behind a certain token all candidates are those that its correction favours."""
+    head, block = block_of(target, make_head, "markov")
+    block.logits = block.logits.clone()
+    block.logits[:, 0, 40] = 1000.0  # certainly the first token
+    logits = block.logits[:, 1] + head.correction.output(head.correction.embed(torch.tensor([40])))
+    wanted = logits.topk(CANDIDATES).indices.sort().values
+    found = Candidates(block, ROOTS).candidates[:, 1].sort().values
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, block.logits[:, 1].topk(CANDIDATES).indices.sort().values)
 
 
 def test_a_tree_that_the_candidates_cannot_fill_stays_smaller() -> None:
@@ -245,30 +276,31 @@ def test_a_tree_that_the_candidates_cannot_fill_stays_smaller() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drawn", [False, True])
-def test_a_fixed_tree_scores_children_by_their_real_parent(target, make_head, kind, drawn) -> None:
-    roots, scorer = torch.tensor([9, 10]), block_scorer(target, make_head, kind)
-    sampling = SamplingConfig(temperature=0.7)
-    random = RowRandom([1, 2], torch.device("cpu")) if drawn else None
+def test_a_fixed_tree_scores_children_by_their_real_path(target, make_head, kind, drawn) -> None:
+    head = make_head("parallel", target, correction=kind)
+    batch = batch_of(target, ROWS)
+    session = session_after(head, target, batch, 1, 7)
+    session.drafter = head.drafter(target, BUSHY)
+    random = RowRandom([1], torch.device("cpu")) if drawn else None
     if random is not None:
-        random.begin_step([0, 0])
-    levels = levels_of(BUSHY, torch.device("cpu"))
-    tree = filled_tree(roots, scorer, BUSHY, levels, sampling, random)
-    assert torch.equal(tree.parents[1], BUSHY.parents)
-    for row in range(2):
-        paths = paths_of(tree, row)
-        for node in set(BUSHY.parents[1:].tolist()):
-            log_probs = torch.tensor(behind_path(scorer, row, list(paths[node])))
-            ids = scorer.candidates[row, len(paths[node]) - 1]
-            children = [n for n, p in enumerate(BUSHY.parents.tolist()) if p == node]
-            tokens = tree.tokens[row, children]
-            if drawn:
-                assert sorted(tree.draft_ids[row, node].tolist()) == sorted(ids.tolist())
-                probs = torch.zeros(VOCAB).index_put((ids,), (log_probs / 0.7).softmax(-1))
-                found = tree.draft_probs[row, node]
-                torch.testing.assert_close(found, probs[tree.draft_ids[row, node]])
-                assert len(set(tokens.tolist()) & set(ids.tolist())) == len(children)
-            else:
-                assert torch.equal(tokens, ids[log_probs.argsort(descending=True)[: len(children)]])
+        random.begin_step([0])
+    tree = session.propose(BUSHY.budget, SamplingConfig(temperature=0.7), random)
+    assert torch.equal(tree.parents[0], BUSHY.parents)
+    paths, hidden = paths_of(tree, 0), session.drafted()[0]
+    for node in set(BUSHY.parents[1:].tolist()):
+        path = torch.tensor(paths[node])
+        logits = target.project(hidden[len(path) - 1])
+        if head.correction is not None:
+            logits += head.correction.output(head.correction.codes(path, hidden[: len(path)]))[-1]
+        children = (BUSHY.parents == node).nonzero()[:, 0]
+        tokens = tree.tokens[0, children]
+        if drawn:
+            ids = tree.draft_ids[0, node]
+            probs = (logits / 0.7).softmax(-1)[ids]
+            torch.testing.assert_close(tree.draft_probs[0, node], probs, atol=1e-5, rtol=1e-4)
+            assert len(set(tokens.tolist()) & set(ids.tolist())) == len(children)
+        else:
+            assert torch.equal(tokens, logits.topk(len(children)).indices)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
