@@ -148,7 +148,9 @@ class ParallelHead(DraftHead):
     @property
     def draft_ids(self) -> torch.Tensor | None:
         """The tokens of the draft vocabulary [Vd], if it has one."""
-        return None if self.output is None else self.t2d.nonzero()[:, 0]
+        if self.output is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def prepare(self, token_counts: torch.Tensor) -> None:
         """Make the most frequent tokens the draft vocabulary; of equals the first."""

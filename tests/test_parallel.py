@@ -61,16 +61,24 @@ def session_after(head: ParallelHead, target: Target, batch: HeadBatch, row: int
 # Blocks and their context
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("root_predicts", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "root_predicts": True, "root_feature": True},
+        {"causal": True, "root_predicts": False, "mask_token": 3},
+        {"causal": False, "root_predicts": True, "tap_norm": False},
+        {"causal": False, "root_predicts": False, "num_layers": 1},
+    ],
+    ids=str,
+)
 def test_blocks_drafted_together_equal_each_alone_and_the_sessions(
-    target, make_head, causal, root_predicts
+    target, make_head, options
 ) -> None:
-    head = make_head("parallel", target, causal=causal, root_predicts=root_predicts)
+    head = make_head("parallel", target, **options)
     batch = batch_of(target, ROWS)
     anchors = torch.tensor([[1, 4, 9, 12], [3, 4, 5, 17]])
     together = head.drafted(batch, target, anchors)
-    assert together.shape == (2, 4, 6 if root_predicts else 5, HIDDEN)
+    assert together.shape == (2, 4, 6 if options["root_predicts"] else 5, HIDDEN)
     for place in range(4):
         alone = head.drafted(batch, target, anchors[:, [place]])
         torch.testing.assert_close(together[:, place], alone[:, 0], atol=1e-5, rtol=1e-5)
@@ -369,6 +377,17 @@ def test_some_anchors_stand_for_all_of_their_row(target, make_head) -> None:
     error = estimates.std() / 60**0.5
     assert abs(estimates.mean() - everything) < 4 * error
     assert error < 0.05 * everything
+
+
+def test_dpace_weighs_a_place_by_the_drafts_own_confidence(target, make_head) -> None:
+    """A single label: its weight is (1 + probability of the true token) / 2."""
+    batch = batch_of(target, [[1] * 5])
+    batch.supervised[:, :3] = False
+    head = make_head("parallel", target, dpace=True, depth_decay=1.0, loss="hard")
+    loss = head.loss(batch, target)
+    assert loss.depth_counts.tolist() == [1, 0, 0, 0, 0, 0]
+    only = loss.depth_losses[0]
+    torch.testing.assert_close(loss.total, (1 + torch.exp(-only)) / 2 * only)
 
 
 def test_nothing_supervised_is_no_loss(target, make_head) -> None:
