@@ -361,7 +361,7 @@ def test_loss_falls_and_the_written_head_loads(family: str, configure, target: T
     overrides = FROM_LABELS.get(family, ("head.loss=hard",))
     folder = run(configure(family=family, max_steps=30, eval_every=15), *overrides)
     curve = losses(folder)
-    assert sum(curve[-5:]) < 0.8 * sum(curve[:5])
+    assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
     head = load_head(folder, target)
     assert head.path_counts
     evaluations = [json.loads(line) for line in (folder / "evaluation.jsonl").open()]
@@ -485,7 +485,7 @@ def test_a_run_killed_before_it_was_marked_finished_finishes_without_a_second_ev
 
 def test_bfloat16_training_learns_too(configure):
     curve = losses(run(configure(mixed_precision="bf16", max_steps=30)))
-    assert sum(curve[-5:]) < 0.8 * sum(curve[:5])
+    assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
 
 
 def test_resuming_on_changed_data_is_refused(configure, files: Path, tmp_path: Path):
