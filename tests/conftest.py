@@ -112,15 +112,17 @@ def make_drafter(
     return make
 
 
-HEAD_DRAFTERS = [
-    f"{family}:{form}" for family in sorted(HEADS) for form in ("tree", "chain", "own")
-]
-DRAFTERS = [*HEAD_DRAFTERS, "draft-model", "self", "prompt-lookup"]
+FORMS = ("tree", "chain", "own")
+NO_HEADS = ["draft-model", "self", "prompt-lookup"]
+DRAFTERS = [*(f"{family}:{form}" for family in sorted(HEADS) for form in FORMS), *NO_HEADS]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `drafter_name` runs once for each drafter there is."""
     if "drafter_name" in metafunc.fixturenames:
         metafunc.parametrize("drafter_name", DRAFTERS)
+    if "lawful_drafter" in metafunc.fixturenames:
+        # The law of the answers does not depend on where the form of a tree came from.
+        metafunc.parametrize("lawful_drafter", [*(f"{f}:tree" for f in sorted(HEADS)), *NO_HEADS])
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", sorted(HEADS))
