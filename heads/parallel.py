@@ -65,7 +65,7 @@ class ParallelConfig(BlockConfig):
     loss: str = "soft"  # a name in losses.TOKEN_LOSSES
     depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
     dpace: bool = False  # and by what its place is worth to the block as drafted, see dpace_weights
-    warm: bool = False
+    warm: bool = False  # begin with copies of the target's own layers
     anchors: int = 32  # blocks of a row that a training step drafts
     anchor_places: Literal["random", "blocks"] = "random"  # blocks: end to end
     confidence_weight: float = 0.0  # of the confidence output's loss; 0: there is no such output
