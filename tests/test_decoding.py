@@ -127,6 +127,23 @@ def law_of_three_tokens(target, prompt: list[int], sampling: SamplingConfig) -> 
     return first[:, None, None] * second[:, :, None] * third
 
 
+def p_value_of(
+    sequences: list[list[int]], target, prompt: list[int], sampling: SamplingConfig
+) -> float:
+    """Chi-square p-value of three-token answers against the enumerated law, rare cells pooled."""
+    codes = torch.tensor(sequences) @ torch.tensor([16, 4, 1])
+    observed = torch.bincount(codes, minlength=64).double()
+    expected = law_of_three_tokens(target, prompt, sampling).flatten().double() * len(sequences)
+    assert observed[expected == 0].sum() == 0, "a token outside the support was said"
+    rare = expected < 5
+    if rare.any():  # the chi-square law needs a few expected counts in each cell
+        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    kept = expected > 0
+    total = expected[kept].sum() / len(sequences)
+    return chisquare(observed[kept], expected[kept] / total).pvalue
+
+
 LOSSLESS = sorted(n for n, v in VERIFIERS.items() if v.lossless and not v.greedy)
 # Rules see only the resulting probabilities, so one setting that leaves zeros serves for each.
 LAW_CASES = {
@@ -151,17 +168,7 @@ def test_the_engines_samples_follow_the_targets_law(
         top_p=sampling.top_p,
         verifier=verifier,
     )
-    codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])
-    observed = torch.bincount(codes, minlength=64).double()
-    expected = law_of_three_tokens(target, prompt, sampling).flatten().double() * count
-    assert observed[expected == 0].sum() == 0, "a token outside the support was said"
-    rare = expected < 5
-    if rare.any():  # the chi-square law needs a few expected counts in each cell
-        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = expected > 0
-    p_value = chisquare(observed[kept], expected[kept] * count / expected[kept].sum()).pvalue
-    assert p_value > 1e-5
+    assert p_value_of(result.sequences, target, prompt, sampling) > 1e-5
 
 
 @pytest.mark.parametrize("draft_temperature", [0.3, 3.0])
@@ -172,10 +179,10 @@ def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_tempera
     )
     prompt, count, sampling = [1, 2, 3], 6000, SamplingConfig(temperature=1.0)
     result = decoder.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
-    codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])
-    observed = torch.bincount(codes, minlength=64).double()
-    expected = law_of_three_tokens(target, prompt, sampling).flatten().double() * count
-    assert chisquare(observed, expected * count / expected.sum()).pvalue > 1e-5
+    assert p_value_of(result.sequences, target, prompt, sampling) > 1e-5
+    as_target = Decoder(target, make_drafter("medusa:tree", target))
+    usual = as_target.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    assert result.sequences != usual.sequences, "children are drawn at another temperature"
 
 
 def test_long_answers_outgrow_the_first_cache(target, make_drafter) -> None:
