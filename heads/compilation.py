@@ -7,12 +7,15 @@ C++, as a step is many short calls. On a GPU the passes are recorded as CUDA gra
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 
 from drafthead.heads.errors import UserError
@@ -22,6 +25,11 @@ CPU_OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
     "cpp.enable_concat_linear": True,
 }
+# Matrix products by generated code where heads.bf16_gemm has a kernel for them, else by oneDNN.
+GENERATED_PRODUCTS = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+GPU_OPTIONS = {"triton.cudagraphs": True}
+# Compiled code of an older version of our kernels is not to be taken from torch's cache.
+CACHE_TAG = "drafthead kernels 2"
 # A process may compile several models and kinds of shape through the same code. Beyond its own,
 # smaller number of graphs torch would refuse.
 MOST_GRAPHS = 256
@@ -31,55 +39,101 @@ class Compiled:
     """A function of tensors under `torch.compile`, with an account of what compiling took.
 
     Dimensions named in `dynamic` may change from call to call without another graph, except that
-    size 1 is a graph of its own, because the code for it differs.
+    size 1 is a graph of its own, because the code for it differs. What the function reads beside
+    its arguments, such as a model, is taken to stay as it was when the graph was made: checking
+    each part of a model at every call would cost more than a drafting pass.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         device: torch.device,
+        dtype: torch.dtype,
         kind: Callable[..., Hashable],
         dynamic: Callable[..., Sequence[tuple[torch.Tensor, int]]],
     ):
         """`kind(*arguments)` says which graph a call needs, and `dynamic(*arguments)` lists the
-        dimensions of tensors that change within a kind.
+        dimensions of tensors that change within a kind. `dtype` is that of the weights.
         """
         keep_compiled_code()
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
-        self.kind, self.dynamic = kind, dynamic
-        on_cpu = device.type == "cpu"
-        self.options = CPU_OPTIONS if on_cpu else {}
-        self.compiled = torch.compile(
-            function,
-            fullgraph=True,
-            mode=None if on_cpu else "reduce-overhead",
-            options=self.options or None,
-        )
-        self.kinds: set[Hashable] = set()  # that have a graph
+        self.function, self.kind, self.dynamic = function, kind, dynamic
+        self.options = compile_options(device, dtype)
+        self.graphs: dict[Hashable, Callable[..., Any]] = {}
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value; raises UserError for code that cannot be compiled."""
         kind = self.kind(*arguments)
-        if kind in self.kinds:
-            return self.compiled(*arguments)
+        if kind in self.graphs:
+            return self.graphs[kind](*arguments)
         for tensor, dim in self.dynamic(*arguments):
             if tensor.shape[dim] != 1:
                 torch._dynamo.mark_dynamic(tensor, dim)
         started = time.perf_counter()
+        guards = {"guard_filter_fn": guards_of_arguments}
+        graph = torch.compile(
+            with_own_code(self.function), fullgraph=True, options=self.options | guards
+        )
         try:
-            # Tracing too must know that weights will be frozen: it then takes them for constants
-            # and guards them, so that no other model of the same shape runs on these weights.
-            with torch._inductor.config.patch(self.options):
-                result = self.compiled(*arguments)
+            # Tracing too must know that weights will be frozen: it then takes them for constants.
+            # What differs between two models of a process is not thereby a size that changes.
+            with (
+                torch._inductor.config.patch(self.options),
+                torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+                torch.compiler.config.patch(cache_key_tag=CACHE_TAG),  # type: ignore[attr-defined]
+            ):
+                result = graph(*arguments)
         except (TorchDynamoException, InductorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
         self.seconds += time.perf_counter() - started
-        self.kinds.add(kind)
+        self.graphs[kind] = graph
         return result
+
+
+def compile_options(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The code generator's settings for weights of a type on a device."""
+    if device.type != "cpu":
+        return GPU_OPTIONS
+    return CPU_OPTIONS | GENERATED_PRODUCTS if has_kernels(device, dtype) else CPU_OPTIONS
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our own kernels can be compiled for weights of a type on a device."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    try:
+        from drafthead.heads import bf16_gemm  # takes seconds to import, and only here
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "
+            "passes work, but at about half of the speed",
+            stacklevel=2,
+        )
+        return False
+    return bf16_gemm.has_kernel()
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a code object of its own.
+
+    torch keeps graphs by code object and would otherwise offer those of one model to another.
+    """
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+
+
+def guards_of_arguments(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Which conditions torch checks at every call: those on arguments and on its own state, which
+    has no name.
+    """
+    return [not guard.name or guard.name.startswith("arguments") for guard in guards]
 
 
 def keep_compiled_code() -> None:

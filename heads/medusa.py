@@ -160,6 +160,7 @@ class MedusaDrafter(Drafter):
         self.guess = Compiled(
             self._guess,
             self.target.device,
+            self.target.dtype,
             kind=lambda hidden: hidden.shape[0] == 1,
             dynamic=lambda hidden: [(hidden, 0)],
         )

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from drafthead.heads.compilation import Compiled
+from drafthead.heads.compilation import Compiled, has_kernels
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target, TargetOutput
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
 
@@ -29,7 +29,9 @@ class CompiledTarget(Target):
     def __init__(self, target: Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
-        self.move = Compiled(move_columns, target.device, kind_of_move, changes_of_move)
+        self.move = Compiled(
+            move_columns, target.device, target.dtype, kind_of_move, changes_of_move
+        )
 
     @property
     def compile_seconds(self) -> float:
@@ -67,7 +69,12 @@ class CompiledPass:
         self.target = target
         # The hooks must be there at every call, as they were when the graph was made.
         self.taps = Taps(target, features)
-        self.graphs = Compiled(self._forward, target.device, kind_of_pass, changes_of_pass)
+        self.has_kernel = has_kernels(target.device, target.dtype)
+        if self.has_kernel:
+            from drafthead.infer import few_queries  # noqa: F401  (takes seconds; registers itself)
+        self.graphs = Compiled(
+            self._forward, target.device, target.dtype, self._kind, changes_of_pass
+        )
 
     def __call__(
         self,
@@ -95,16 +102,23 @@ class CompiledPass:
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Logits [B, T, V] and features [B, T, D]; what is traced into a graph."""
         cache = StepCache(keys, values, columns, attention_mask.shape[-1])
-        short = input_ids.shape[1] == 1 and input_ids.device.type == "cpu"
-        with PlainAttention() if short else nullcontext():
+        on_cpu = input_ids.device.type == "cpu"
+        with CpuAttention(self.has_kernel) if on_cpu else nullcontext():
             logits = self.target.forward(input_ids, position_ids, attention_mask, cache)
         features = self.taps.features()
         return logits, features.last, features.taps
 
-
-def kind_of_pass(input_ids: torch.Tensor, *_: object) -> tuple[bool, bool]:
-    """One row or several, one token or several: input_ids [B, T]."""
-    return input_ids.shape[0] == 1, input_ids.shape[1] == 1
+    def _kind(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor,  # [B, 1, T, S]
+        *_: object,
+    ) -> tuple[bool, ...]:
+        """One row or several, one token or several, and which layers look at a part only."""
+        end = attention_mask.shape[-1]
+        cut = (end > kind.reach for kind in self.target.layer_kinds)
+        return input_ids.shape[0] == 1, input_ids.shape[1] == 1, *cut
 
 
 def changes_of_pass(
@@ -137,12 +151,17 @@ def changes_of_move(
     return [*layers, *((tensor, dim) for tensor in (source, destination) for dim in (0, 1))]
 
 
-class PlainAttention(TorchFunctionMode):
-    """Attention of a single query as a product, a softmax and a product, fused when compiled.
+class CpuAttention(TorchFunctionMode):
+    """Attention of few queries, compiled: ours in bfloat16, a plain product for a single query.
 
-    torch's own kernel for CPUs works through blocks of queries; with one query its time grows five
-    times as fast with the number of keys.
+    torch's own kernel for CPUs works through blocks of queries; with few of them its time is spent
+    on preparations, and with one query it grows five times as fast with the number of keys.
     """
+
+    def __init__(self, has_kernel: bool):
+        """`has_kernel` says whether `few_queries` is there to be compiled."""
+        super().__init__()
+        self.has_kernel = has_kernel
 
     def __torch_function__(
         self,
@@ -153,27 +172,47 @@ class PlainAttention(TorchFunctionMode):
     ) -> Any:
         """Replace `scaled_dot_product_attention`, and nothing else."""
         if func is functional.scaled_dot_product_attention:
-            return attention_of_one(*args, **(kwargs or {}))
+            return self.attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def attention(
+        self,
+        query: torch.Tensor,  # [B, H, T, D]
+        key: torch.Tensor,  # [B, H, S, D]
+        value: torch.Tensor,  # [B, H, S, D]
+        attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] added to the scores
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """As torch's, with its arguments; the masks of our passes say all that is causal."""
+        scale = scale or query.shape[-1] ** -0.5
+        added = attn_mask is not None and attn_mask.is_floating_point()
+        if self.has_kernel and added and query.shape[-1] % 32 == 0:
+            return torch.ops.drafthead.attend(query, key, value, attn_mask, scale)
+        if query.shape[2] == 1:
+            return attention_of_one(query, key, value, attn_mask, scale, enable_gqa)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def attention_of_one(
     query: torch.Tensor,  # [B, H, 1, D]
     key: torch.Tensor,  # [B, H, S, D]
     value: torch.Tensor,  # [B, H, S, D]
-    attn_mask: torch.Tensor | None = None,  # [B, 1 or H, 1, S] added to the scores
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    mask: torch.Tensor | None,  # [B, 1 or H, 1, S] added to the scores
+    scale: float,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """softmax(query key^T scale + mask) value [B, H, 1, D], with torch's own arguments."""
+    """softmax(query key^T scale + mask) value [B, H, 1, D]."""
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(-1, -2)) * (scale or query.shape[-1] ** -0.5)
-    if attn_mask is not None:
-        scores = scores + attn_mask
+    scores = (query @ key.transpose(-1, -2)) * scale
+    if mask is not None:
+        scores = scores + mask
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 

@@ -62,12 +62,12 @@ def test_attention_of_one_query_equals_torchs_own() -> None:
     query, key, value = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
     mask = torch.zeros(2, 1, 1, 9).masked_fill(torch.rand(2, 1, 1, 9) < 0.3, -1e30)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
-    torch.testing.assert_close(attention_of_one(query, key, value, mask), expected)
+    torch.testing.assert_close(attention_of_one(query, key, value, mask, 8**-0.5), expected)
     grouped = torch.nn.functional.scaled_dot_product_attention(
         query, key[:, :2], value[:, :2], mask, enable_gqa=True
     )
     torch.testing.assert_close(
-        attention_of_one(query, key[:, :2], value[:, :2], mask, enable_gqa=True), grouped
+        attention_of_one(query, key[:, :2], value[:, :2], mask, 8**-0.5, enable_gqa=True), grouped
     )
 
 

@@ -1,0 +1,79 @@
+"""The matrix kernel for few bfloat16 rows: right, and alike for a row alone and among others."""
+
+import pytest
+import torch
+from torch import nn
+
+from drafthead.heads import bf16_gemm
+from drafthead.heads.compilation import Compiled
+
+pytestmark = pytest.mark.skipif(
+    not bf16_gemm.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def layers() -> nn.ModuleList:
+    """Outputs that fill blocks of 32 columns and ones that do not; with a bias and without."""
+    torch.manual_seed(0)
+    sizes = [(96, 128, False), (96, 40, True), (70, 33, False)]
+    made = [nn.Linear(k, n, bias=bias) for k, n, bias in sizes]
+    return nn.ModuleList(made).to(torch.bfloat16).requires_grad_(False)
+
+
+def compiled(layers: nn.ModuleList) -> Compiled:
+    def multiply(*rows: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x) for layer, x in zip(layers, rows, strict=True)]
+
+    return Compiled(
+        multiply,
+        CPU,
+        torch.bfloat16,
+        kind=lambda *rows: rows[0].shape[0] == 1,
+        dynamic=lambda *rows: [(x, 0) for x in rows],
+    )
+
+
+@pytest.fixture(scope="module")
+def products(layers) -> Compiled:
+    return compiled(layers)
+
+
+def inputs(layers: nn.ModuleList, rows: int) -> list[torch.Tensor]:
+    torch.manual_seed(rows)
+    return [torch.randn(rows, layer.in_features).bfloat16() for layer in layers]
+
+
+def test_generated_code_uses_the_kernel(layers, monkeypatch) -> None:
+    made = []
+    define = bf16_gemm.FewRowsBf16.codegen_define
+    monkeypatch.setattr(
+        bf16_gemm.FewRowsBf16,
+        "codegen_define",
+        lambda self, kernel: made.append(self) or define(self, kernel),
+    )
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled(layers)(*inputs(layers, 1))
+    assert made
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 21])
+def test_products_equal_float64_up_to_the_rounding_of_the_result(layers, products, rows) -> None:
+    x = inputs(layers, rows)
+    with torch.inference_mode():
+        found = products(*x)
+    for layer, row, result in zip(layers, x, found, strict=True):
+        bias = None if layer.bias is None else layer.bias.double()
+        expected = nn.functional.linear(row.double(), layer.weight.double(), bias)
+        torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_a_row_has_the_same_bits_in_a_product_of_any_number_of_rows(layers, products) -> None:
+    x = inputs(layers, 21)
+    with torch.inference_mode():
+        everything = products(*x)
+        for count in (1, 2, 5, 8, 12):
+            part = products(*[rows[:count] for rows in x])
+            for whole, some in zip(everything, part, strict=True):
+                assert torch.equal(whole[:count], some)

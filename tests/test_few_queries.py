@@ -1,0 +1,88 @@
+"""Attention of few queries, compiled: right in every layout, alike for any number of queries."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from drafthead.heads import bf16_gemm
+from drafthead.heads.compilation import Compiled
+from drafthead.heads.target import FeatureSpec, Target
+from drafthead.infer import few_queries
+from drafthead.infer.compiled import CompiledTarget
+from drafthead.infer.pass_times import endless, pass_alone
+from drafthead.infer.run import Run
+
+pytestmark = pytest.mark.skipif(
+    not bf16_gemm.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+)
+CAPACITY = 96  # columns of the cache, of which a pass sees a part
+SIZES = [  # rows, heads, heads of keys, queries, columns, size of a head, type of the mask
+    (1, 3, 3, 1, 40, 64, torch.bfloat16),
+    (1, 4, 2, 8, 33, 32, torch.bfloat16),
+    (2, 2, 1, 19, 64, 128, torch.bfloat16),
+    (3, 2, 2, 5, 7, 64, torch.float32),
+    (1, 2, 2, 9, 16, 256, torch.bfloat16),
+]
+
+
+@pytest.fixture(scope="module")
+def attention() -> Compiled:
+    """Attention as a pass has it: columns of a larger cache, any number of rows and queries."""
+
+    def attend(query, keys, values, mask) -> torch.Tensor:
+        end = mask.shape[-1]
+        output = few_queries.attend(query, keys[:, :, :end], values[:, :, :end], mask, 0.1)
+        return output.transpose(1, 2).flatten(2)
+
+    return Compiled(
+        attend,
+        torch.device("cpu"),
+        torch.bfloat16,
+        kind=lambda query, keys, values, mask: (query.shape, keys.shape, mask.dtype),
+        dynamic=lambda query, keys, values, mask: [(mask, 3)],
+    )
+
+
+def inputs(rows, heads, key_heads, queries, columns, size, mask_type) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    query = torch.randn(rows, queries, heads, size).bfloat16().transpose(1, 2)
+    keys, values = torch.randn(2, rows, key_heads, CAPACITY, size).bfloat16()
+    hidden = torch.rand(rows, 1, queries, columns) < 0.3
+    hidden[..., 0] = False
+    mask = torch.zeros(hidden.shape, dtype=mask_type)
+    return [query, keys, values, mask.masked_fill(hidden, torch.finfo(mask_type).min)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_attention_equals_float64_up_to_the_rounding_of_the_result(attention, sizes) -> None:
+    query, keys, values, mask = inputs(*sizes)
+    with torch.inference_mode():
+        found = attention(query, keys, values, mask)
+    end = mask.shape[-1]
+    exact = [tensor.double() for tensor in (query, keys[:, :, :end], values[:, :, :end], mask)]
+    expected = functional.scaled_dot_product_attention(*exact, scale=0.1, enable_gqa=True)
+    expected = expected.transpose(1, 2).flatten(2)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_a_query_has_the_same_bits_alone_and_among_others(attention) -> None:
+    query, keys, values, mask = inputs(1, 2, 2, 19, 50, 64, torch.bfloat16)
+    with torch.inference_mode():
+        together = attention(query, keys, values, mask)
+        for count in (1, 4, 8, 11):
+            some = attention(query[:, :, :count], keys, values, mask[:, :, :count])
+            assert torch.equal(some, together[:, :count])
+
+
+def test_compiled_bfloat16_passes_agree_with_eager_ones(make_target) -> None:
+    """Passes over one token and over several, behind the same text."""
+    eager = Target(make_target(hidden=128).model.to(torch.bfloat16))
+    logits = []
+    for target in (eager, CompiledTarget(eager)):
+        run = Run(target, endless([list(range(8, 30))], 1), FeatureSpec((), last=False), 16)
+        with torch.inference_mode():
+            run.prefill()
+            logits.append([pass_alone(run, nodes)().logits.float() for nodes in (1, 5, 11)])
+    for expected, found in zip(*logits, strict=True):
+        near = 0.02 * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=near)
