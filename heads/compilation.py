@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -35,10 +36,14 @@ CACHE_TAG = "drafthead kernels 2"
 MOST_GRAPHS = 256
 
 
+# Dimensions that may change from call to call; those of one inner list are always equal.
+Sizes = Sequence[Sequence[tuple[torch.Tensor, int]]]
+
+
 class Compiled:
     """A function of tensors under `torch.compile`, with an account of what compiling took.
 
-    Dimensions named in `dynamic` may change from call to call without another graph, except that
+    Sizes named in `sizes` may change from call to call without another graph, except that
     size 1 is a graph of its own, because the code for it differs. What the function reads beside
     its arguments, such as a model, is taken to stay as it was when the graph was made: checking
     each part of a model at every call would cost more than a drafting pass.
@@ -50,14 +55,14 @@ class Compiled:
         device: torch.device,
         dtype: torch.dtype,
         kind: Callable[..., Hashable],
-        dynamic: Callable[..., Sequence[tuple[torch.Tensor, int]]],
+        sizes: Callable[..., Sizes],
     ):
-        """`kind(*arguments)` says which graph a call needs, and `dynamic(*arguments)` lists the
-        dimensions of tensors that change within a kind. `dtype` is that of the weights.
+        """`kind(*arguments)` says which graph a call needs, and `sizes(*arguments)` lists what
+        changes within a kind. `dtype` is that of the weights.
         """
         keep_compiled_code()
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
-        self.function, self.kind, self.dynamic = function, kind, dynamic
+        self.function, self.kind, self.sizes = function, kind, sizes
         self.options = compile_options(device, dtype)
         self.graphs: dict[Hashable, Callable[..., Any]] = {}
         self.seconds = 0.0
@@ -67,13 +72,13 @@ class Compiled:
         kind = self.kind(*arguments)
         if kind in self.graphs:
             return self.graphs[kind](*arguments)
-        for tensor, dim in self.dynamic(*arguments):
+        for tensor, dim in chain.from_iterable(self.sizes(*arguments)):
             if tensor.shape[dim] != 1:
                 torch._dynamo.mark_dynamic(tensor, dim)
         started = time.perf_counter()
         guards = {"guard_filter_fn": guards_of_arguments}
         graph = torch.compile(
-            with_own_code(self.function), fullgraph=True, options=self.options | guards
+            with_own_code(self._call), fullgraph=True, options=self.options | guards
         )
         try:
             # Tracing too must know that weights will be frozen: it then takes them for constants.
@@ -92,6 +97,17 @@ class Compiled:
         self.seconds += time.perf_counter() - started
         self.graphs[kind] = graph
         return result
+
+    def _call(self, *arguments: Any) -> Any:
+        """What is traced: the function, behind the news that sizes of one place are one size.
+
+        Each size is handed to a graph as a tensor of its own, which takes microseconds.
+        """
+        for place in self.sizes(*arguments):
+            first, first_dim = place[0]
+            for tensor, dim in place[1:]:
+                torch._check(tensor.shape[dim] == first.shape[first_dim])
+        return self.function(*arguments)
 
 
 def compile_options(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class MedusaDrafter(Drafter):
             self.target.device,
             self.target.dtype,
             kind=lambda hidden: hidden.shape[0] == 1,
-            dynamic=lambda hidden: [(hidden, 0)],
+            sizes=lambda hidden: [[(hidden, 0)]],
         )
 
     def layout(self, budget: Budget) -> MedusaLayout:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from drafthead.heads.compilation import Compiled, has_kernels
+from drafthead.heads.compilation import Compiled, Sizes, has_kernels
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target, TargetOutput
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
 
@@ -30,7 +30,7 @@ class CompiledTarget(Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
         self.move = Compiled(
-            move_columns, target.device, target.dtype, kind_of_move, changes_of_move
+            move_columns, target.device, target.dtype, kind_of_move, sizes_of_move
         )
 
     @property
@@ -73,7 +73,7 @@ class CompiledPass:
         if self.has_kernel:
             from drafthead.infer import few_queries  # noqa: F401  (takes seconds; registers itself)
         self.graphs = Compiled(
-            self._forward, target.device, target.dtype, self._kind, changes_of_pass
+            self._forward, target.device, target.dtype, self._kind, sizes_of_pass
         )
 
     def __call__(
@@ -121,19 +121,22 @@ class CompiledPass:
         return input_ids.shape[0] == 1, input_ids.shape[1] == 1, *cut
 
 
-def changes_of_pass(
+def sizes_of_pass(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     columns: torch.Tensor,
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
-) -> list[tuple[torch.Tensor, int]]:
-    """The dimensions of a pass that change: rows, tokens, columns in use, columns there are."""
-    batch = [(tensor, 0) for tensor in (input_ids, position_ids, attention_mask, *keys, *values)]
-    tokens = [(input_ids, 1), (position_ids, 1), (attention_mask, 2), (columns, 0)]
-    capacity = [(tensor, 2) for tensor in (*keys, *values)]
-    return [*batch, *tokens, (attention_mask, 3), *capacity]
+) -> Sizes:
+    """The sizes of a pass that change: rows, tokens, columns in use, columns there are."""
+    layers = (*keys, *values)
+    return [
+        [(tensor, 0) for tensor in (input_ids, position_ids, attention_mask, *layers)],
+        [(input_ids, 1), (position_ids, 1), (attention_mask, 2), (columns, 0)],
+        [(attention_mask, 3)],
+        [(tensor, 2) for tensor in layers],
+    ]
 
 
 def kind_of_move(
@@ -143,12 +146,16 @@ def kind_of_move(
     return source.shape[0] == 1, source.shape[1] == 1
 
 
-def changes_of_move(
+def sizes_of_move(
     keys: Layers, values: Layers, source: torch.Tensor, destination: torch.Tensor
-) -> list[tuple[torch.Tensor, int]]:
-    """The dimensions that change from one commit to the next: rows, path, capacity."""
-    layers = [(tensor, dim) for tensor in (*keys, *values) for dim in (0, 2)]
-    return [*layers, *((tensor, dim) for tensor in (source, destination) for dim in (0, 1))]
+) -> Sizes:
+    """The sizes that change from one commit to the next: rows, path, columns there are."""
+    layers, moves = (*keys, *values), (source, destination)
+    return [
+        [(tensor, 0) for tensor in (*layers, *moves)],
+        [(tensor, 1) for tensor in moves],
+        [(tensor, 2) for tensor in layers],
+    ]
 
 
 class CpuAttention(TorchFunctionMode):

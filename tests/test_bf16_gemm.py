@@ -31,7 +31,7 @@ def compiled(layers: nn.ModuleList) -> Compiled:
         CPU,
         torch.bfloat16,
         kind=lambda *rows: rows[0].shape[0] == 1,
-        dynamic=lambda *rows: [(x, 0) for x in rows],
+        sizes=lambda *rows: [[(x, 0) for x in rows]],
     )
 
 

@@ -39,7 +39,7 @@ def attention() -> Compiled:
         torch.device("cpu"),
         torch.bfloat16,
         kind=lambda query, keys, values, mask: (query.shape, keys.shape, mask.dtype),
-        dynamic=lambda query, keys, values, mask: [(mask, 3)],
+        sizes=lambda query, keys, values, mask: [[(mask, 3)]],
     )
 
 
