@@ -114,10 +114,15 @@ class Bench:
             for prompt in tqdm(prompts, desc="answers")
         ]
 
-    def decoder(self, drafter: Drafter | None, budget: Budget | None = None) -> Decoder:
-        """A decoder whose answers only end at their limit; planned without a budget."""
+    def decoder(
+        self, drafter: Drafter | None, budget: Budget | None = None, ends: bool = False
+    ) -> Decoder:
+        """A decoder, planned without a budget, whose answers only end at their limit or by `ends`
+        where the target ends them.
+        """
         decoder = Decoder(self.target, drafter, budget, adaptive=budget is None)
-        decoder.end_ids = frozenset()
+        if not ends:
+            decoder.end_ids = frozenset()
         return decoder
 
     def plain_against_generate(self) -> dict[str, Any]:
@@ -153,14 +158,20 @@ class Bench:
         }
 
     def against_plain(
-        self, drafters: dict[str, Drafter], rows: int = 1, tokens: int | None = None
+        self,
+        drafters: dict[str, Drafter],
+        rows: int = 1,
+        tokens: int | None = None,
+        ends: bool = False,
     ) -> dict[str, Any]:
         """Planned drafters against plain decoding of batches of `rows` prompts."""
         groups = [
             list(self.prompts[start : start + rows])
             for start in range(0, len(self.prompts) - rows + 1, rows)
         ][: None if tokens is None else LONG_ANSWERS]
-        decoders = {"plain": self.plain} | {n: self.decoder(d) for n, d in drafters.items()}
+        decoders = {"plain": self.decoder(None, ends=ends)} | {
+            name: self.decoder(drafter, ends=ends) for name, drafter in drafters.items()
+        }
         accounts: dict[str, list[DecodeResult]] = {name: [] for name in decoders}
 
         def run(name: str, item: int) -> float:
@@ -257,6 +268,7 @@ def measure(bench: Bench, head: Drafter | None, report: dict[str, Any]) -> None:
     report["overhead"] = asdict(overhead) | {"share": overhead.share}
     if head is not None:
         report["head"] = bench.against_plain({"head": head})
+        report["head, answers to their ends"] = bench.against_plain({"head": head}, ends=True)
     report["scripted"] = {f"{alpha:g}": bench.against_script(alpha) for alpha in (0.6, 0.8)}
     report["always wrong"] = bench.against_script(0.0, tokens=512)
     for rows in (4, 8):

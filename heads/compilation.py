@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
@@ -19,6 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 
+from drafthead.heads.cpu_attention import CpuAttention
 from drafthead.heads.errors import UserError
 
 CPU_OPTIONS: dict[str, Any] = {
@@ -63,7 +65,11 @@ class Compiled:
         keep_compiled_code()
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
         self.function, self.kind, self.sizes = function, kind, sizes
-        self.options = compile_options(device, dtype)
+        self.on_cpu = device.type == "cpu"
+        self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
+        self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
+        if self.has_kernels:
+            self.options = self.options | GENERATED_PRODUCTS
         self.graphs: dict[Hashable, Callable[..., Any]] = {}
         self.seconds = 0.0
 
@@ -107,22 +113,15 @@ class Compiled:
             first, first_dim = place[0]
             for tensor, dim in place[1:]:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
-        return self.function(*arguments)
+        with CpuAttention(self.has_kernels) if self.on_cpu else nullcontext():
+            return self.function(*arguments)
 
 
-def compile_options(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The code generator's settings for weights of a type on a device."""
-    if device.type != "cpu":
-        return GPU_OPTIONS
-    return CPU_OPTIONS | GENERATED_PRODUCTS if has_kernels(device, dtype) else CPU_OPTIONS
-
-
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our own kernels can be compiled for weights of a type on a device."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return False
+def has_kernels() -> bool:
+    """Whether our own kernels can be compiled for this processor, by this version of torch."""
     try:
-        from drafthead.heads import bf16_gemm  # takes seconds to import, and only here
+        # Importing them takes seconds, is needed only here, and makes them known to torch.
+        from drafthead.heads import bf16_gemm, few_queries  # noqa: F401
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "

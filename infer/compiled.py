@@ -3,18 +3,17 @@
 The prompt pass stays eager: it is one pass, of another length each time.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from drafthead.heads.compilation import Compiled, Sizes, has_kernels
+from drafthead.heads.compilation import Compiled, Sizes
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target, TargetOutput
+from drafthead.heads.tree import TokenTree
+from drafthead.infer.acceptance import accept_greedily
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
+from drafthead.infer.verifiers import Acceptance
 
 # Columns that attention reads are rounded up to these. A graph for CPUs takes any number of them; a
 # CUDA graph is recorded for one number, so there are to be few.
@@ -29,18 +28,31 @@ class CompiledTarget(Target):
     def __init__(self, target: Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
-        self.move = Compiled(
-            move_columns, target.device, target.dtype, kind_of_move, sizes_of_move
+        self.move = Compiled(move_columns, target.device, target.dtype, kind_of_move, sizes_of_move)
+        self.accept = Compiled(
+            accept_greedily, target.device, target.dtype, kind_of_tree, sizes_of_tree
         )
 
     @property
     def compile_seconds(self) -> float:
         """Time spent on compiling so far."""
-        return self.move.seconds + sum(made.graphs.seconds for made in self.passes.values())
+        passes = (made.graphs for made in self.passes.values())
+        return sum(made.seconds for made in (self.move, self.accept, *passes))
 
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other."""
         return TreeCache(COLUMNS_A_GRAPH[self.device.type == "cuda"], self.move)
+
+    def accept_greedily(
+        self,
+        tree: TokenTree,
+        logits: torch.Tensor,  # [B, N, V]
+    ) -> tuple[Acceptance, torch.Tensor]:
+        """The greedy rule's verdict, and the token [B, P] behind each accepted node."""
+        path, length, bonus, following = self.accept(
+            logits, tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_depth
+        )
+        return Acceptance(path, length, bonus), following
 
     @torch.no_grad()
     def run(
@@ -69,9 +81,6 @@ class CompiledPass:
         self.target = target
         # The hooks must be there at every call, as they were when the graph was made.
         self.taps = Taps(target, features)
-        self.has_kernel = has_kernels(target.device, target.dtype)
-        if self.has_kernel:
-            from drafthead.infer import few_queries  # noqa: F401  (takes seconds; registers itself)
         self.graphs = Compiled(
             self._forward, target.device, target.dtype, self._kind, sizes_of_pass
         )
@@ -102,9 +111,7 @@ class CompiledPass:
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Logits [B, T, V] and features [B, T, D]; what is traced into a graph."""
         cache = StepCache(keys, values, columns, attention_mask.shape[-1])
-        on_cpu = input_ids.device.type == "cpu"
-        with CpuAttention(self.has_kernel) if on_cpu else nullcontext():
-            logits = self.target.forward(input_ids, position_ids, attention_mask, cache)
+        logits = self.target.forward(input_ids, position_ids, attention_mask, cache)
         features = self.taps.features()
         return logits, features.last, features.taps
 
@@ -158,69 +165,33 @@ def sizes_of_move(
     ]
 
 
-class CpuAttention(TorchFunctionMode):
-    """Attention of few queries, compiled: ours in bfloat16, a plain product for a single query.
-
-    torch's own kernel for CPUs works through blocks of queries; with few of them its time is spent
-    on preparations, and with one query it grows five times as fast with the number of keys.
-    """
-
-    def __init__(self, has_kernel: bool):
-        """`has_kernel` says whether `few_queries` is there to be compiled."""
-        super().__init__()
-        self.has_kernel = has_kernel
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Replace `scaled_dot_product_attention`, and nothing else."""
-        if func is functional.scaled_dot_product_attention:
-            return self.attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def attention(
-        self,
-        query: torch.Tensor,  # [B, H, T, D]
-        key: torch.Tensor,  # [B, H, S, D]
-        value: torch.Tensor,  # [B, H, S, D]
-        attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] added to the scores
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """As torch's, with its arguments; the masks of our passes say all that is causal."""
-        scale = scale or query.shape[-1] ** -0.5
-        added = attn_mask is not None and attn_mask.is_floating_point()
-        if self.has_kernel and added and query.shape[-1] % 32 == 0:
-            return torch.ops.drafthead.attend(query, key, value, attn_mask, scale)
-        if query.shape[2] == 1:
-            return attention_of_one(query, key, value, attn_mask, scale, enable_gqa)
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+def kind_of_tree(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,  # [B, N]
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    max_depth: int,
+) -> tuple[int, ...]:
+    """One row or several; the depth; whether rows share their tables or have their own."""
+    shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
+    return tokens.shape[0] == 1, max_depth, *shared
 
 
-def attention_of_one(
-    query: torch.Tensor,  # [B, H, 1, D]
-    key: torch.Tensor,  # [B, H, S, D]
-    value: torch.Tensor,  # [B, H, S, D]
-    mask: torch.Tensor | None,  # [B, 1 or H, 1, S] added to the scores
-    scale: float,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """softmax(query key^T scale + mask) value [B, H, 1, D]."""
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(-1, -2)) * scale
-    if mask is not None:
-        scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+def sizes_of_tree(
+    logits: torch.Tensor,  # [B, N, V]
+    tokens: torch.Tensor,  # [B, N]
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,  # [B, N, N]
+    max_depth: int,
+) -> Sizes:
+    """The sizes of trees that change: rows and nodes."""
+    tensors = (logits, tokens, parents, depths, ancestors)
+    return [
+        [(tensor, 0) for tensor in tensors],
+        [*((tensor, 1) for tensor in tensors), (ancestors, 2)],
+    ]
 
 
 def new_cache(target: Target) -> TreeCache:

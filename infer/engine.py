@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
-from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
+from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target import Features
-from drafthead.heads.tree import Budget, TokenTree
+from drafthead.heads.tree import Budget
+from drafthead.infer.acceptance import to_host
 from drafthead.infer.autoregressive import plain_step
 from drafthead.infer.planner import Planner
 from drafthead.infer.run import Emitted, Run
@@ -45,7 +46,7 @@ def step(
     draws: RowRandom | None,
 ) -> Emitted:
     """Propose, verify, commit."""
-    stats, sampling = run.stats, run.request.sampling
+    stats = run.stats
     with stats.phase("draft"):
         run.begin_random_step()
         tree = session.propose(budget, run.request.draft_sampling, draws)
@@ -56,8 +57,7 @@ def step(
         logits = output.logits
         if run.processing is not None:
             logits = run.processing.behind_nodes(tree, logits)
-        acceptance = accept(verifier, tree, logits, sampling, run.random)
-        tokens = following_tokens(tree, acceptance)
+        acceptance, tokens = run.accept(verifier, tree, logits)
         answers, paths = to_host(tokens, acceptance)
     with stats.phase("commit"):
         commit(run, session, acceptance, tokens, output.features, paths)
@@ -65,42 +65,6 @@ def step(
         emitted = run.take_step(answers)
         run.keep_active(session)
     return emitted
-
-
-def accept(
-    verifier: Verifier,
-    tree: TokenTree,
-    logits: torch.Tensor,  # [B, N, V]
-    sampling: SamplingConfig,
-    random: RowRandom | None,
-) -> Acceptance:
-    """Apply the acceptance rule to the target's scores in the form that it reads."""
-    scores = logits if verifier.reads == "logits" else probabilities(logits, sampling)
-    return verifier.rule(tree, scores, random)
-
-
-def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
-    """The token [B, P] behind each node of the accepted path.
-
-    For root "a", accepted "b c" and bonus "d" the path is a b c and the tokens are b c d.
-    """
-    rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)
-    path_tokens = tree.tokens.gather(1, acceptance.path)
-    following = torch.cat([path_tokens[:, 1:], acceptance.bonus[:, None]], dim=1)
-    following[rows, acceptance.length - 1] = acceptance.bonus
-    return following
-
-
-def to_host(
-    tokens: torch.Tensor,  # [B, P]
-    acceptance: Acceptance,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Each row's tokens and path as lists of its accept length: the step's one synchronisation."""
-    everything = torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1).tolist()
-    width = tokens.shape[1]
-    answers = [row[1 : 1 + row[0]] for row in everything]
-    paths = [row[1 + width : 1 + width + row[0]] for row in everything]
-    return answers, paths
 
 
 def commit(

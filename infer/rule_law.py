@@ -9,7 +9,7 @@ import torch
 
 from drafthead.heads.sampling import RowRandom, draw_without_replacement, sample
 from drafthead.heads.tree import TokenTree, TreeShape
-from drafthead.infer.engine import following_tokens
+from drafthead.infer.acceptance import following_tokens
 from drafthead.infer.goodness_of_fit import Fit, fit
 from drafthead.infer.verifiers import Verifier
 

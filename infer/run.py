@@ -10,11 +10,13 @@ from drafthead.heads.base import Committed, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
-from drafthead.infer.compiled import new_cache
+from drafthead.infer.acceptance import accept
+from drafthead.infer.compiled import CompiledTarget, new_cache
 from drafthead.infer.logits_processing import PathProcessing
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
 from drafthead.infer.stopping import Stop
+from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
@@ -121,6 +123,17 @@ class Run:
         mask = self.cache.mask(tree.ancestors, self.target.dtype)
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
+
+    def accept(
+        self,
+        verifier: Verifier,
+        tree: TokenTree,
+        logits: torch.Tensor,  # [B, N, V]
+    ) -> tuple[Acceptance, torch.Tensor]:
+        """The rule's verdict on a tree, and the token [B, P] behind each accepted node."""
+        if verifier.name == "greedy" and isinstance(self.target, CompiledTarget):
+            return self.target.accept_greedily(tree, logits)
+        return accept(verifier, tree, logits, self.request.sampling, self.random)
 
     def legal(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions within the context: what lies past its end is never kept, but is computed."""

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from drafthead.heads import bf16_gemm
+from drafthead.heads import bf16_gemm, few_queries
 from drafthead.heads.compilation import Compiled
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.infer import few_queries
 from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.pass_times import endless, pass_alone
 from drafthead.infer.run import Run

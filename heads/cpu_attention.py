@@ -1,0 +1,73 @@
+"""Attention in passes that are compiled for a CPU, where torch's own kernel wastes its time.
+
+It works through blocks of queries: with few of them its time is spent on preparations, and with one
+query it grows five times as fast with the number of keys.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+class CpuAttention(TorchFunctionMode):
+    """Replaces torch's attention: by ours in bfloat16, by plain products for a single query."""
+
+    def __init__(self, has_kernel: bool):
+        """`has_kernel` says whether `few_queries` is there to be compiled."""
+        super().__init__()
+        self.has_kernel = has_kernel
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Replace `scaled_dot_product_attention`, and nothing else."""
+        if func is functional.scaled_dot_product_attention:
+            return self.attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def attention(
+        self,
+        query: torch.Tensor,  # [B, H, T, D]
+        key: torch.Tensor,  # [B, H, S, D]
+        value: torch.Tensor,  # [B, H, S, D]
+        attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] added to the scores
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """As torch's, with its arguments; the masks of our passes say all that is causal."""
+        scale = scale or query.shape[-1] ** -0.5
+        added = attn_mask is not None and attn_mask.is_floating_point()
+        if self.has_kernel and added and query.shape[-1] % 32 == 0:
+            return torch.ops.drafthead.attend(query, key, value, attn_mask, scale)
+        if query.shape[2] == 1:
+            return attention_of_one(query, key, value, attn_mask, scale, enable_gqa)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def attention_of_one(
+    query: torch.Tensor,  # [B, H, 1, D]
+    key: torch.Tensor,  # [B, H, S, D]
+    value: torch.Tensor,  # [B, H, S, D]
+    mask: torch.Tensor | None,  # [B, 1 or H, 1, S] added to the scores
+    scale: float,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """softmax(query key^T scale + mask) value [B, H, 1, D]."""
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(-1, -2)) * scale
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
