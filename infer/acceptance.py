@@ -29,13 +29,14 @@ def accept_greedily(
     parents: torch.Tensor,  # [B, N]
     depths: torch.Tensor,  # [B, N]
     ancestors: torch.Tensor,  # [B, N, N]
-    max_depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`accept` by the greedy rule, on tensors alone so that it can be compiled.
 
-    Returns path [B, P], length [B], bonus [B] and following tokens [B, P].
+    Returns path [B, N], length [B], bonus [B] and following tokens [B, N]: as long as the tree has
+    nodes, so that one graph serves trees of any depth.
     """
-    tree = TokenTree(tokens, parents, depths, ancestors, max_depth, width=0)
+    most = tokens.shape[1] - 1
+    tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
     acceptance = VERIFIERS["greedy"].rule(tree, logits, None)
     following = following_tokens(tree, acceptance)
     return acceptance.path, acceptance.length, acceptance.bonus, following

@@ -50,7 +50,7 @@ class CompiledTarget(Target):
     ) -> tuple[Acceptance, torch.Tensor]:
         """The greedy rule's verdict, and the token [B, P] behind each accepted node."""
         path, length, bonus, following = self.accept(
-            logits, tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_depth
+            logits, tree.tokens, tree.parents, tree.depths, tree.ancestors
         )
         return Acceptance(path, length, bonus), following
 
@@ -171,11 +171,10 @@ def kind_of_tree(
     parents: torch.Tensor,
     depths: torch.Tensor,
     ancestors: torch.Tensor,
-    max_depth: int,
-) -> tuple[int, ...]:
-    """One row or several; the depth; whether rows share their tables or have their own."""
+) -> tuple[bool, ...]:
+    """One row or several; whether rows share their tables or have their own."""
     shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
-    return tokens.shape[0] == 1, max_depth, *shared
+    return tokens.shape[0] == 1, *shared
 
 
 def sizes_of_tree(
@@ -184,7 +183,6 @@ def sizes_of_tree(
     parents: torch.Tensor,
     depths: torch.Tensor,
     ancestors: torch.Tensor,  # [B, N, N]
-    max_depth: int,
 ) -> Sizes:
     """The sizes of trees that change: rows and nodes."""
     tensors = (logits, tokens, parents, depths, ancestors)
