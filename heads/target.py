@@ -34,6 +34,7 @@ NORM_NAMES = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
     *("layer_norm", "layernorm"),
 )
+TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -360,12 +361,20 @@ class Taps:
         return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
 
 
-def load_tokenizer(name: str | Path, base_name: str, trust_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model; an adapter that brings none is used with its base model's."""
+def load_tokenizer(
+    name: str | Path, base_name: str, trust_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; an adapter that brings none is used with its base model's.
+
+    None for a folder that holds no file of a tokenizer: its model takes token ids.
+    """
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
     except (OSError, ValueError):
         if base_name == str(name):
+            folder = Path(name)
+            if folder.is_dir() and not any(any(folder.glob(p)) for p in TOKENIZER_FILES):
+                return None
             raise
         return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
 
