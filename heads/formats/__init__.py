@@ -1,7 +1,14 @@
 """Checkpoints of other software, and our own: recognised, read, written and checked."""
 
 # In the order in which they are asked: ours says so itself, and others are told by their tensors.
-from drafthead.heads.formats import drafthead, medusa  # noqa: F401  (they register themselves)
+from drafthead.heads.formats import (  # noqa: F401  (they register themselves)
+    dflash,
+    drafthead,
+    dspark,
+    eagle3,
+    medusa,
+    speculators,
+)
 from drafthead.heads.formats.base import FORMATS
 from drafthead.heads.formats.loading import build_head, load_head, read_foreign, recognised
 

@@ -97,8 +97,9 @@ def read_eagle3(
         {**without_output_bias(found), **vocabulary},
         TargetFacts(base_name(checkpoint), width, vocab),
         taps=f"{', '.join(map(str, taps or ()))} ({OUTPUTS})",
-        needs_target="" if taps is not None else "which layers it reads (they follow from how many "
-        "layers the target has)",
+        needs_target=""
+        if taps is not None
+        else "which layers it reads (they follow from how many layers the target has)",
         copies={"embedding": checkpoint.load(EMBEDDINGS)}
         if frozen and EMBEDDINGS in tensors
         else {},
@@ -133,7 +134,9 @@ def told_taps(
     known = config.get(CONVENTION)
     if known not in (OUTPUTS, INPUTS):
         known = OUTPUTS if told[0] == 1 else INPUTS
-        note = (f"layers {list(told)} were taken for the {known}s, as SGLang would: nothing says so",)
+        note = (
+            f"layers {list(told)} were taken for the {known}s, as SGLang would: nothing says so",
+        )
     else:
         note = ()
     return told if known == OUTPUTS else tuple(layer - 1 for layer in told), note
