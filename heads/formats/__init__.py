@@ -5,8 +5,11 @@ from drafthead.heads.formats import (  # noqa: F401  (they register themselves)
     dflash,
     drafthead,
     dspark,
+    eagle,
     eagle3,
+    hydra,
     medusa,
+    mlp_speculator,
     speculators,
 )
 from drafthead.heads.formats.base import FORMATS

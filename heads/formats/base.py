@@ -19,6 +19,8 @@ from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, checkpoints_a
 from drafthead.heads.target import Features, Target
 from drafthead.heads.tree import Path as TreePath
 
+WEIGHTS = "model.safetensors"  # as most formats call their file
+
 
 @dataclass(frozen=True)
 class TargetFacts:
@@ -144,6 +146,16 @@ def refuse_others(checkpoint: Checkpoint, used: Iterable[str], prefix: str = "")
         )
 
 
+def check_claims(checkpoint: Checkpoint, **found: int) -> None:
+    """Raise UserError when the configuration tells other sizes than the tensors have."""
+    for key, size in found.items():
+        if (claimed := checkpoint.integer(key, size)) != size:
+            raise UserError(
+                f"{checkpoint.weights.parent / CONFIG_FILE} says {key} {claimed}, but the tensors "
+                f"have {size}"
+            )
+
+
 def write_config(folder: Path, content: dict[str, Any]) -> None:
     """Write `config.json`."""
     (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -153,3 +165,15 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Everything that was just written, for a replay."""
     checkpoint = next(checkpoints_at(folder))
     return {name: checkpoint.load(name) for name in checkpoint.tensors}
+
+
+def dtype_name(head: DraftHead) -> str:
+    """The floating type of a head's weights as configurations write it."""
+    return str(next(head.parameters()).dtype).removeprefix("torch.")
+
+
+def wanted(target: Target | None, name: str, what: str) -> Target:
+    """The target; raises UserError when it was not given."""
+    if target is None:
+        raise UserError(f"{name} holds {what}: name the head's target with --target")
+    return target

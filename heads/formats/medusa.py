@@ -7,6 +7,7 @@ as many blocks, which computes the same.
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,14 +17,19 @@ from torch.nn.functional import silu
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import (
+    WEIGHTS,
     Foreign,
+    Format,
     Probe,
     TargetFacts,
     WritableFormat,
     all_tensors,
     base_name,
+    check_claims,
+    dtype_name,
     refuse_others,
     register_format,
+    wanted,
     write_config,
 )
 from drafthead.heads.formats.files import Checkpoint
@@ -64,14 +70,20 @@ class Names:
 OFFICIAL = Names("{i}.{j}.linear", "{i}.{n}")
 IN_MODEL = Names("{i}.{j}.linear", "{i}.{n}", MERGED)
 VLLM = Names("blocks.{i}.layers.{j}", "lm_heads.{i}")
+VLLM_PREFIXED = Names("blocks.{i}.layers.{j}", "lm_heads.{i}", "medusa_heads.")
+FIRST_BLOCK = "branches.0.blocks.0.weight"
 
 
-def read_heads(checkpoint: Checkpoint, names: Names) -> Foreign:
-    """Medusa heads under the given names; without projections they use the target's output head."""
+def read_heads(checkpoint: Checkpoint, names: Names, shared_output: str | None = None) -> Foreign:
+    """Medusa heads under the given names; without projections they use the target's output head.
+
+    `shared_output` names a copy of that in the file.
+    """
     num_heads, num_blocks = names.count(checkpoint.tensors)
-    own = names.projection(0, num_blocks) in checkpoint.tensors
+    own = shared_output is None and names.projection(0, num_blocks) in checkpoint.tensors
     hidden = checkpoint.shape(names.weight(0, 0), 2)[0]
-    vocab = checkpoint.shape(names.projection(0, num_blocks), 2)[0] if own else 0
+    output = names.projection(0, num_blocks) if own else shared_output
+    vocab = checkpoint.shape(output, 2)[0] if output else 0
     config = MedusaConfig(
         num_heads=num_heads,
         num_blocks=num_blocks,
@@ -80,8 +92,9 @@ def read_heads(checkpoint: Checkpoint, names: Names) -> Foreign:
         hidden_size=hidden,
         vocab_size=vocab,
     )
+    check_claims(checkpoint, hidden_size=hidden, **({"vocab_size": vocab} if vocab else {}))
     theirs = renamed(config, names)
-    refuse_others(checkpoint, theirs.values(), names.prefix)
+    refuse_others(checkpoint, [*theirs.values(), shared_output or ""], names.prefix)
     return Foreign(
         "medusa",
         config,
@@ -132,6 +145,20 @@ def replayed(tensors: dict[str, torch.Tensor], names: Names, probe: Probe) -> to
             probe.target.project(state) if projection is None else projection.float() @ state
         )
     return torch.stack(rows)
+
+
+def refuse_different_blocks(config: MedusaConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise UserError for a head whose blocks are not one and the same."""
+    for head in range(config.num_heads):
+        for block in range(1, config.num_blocks):
+            for kind in ("weight", "bias")[: 1 + config.bias]:
+                first, other = (tensors[f"branches.{head}.blocks.{b}.{kind}"] for b in (0, block))
+                if not torch.equal(first, other):
+                    raise UserError(
+                        f"medusa cannot express head.num_blocks {config.num_blocks} with blocks "
+                        "that differ: its reader applies one block again and again (vllm-medusa "
+                        "can)"
+                    )
 
 
 @register_format
@@ -186,15 +213,95 @@ class Medusa(WritableFormat):
         return replayed(all_tensors(folder), OFFICIAL, probe)
 
 
-def refuse_different_blocks(config: MedusaConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UserError for a head whose blocks are not one and the same."""
-    for head in range(config.num_heads):
-        for block in range(1, config.num_blocks):
-            for kind in ("weight", "bias")[: 1 + config.bias]:
-                first, other = (tensors[f"branches.{head}.blocks.{b}.{kind}"] for b in (0, block))
-                if not torch.equal(first, other):
-                    raise UserError(
-                        f"medusa cannot express head.num_blocks {config.num_blocks} with blocks "
-                        "that differ: its reader applies one block again and again (vllm-medusa "
-                        "can)"
-                    )
+@register_format
+class MergedMedusa(Format):
+    """A whole model with `medusa_head.*` in it, as Medusa-2 publishes it; only read."""
+
+    name = "medusa-merged"
+    families = ("medusa",)
+    readers = "Medusa 1.0"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Heads among other weights."""
+        return IN_MODEL.count(checkpoint.tensors)[0] > 0
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The heads; the rest is the target, which is loaded as a target."""
+        foreign = read_heads(checkpoint, IN_MODEL)
+        names = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight"}
+        layers = checkpoint.integer("num_hidden_layers", 0) or None
+        return replace(
+            foreign,
+            target=replace(foreign.target, name=str(checkpoint.path), num_layers=layers),
+            copies={
+                kind: checkpoint.load(name)
+                for kind, name in names.items()
+                if name in checkpoint.tensors
+            },
+            notes=(
+                *foreign.notes,
+                "the weights of the target in it are left out: name it --target",
+            ),
+        )
+
+
+@register_format
+class VllmMedusa(WritableFormat):
+    """vLLM's names, which it alone reads; it drafts a chain, whatever the heads could do."""
+
+    name = "vllm-medusa"
+    families = ("medusa",)
+    readers = "vLLM"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Tensors named after blocks and layers, with or without a prefix."""
+        return any(names.count(checkpoint.tensors)[0] for names in (VLLM, VLLM_PREFIXED))
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """All heads; one projection for them all is the target's output head."""
+        names = VLLM if VLLM.count(checkpoint.tensors)[0] else VLLM_PREFIXED
+        if names.prefix + "token_map" in checkpoint.tensors:
+            raise UserError(f"{checkpoint.weights} has a token_map: heads here know every token")
+        if checkpoint.number("logit_scale", 1.0) != 1:
+            raise UserError(f"{checkpoint.weights}: a logit_scale other than 1 is not supported")
+        if not checkpoint.flag("original_lm_head", False):
+            return read_heads(checkpoint, names)
+        name = names.projection(0, 0)
+        foreign = read_heads(checkpoint, names, shared_output=name)
+        return replace(foreign, copies={"output": checkpoint.load(name)}, needs_target="")
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Everything that our head can be; a shared output head is written once."""
+        config, tensors = head.config, head.state_dict()
+        stored = {theirs: tensors[ours] for ours, theirs in renamed(config, VLLM).items()}
+        shared = config.output == "shared"
+        if shared:
+            weight = wanted(
+                target, self.name, "the output head that the heads share"
+            ).output_weight()
+            stored[VLLM.projection(0, 0)] = weight.to(head.state_dict()[FIRST_BLOCK].dtype)
+        save_file({name: t.contiguous() for name, t in stored.items()}, folder / WEIGHTS)
+        described = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "truncated_vocab_size": config.vocab_size,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_blocks,
+            "medusa_fc_bias": config.bias,
+            "original_lm_head": shared,
+            "max_paths": 64,
+            "topk": 10,
+            "torch_dtype": dtype_name(head),
+        }
+        write_config(folder, described)
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """As Medusa's; one projection serves all heads if there is but one."""
+        tensors = all_tensors(folder)
+        for head in range(VLLM.count(tensors)[0]):
+            tensors.setdefault(VLLM.projection(head, 0), tensors[VLLM.projection(0, 0)])
+        return replayed(tensors, VLLM, probe)
