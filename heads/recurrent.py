@@ -109,7 +109,7 @@ class RecurrentHead(DraftHead):
 
     @property
     def drafts_blindly(self) -> bool:
-        """Whether `drafted` reads neither tokens nor outputs, so that one pass drafts all depths."""
+        """Whether `drafted` reads neither tokens nor outputs: one pass can draft all depths."""
         return False
 
     @abstractmethod

@@ -305,7 +305,7 @@ def module_at(target: Target, place: int) -> nn.Module:
     """The module whose output, or at place -1 whose input, `FeatureSpec` calls by that number."""
     if place == target.num_layers:
         return target.final_norm
-    return target.layers[max(place, 0)]  # type: ignore[index,return-value]
+    return target.layers[max(place, 0)]  # type: ignore[index]
 
 
 class Taps:
@@ -347,9 +347,10 @@ class Taps:
         return keep
 
     def _entry_keeper(self, index: int) -> Callable[..., None]:
-        def keep(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            self.kept[index] = hidden  # type: ignore[assignment]
+        def keep(
+            _module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+        ) -> None:
+            self.kept[index] = args[0] if args else kwargs["hidden_states"]
 
         return keep
 

@@ -182,7 +182,7 @@ def test_decoding_takes_the_same_steps_as_the_authors(
             output, steps = expected["output_ids"], expected["accept_lengths"]
             result = decoder.generate([prompt], max_new_tokens=len(output))
             assert result.sequences[0] == output
-            # Theirs leaves the bonus token out; the prompt's own step and the cut last are no steps.
+            # Theirs leaves the bonus token out, and its last step is not cut to what is wanted.
             assert [n - 1 for n in result.stats.accept_lengths[0]][:-1] == steps[:-1]
 
 

@@ -2,11 +2,15 @@
 
 # In the order in which they are asked: ours says so itself, and others are told by their tensors.
 from drafthead.heads.formats import (  # noqa: F401  (they register themselves)
+    dflash,
     drafthead,
+    dspark,
     eagle,
+    eagle3,
     hydra,
     medusa,
     mlp_speculator,
+    speculators,
 )
 from drafthead.heads.formats.base import FORMATS
 from drafthead.heads.formats.loading import build_head, load_head, read_foreign, recognised

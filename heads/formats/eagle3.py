@@ -11,9 +11,10 @@ the first id is 1, else inputs, unless the file says that we wrote it. Written: 
 SGLang outputs, and only if the first is 1, on which all its versions agree.
 """
 
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -106,7 +107,7 @@ def read_eagle3(
     )
 
 
-def tap_norm_of(names: dict[str, Any]) -> str:
+def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
     """Which norms of EAGLE-3.1 stand before the projection."""
     if "fc_norm.0.weight" in names:
         return "each"
@@ -131,15 +132,11 @@ def told_taps(
             return None, ()
         taps = tuple(layer - 1 for layer in default_inputs(target.num_layers))
         return taps, ("no layers are named: those of EAGLE-3's authors were taken",)
-    known = config.get(CONVENTION)
-    if known not in (OUTPUTS, INPUTS):
-        known = OUTPUTS if told[0] == 1 else INPUTS
-        note = (
-            f"layers {list(told)} were taken for the {known}s, as SGLang would: nothing says so",
-        )
-    else:
-        note = ()
-    return told if known == OUTPUTS else tuple(layer - 1 for layer in told), note
+    convention, notes = config.get(CONVENTION), []
+    if convention not in (OUTPUTS, INPUTS):
+        convention = OUTPUTS if told[0] == 1 else INPUTS
+        notes.append(f"{list(told)} were taken for {convention}, as SGLang does: nothing says so")
+    return told if convention == OUTPUTS else tuple(layer - 1 for layer in told), tuple(notes)
 
 
 class Eagle3Files(WritableFormat):

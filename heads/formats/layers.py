@@ -258,7 +258,7 @@ class PlainLayers:
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](shape, torch.device("cpu"))
 
     def heads(self, layer: str, part: str, hidden: torch.Tensor) -> torch.Tensor:
-        """Queries, keys or values [T, H, head_dim] of hidden [T, D], normed where there are norms."""
+        """Queries, keys or values [T, H, head_dim] of hidden [T, D], with the norms there are."""
         found = self.linear(f"{layer}self_attn.{part}_proj", hidden)
         found = found.unflatten(-1, (-1, self.head_dim))
         name = f"{layer}self_attn.{part}_norm"

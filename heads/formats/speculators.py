@@ -197,8 +197,8 @@ def describe_eagle(head: DraftHead) -> dict[str, Any]:
     config: Eagle3Config = head.config
     if config.hidden_size != config.target_hidden_size:
         raise UserError(
-            f"speculators cannot express head.hidden_size {config.hidden_size} on a target of width "
-            f"{config.target_hidden_size}"
+            f"speculators cannot express head.hidden_size {config.hidden_size} on a target of "
+            f"width {config.target_hidden_size}"
         )
     kind = "eagle3" if config.mask_token is None else "peagle"
     return {
