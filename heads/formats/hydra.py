@@ -117,6 +117,8 @@ class Hydra(WritableFormat):
         theirs = renamed(config)
         refuse_others(checkpoint, [*theirs.values(), *repeated(config), EMBEDDING, *UNUSED])
         size, vocab = config.hidden_size, config.vocab_size
+        if UNUSED[0] in checkpoint.tensors and checkpoint.shape(UNUSED[0], 2) != (vocab, size):
+            raise UserError(f"{checkpoint.weights}: {UNUSED[0]} is no embedding of {vocab} tokens")
         has_embedding = EMBEDDING in checkpoint.tensors
         return Foreign(
             "hydra",

@@ -265,6 +265,8 @@ class VllmMedusa(WritableFormat):
             raise UserError(f"{checkpoint.weights} has a token_map: heads here know every token")
         if checkpoint.number("logit_scale", 1.0) != 1:
             raise UserError(f"{checkpoint.weights}: a logit_scale other than 1 is not supported")
+        num_heads, num_layers = names.count(checkpoint.tensors)
+        check_claims(checkpoint, num_heads=num_heads, num_hidden_layers=num_layers)
         if not checkpoint.flag("original_lm_head", False):
             return read_heads(checkpoint, names)
         name = names.projection(0, 0)
