@@ -44,9 +44,9 @@ class Eagle(WritableFormat):
     readers = "EAGLE, vLLM, SGLang"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """`fc` reads two vectors and the first layer has no norm in front."""
+        """`fc` reads two vectors and there is no final norm, which all later drafts have."""
         names = checkpoint.tensors
-        if not {"fc.weight", QUERY} <= set(names) or "layers.0.hidden_norm.weight" in names:
+        if not {"fc.weight", QUERY} <= set(names) or "norm.weight" in names:
             return False
         fc, query = names["fc.weight"].shape, names[QUERY].shape
         return len(fc) == len(query) == 2 and fc[1] == 2 * fc[0] and query[1] == fc[0]
