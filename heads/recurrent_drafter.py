@@ -253,6 +253,7 @@ class RecurrentSession(DraftSession):
         exact verification needs.
         """
         assert self.roots is not None and self.outputs is not None
+        shape = shape if random is None else shape.gapless
         outputs, tokens = self.outputs, [self.roots[:, None]]
         supports: list[Support] = []
         levels = self.drafter.levels(shape)

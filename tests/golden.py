@@ -40,7 +40,10 @@ class Case:
     @property
     def target(self) -> Target:
         """The case's own target, or the one that all of its kind share."""
-        for folder in (self.path / "target", self.path / self.about.get("target", "none")):
+        for folder in (
+            self.path / "target",
+            self.path / self.about.get("target", "../../e2e_target"),
+        ):
             if folder.is_dir():
                 return loaded(folder.resolve())
         raise AssertionError(f"{self.path} has no target")

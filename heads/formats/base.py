@@ -58,7 +58,7 @@ class Foreign:
     needs_target: str = ""
     notes: tuple[str, ...] = ()  # what was left out or taken for granted
     # Copies of the target's own `embedding` [V, D] or `output` [V, D] that the file brings. Ours
-    # reads the target's, so they must be the same.
+    # reads the target's, unless they differ and the family can have embeddings of its own.
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
     path_counts: dict[TreePath, int] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -177,3 +177,10 @@ def wanted(target: Target | None, name: str, what: str) -> Target:
     if target is None:
         raise UserError(f"{name} holds {what}: name the head's target with --target")
     return target
+
+
+def copied(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a target's weight to write, in `dtype` if that loses nothing."""
+    weight = weight.detach().cpu()
+    rounded = weight.to(dtype)
+    return (rounded if torch.equal(rounded.to(weight.dtype), weight) else weight).contiguous()

@@ -6,7 +6,7 @@ it is applied. Whatever the prefix layer of Hydra++ is not told by its tensors i
 
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -15,13 +15,6 @@ from torch.nn.functional import silu
 from drafthead.heads.base import DraftHead
 from drafthead.heads.draft_layers import LayerConfig
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.arithmetic import (
-    LayerShape,
-    Tensors,
-    decoder_layer,
-    projected,
-    rms_normed,
-)
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,
@@ -30,12 +23,14 @@ from drafthead.heads.formats.base import (
     all_tensors,
     base_name,
     check_claims,
+    copied,
     refuse_others,
     register_format,
     wanted,
     write_config,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.layers import PlainLayers, Tensors
 from drafthead.heads.hydra import HydraConfig
 from drafthead.heads.target import Target
 
@@ -141,7 +136,7 @@ class Hydra(WritableFormat):
         ours = wanted(target, self.name, "a copy of the target's embedding")
         refuse_inexpressible(config, ours)
         dtype = next(head.parameters()).dtype
-        embedding = ours.embed(torch.arange(config.vocab_size)).detach().to(dtype)
+        embedding = copied(ours.embed(torch.arange(config.vocab_size)), dtype)
         stored = {theirs: tensors[name].contiguous() for name, theirs in renamed(config).items()}
         stored |= {name: stored[other] for name, other in repeated(config).items()}
         stored[EMBEDDING] = embedding
@@ -173,19 +168,18 @@ class Hydra(WritableFormat):
         hidden = probe.features.last[0].float()
         if config.prefix_layer:
             hidden = prefix_pass(hidden, tensors, probe.target)
+        modules = PlainLayers({"rms_norm_eps": None, "head_dim": None}, tensors)
         path, rows = [hidden[-1]], []
         for head, token in enumerate([probe.tokens[0, -1], *probe.chain[:-1]]):
             path.append(tensors[EMBEDDING][token])
             given = torch.cat(path) if config.grounded else hidden[-1]
             name = block_name(config, head, 0)
-            straight = (
-                projected(given, tensors, f"{name}.res_connection") if config.grounded else given
-            )
-            state = straight + silu(projected(given, tensors, f"{name}.linear"))
+            straight = modules.linear(f"{name}.res_connection", given) if config.grounded else given
+            state = straight + silu(modules.linear(f"{name}.linear", given))
             for block in range(1, config.num_blocks):
                 name = block_name(config, head, block)
-                state = state + silu(projected(state, tensors, f"{name}.linear"))
-            rows.append(projected(state, tensors, output_name(config, head)))
+                state = state + silu(modules.linear(f"{name}.linear", state))
+            rows.append(modules.linear(output_name(config, head), state))
         return torch.stack(rows)
 
 
@@ -238,13 +232,5 @@ def inverse_frequencies(config: HydraConfig) -> torch.Tensor:
 
 def prefix_pass(hidden: torch.Tensor, tensors: Tensors, target: Target) -> torch.Tensor:
     """What the prefix layer and its norm make of hidden states [T, D], shaped as the target's."""
-    like = HydraConfig().like(target)
-    shape = LayerShape(
-        like.num_attention_heads,
-        like.num_key_value_heads,
-        like.head_dim,
-        like.rms_norm_eps,
-        float((like.rope_parameters or {}).get("rope_theta", 10000.0)),
-    )
-    hidden = decoder_layer(hidden, tensors, LAYER.rstrip("."), shape)
-    return rms_normed(hidden, tensors[PREFIX + "norm.weight"], shape.rms_norm_eps)
+    layers = PlainLayers(asdict(HydraConfig().like(target)), tensors)
+    return layers.norm(PREFIX + "norm", layers.decoder_layer(LAYER, hidden))

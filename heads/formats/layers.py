@@ -296,6 +296,18 @@ class PlainLayers:
         found = torch.einsum("hts,shd->thd", weights, values).flatten(1)
         return self.linear(layer + "self_attn.o_proj", found)
 
+    def decoder_layer(self, layer: str, hidden: torch.Tensor) -> torch.Tensor:
+        """A whole layer over hidden [T, D] at positions 0 to T - 1, each seeing those before it.
+
+        Without the tensor of its first norm it has none, as EAGLE's first layer.
+        """
+        has_norm = layer + "input_layernorm.weight" in self.tensors
+        normed = self.norm(layer + "input_layernorm", hidden) if has_norm else hidden
+        places = torch.arange(len(hidden))
+        past = torch.ones(len(hidden), len(hidden), dtype=torch.bool).tril()
+        hidden = hidden + self.attention(layer, normed, places, normed, places, past)
+        return self.mlp(layer, hidden)
+
 
 def spread_over(logits: torch.Tensor, tensors: Tensors, vocab_size: int) -> torch.Tensor:
     """Logits [..., Vd] of a draft vocabulary as [..., V], -inf for what it lacks."""

@@ -1,5 +1,7 @@
 """From a checkpoint of any known format to a head."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +11,8 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import FORMATS, Foreign, Format, TargetFacts
 from drafthead.heads.formats.files import Checkpoint, checkpoints_at, first_line
 from drafthead.heads.target import Target
+
+logger = logging.getLogger(__name__)
 
 # A file may hold one tensor under several names, but not so that reading it takes all memory.
 MOST_REPEATED = 2
@@ -65,10 +69,10 @@ def build_head(foreign: Foreign, path: Path, target: Target | None = None) -> Dr
             f"{path} does not say {foreign.needs_target}: name the target it was made for"
         )
     family = head_family(foreign.family)
-    config = foreign.config
     if target is not None:
         check_target(path, foreign.target, target)
-        check_copies(path, foreign, target)
+    foreign = settled(path, foreign, target)
+    config = foreign.config
     try:
         if target is not None:
             config = family.sized(config, target)
@@ -105,18 +109,50 @@ def check_target(path: Path, made_for: TargetFacts, target: Target) -> None:
             )
 
 
-def check_copies(path: Path, foreign: Foreign, target: Target) -> None:
-    """Raise UserError when weights that should be the target's own are not."""
-    every = torch.arange(target.vocab_size, device=target.device)
-    own = {"embedding": lambda: target.embed(every), "output": target.output_weight}
+def settled(path: Path, foreign: Foreign, target: Target | None) -> Foreign:
+    """The same with copies of the target's weights compared with them, and left out where equal.
+
+    An embedding that differs, or cannot be compared, becomes the head's own if its family can have
+    one; a copy may then differ by rounding alone. Raises UserError where it differs by more.
+    """
     for name, copy in foreign.copies.items():
-        weight = own[name]().detach().float()
-        difference = weight - copy.to(weight) if weight.shape == copy.shape else weight
-        if not difference.norm() <= ROUNDING * weight.norm():
+        weight = None if target is None else own_weight(target, name).detach().cpu()
+        if weight is not None and equal(weight, copy):
+            continue
+        distance = 0.0 if weight is None else difference(weight, copy)
+        if name == "embedding" and hasattr(foreign.config, "embeddings"):
+            if not distance <= ROUNDING:
+                logger.warning(
+                    "%s brings an embedding unlike the target's: is it for another?", path
+                )
+            config = replace(foreign.config, embeddings="own")
+            tensors = {**foreign.tensors, "embed_tokens.weight": copy}
+            foreign = replace(foreign, config=config, tensors=tensors)
+        elif not distance <= ROUNDING:
             raise UserError(
                 f"{path} brings an {name} of its own that differs from the target's: it was "
                 "trained for another target"
             )
+    return replace(foreign, copies={})
+
+
+def own_weight(target: Target, name: str) -> torch.Tensor:
+    """The target's `embedding` or `output` [V, D]."""
+    if name == "output":
+        return target.output_weight()
+    return target.embed(torch.arange(target.vocab_size, device=target.device))
+
+
+def equal(weight: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a copy is the very same, but for a type that loses nothing."""
+    return torch.equal(copy.to(weight.dtype), weight) and torch.equal(weight.to(copy.dtype), copy)
+
+
+def difference(weight: torch.Tensor, copy: torch.Tensor) -> float:
+    """How far a copy is from the target's weight, relative to its norm."""
+    if weight.shape != copy.shape:
+        return float("inf")
+    return float((weight.float() - copy.float()).norm() / weight.float().norm())
 
 
 def check_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -26,6 +26,7 @@ from drafthead.heads.formats.base import (
     all_tensors,
     base_name,
     check_claims,
+    copied,
     dtype_name,
     refuse_others,
     register_format,
@@ -278,10 +279,8 @@ class VllmMedusa(WritableFormat):
         stored = {theirs: tensors[ours] for ours, theirs in renamed(config, VLLM).items()}
         shared = config.output == "shared"
         if shared:
-            weight = wanted(
-                target, self.name, "the output head that the heads share"
-            ).output_weight()
-            stored[VLLM.projection(0, 0)] = weight.to(head.state_dict()[FIRST_BLOCK].dtype)
+            ours = wanted(target, self.name, "the output head that the heads share")
+            stored[VLLM.projection(0, 0)] = copied(ours.output_weight(), tensors[FIRST_BLOCK].dtype)
         save_file({name: t.contiguous() for name, t in stored.items()}, folder / WEIGHTS)
         described = {
             "architectures": ["MedusaModel"],

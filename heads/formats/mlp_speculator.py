@@ -9,7 +9,6 @@ from torch.nn.functional import gelu
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.arithmetic import Tensors, rms_normed
 from drafthead.heads.formats.base import (
     WEIGHTS,
     Foreign,
@@ -24,6 +23,7 @@ from drafthead.heads.formats.base import (
     write_config,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.layers import Tensors, rms_normed
 from drafthead.heads.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
 from drafthead.heads.target import Target
 
