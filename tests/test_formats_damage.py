@@ -1,6 +1,7 @@
 """Damaged and hostile checkpoints: one sentence each, nothing executed, no memory on trust."""
 
 import json
+import os
 import pickle
 import random
 import resource
@@ -164,13 +165,13 @@ def not_finite(folder: Path, rng: random.Random) -> None:
 
 
 class Code:
-    """Unpickled, this would create a file."""
+    """Unpickled, this would make a folder."""
 
     def __init__(self, mark: Path):
         self.mark = mark
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
+        return os.mkdir, (str(self.mark),)
 
 
 def pickled(folder: Path, content: object, compressed: int = zipfile.ZIP_STORED) -> None:
@@ -349,7 +350,7 @@ def test_every_damaged_checkpoint_gives_one_sentence(whole: Path, tmp_path: Path
 def test_the_sentence_names_the_code_in_a_pickle(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "medusa", tmp_path / "head")
     code_in_a_pickle(tmp_path / "head", random.Random(0))
-    with pytest.raises(UserError, match=r"pytorch_model\.bin holds code \(.*touch"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin holds code \(posix\.mkdir\)"):
         load_head(tmp_path / "head", target_of(whole))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name
+from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name, check_claims
 from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.layers import (
     PlainLayers,
@@ -66,11 +66,13 @@ def read_block(
     found = {
         our_name(name): checkpoint.load(name) for name in checkpoint.tensors if name not in left_out
     }
+    num_layers = num_layers_of(checkpoint.tensors)
+    check_claims(shape, num_hidden_layers=num_layers)
     config = ParallelConfig(
         **options,
         taps=taps,
         tap_norm=False,
-        num_layers=num_layers_of(checkpoint.tensors),
+        num_layers=num_layers,
         block_size=block_size_of(checkpoint),
         root_predicts=root_predicts,
         causal=False,
@@ -103,13 +105,20 @@ def block_size_of(checkpoint: Checkpoint) -> int:
 def correction_of(checkpoint: Checkpoint, hidden_size: int) -> dict[str, Any]:
     """The fields of `ParallelConfig` on the correction and the confidence, by the tensors."""
     names, found = checkpoint.tensors, {"correction": "none", "correction_rank": 1}
+    confident = "confidence_head.proj.weight" in names
+    if checkpoint.flag("enable_confidence_head", confident) != confident:
+        raise UserError(
+            f"{checkpoint.weights}: enable_confidence_head is {not confident}, but its tensors say "
+            "otherwise"
+        )
     if "markov_head.markov_w1.weight" in names:
         kind = checkpoint.config.get("markov_head_type", "vanilla")
-        if kind not in CORRECTIONS:
+        if not isinstance(kind, str) or kind not in CORRECTIONS:
             raise UserError(f"{checkpoint.weights.parent}: markov_head_type is {kind!r}")
         rank = checkpoint.shape("markov_head.markov_w1.weight", 2)[1]
+        check_claims(checkpoint, markov_rank=rank)
         found = {"correction": CORRECTIONS[kind], "correction_rank": rank}
-    if "confidence_head.proj.weight" not in names:
+    if not confident:
         return {**found, "confidence_weight": 0.0}
     reads = checkpoint.shape("confidence_head.proj.weight", 2)[1]
     return {**found, "confidence_weight": 1.0, "confidence_reads_token": reads > hidden_size}

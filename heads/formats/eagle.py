@@ -36,8 +36,6 @@ from drafthead.heads.formats.layers import (
 from drafthead.heads.target import Target
 
 QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
-# With two taps, block-parallel heads have a projection of the same shape.
-NORMS_OF_OTHERS = frozenset({"layers.0.input_layernorm.weight", "hidden_norm.weight"})
 DEPTH = 5  # tokens drafted behind the root, of which the file says nothing: the official default
 
 
@@ -50,9 +48,9 @@ class Eagle(WritableFormat):
     readers = "EAGLE, vLLM, SGLang"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """`fc` reads two vectors and the first layer has no norm in front."""
+        """`fc` reads two vectors and there is no final norm, which all later drafts have."""
         names = checkpoint.tensors
-        if not {"fc.weight", QUERY} <= set(names) or not NORMS_OF_OTHERS.isdisjoint(names):
+        if not {"fc.weight", QUERY} <= set(names) or "norm.weight" in names:
             return False
         fc, query = names["fc.weight"].shape, names[QUERY].shape
         return len(fc) == len(query) == 2 and fc[1] == 2 * fc[0] and query[1] == fc[0]

@@ -29,6 +29,7 @@ from drafthead.heads.formats.base import (
     WritableFormat,
     all_tensors,
     base_name,
+    check_claims,
     register_format,
     write_config,
 )
@@ -50,6 +51,7 @@ from drafthead.heads.target import Target
 IDS = "eagle_aux_hidden_state_layer_ids"
 CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers pass over
 OUTPUTS, INPUTS = "output of layer", "input of layer"
+NORM_FLAGS = {"fc_norm": "each", "norm_before_fc": "joint"}
 SIDE_TENSORS = ("d2t", "t2d")
 EMBEDDINGS = "embed_tokens.weight"
 
@@ -81,10 +83,12 @@ def read_eagle3(
     }
     if "lm_head.weight" not in found and checkpoint.config.get("tie_word_embeddings") is True:
         found["lm_head.weight"] = checkpoint.load(EMBEDDINGS)
+    num_layers = num_layers_of(found)
+    check_claims(checkpoint, num_hidden_layers=num_layers)
     config = Eagle3Config(
         **shape,
         vocab_size=vocab,
-        num_layers=num_layers_of(found),
+        num_layers=num_layers,
         target_hidden_size=width,
         taps=taps or (),
         tap_norm=tap_norm_of(tensors),
@@ -112,6 +116,19 @@ def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
     if "fc_norm.0.weight" in names:
         return "each"
     return "joint" if "input_norm.weight" in names else "none"
+
+
+def check_norms(checkpoint: Checkpoint, config: Eagle3Config, optional: bool) -> None:
+    """Raise UserError when flags tell of other norms before the projection than there are.
+
+    An `optional` flag that is missing says nothing, others then say no.
+    """
+    for key, norm in NORM_FLAGS.items():
+        found = config.tap_norm == norm
+        if checkpoint.flag(key, found and optional) != found:
+            raise UserError(
+                f"{checkpoint.weights}: {key} is {not found}, but its tensors say otherwise"
+            )
 
 
 def default_inputs(num_layers: int) -> tuple[int, ...]:
@@ -166,7 +183,9 @@ class Eagle3Files(WritableFormat):
             "norm_feedback": flag("norm_output", False),
             "embeddings": "own" if self.reads_embeddings(checkpoint) else "target",
         }
-        return replace(read_eagle3(checkpoint, self.first_layer, taps, options), notes=notes)
+        found = read_eagle3(checkpoint, self.first_layer, taps, options)
+        check_norms(checkpoint, found.config, optional=True)
+        return replace(found, notes=notes)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
         """One pass of the layers a step, each over everything so far."""
@@ -346,8 +365,7 @@ class Eagle3Vllm(Eagle3Files):
             **common_config(head, facts),
             "norm_before_residual": config.norm_before_residual,
             "norm_output": config.norm_feedback,
-            "fc_norm": config.tap_norm == "each",
-            "norm_before_fc": config.tap_norm == "joint",
+            **{key: config.tap_norm == norm for key, norm in NORM_FLAGS.items()},
             IDS: ids,
             "eagle_config": {IDS: ids, "use_aux_hidden_state": True},
             CONVENTION: INPUTS,

@@ -7,6 +7,7 @@ need no renaming: see `heads.draft_layers`.
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.heads.draft_layers import ROPE_TYPES, LayerConfig
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import check_claims
 from drafthead.heads.formats.files import Checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -48,6 +50,7 @@ def layer_options(checkpoint: Checkpoint, first_layer: str) -> dict[str, Any]:
                 f"{checkpoint.weights}: {attention}{part}.weight has {rows} rows, but its "
                 f"configuration says {count} heads of {size}"
             )
+    check_claims(checkpoint, hidden_size=checkpoint.shape(attention + "o_proj.weight", 2)[0])
     return {
         "hidden_size": hidden,
         "intermediate_size": checkpoint.integer("intermediate_size"),
@@ -55,10 +58,18 @@ def layer_options(checkpoint: Checkpoint, first_layer: str) -> dict[str, Any]:
         "num_key_value_heads": shared,
         "head_dim": size,
         "attention_bias": attention + "q_proj.bias" in checkpoint.tensors,
-        "rms_norm_eps": checkpoint.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": positive(checkpoint, "rms_norm_eps", 1e-6),
         "max_position_embeddings": checkpoint.integer("max_position_embeddings", 2048),
         "rope_parameters": rope_of(checkpoint),
     }
+
+
+def positive(checkpoint: Checkpoint, key: str, default: float) -> float:
+    """A number above 0 of the configuration."""
+    value = checkpoint.number(key, default)
+    if value <= 0:
+        raise UserError(f"{checkpoint.weights.parent}: {key} is {value}")
+    return value
 
 
 def refuse_options(checkpoint: Checkpoint) -> None:
@@ -80,7 +91,7 @@ def refuse_options(checkpoint: Checkpoint) -> None:
 def has_short_windows(checkpoint: Checkpoint) -> bool:
     """Whether some layer sees less than what lies before it."""
     kinds = checkpoint.config.get("layer_types") or []
-    if all(kind == "full_attention" for kind in kinds):
+    if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
         return False
     longest = checkpoint.integer("max_position_embeddings", 2048)
     return checkpoint.integer("sliding_window", 0) < longest
@@ -105,8 +116,8 @@ def rope_of(checkpoint: Checkpoint) -> dict[str, Any]:
     inside = chosen.get("rope_theta")
     if None not in (outside, inside) and outside != inside:
         raise UserError(f"{where}: rope_theta is {outside} here and {inside} there")
-    theta = inside if inside is not None else outside
-    chosen["rope_theta"] = float(DEFAULT_THETA if theta is None else theta)
+    theta = replace(checkpoint, config={"rope_theta": outside if inside is None else inside})
+    chosen["rope_theta"] = positive(theta, "rope_theta", DEFAULT_THETA)
     if chosen["rope_type"] not in ROPE_TYPES or chosen.pop("partial_rotary_factor", 1) != 1:
         raise UserError(f"{where}: rope_type is {chosen['rope_type']!r}, which is not supported")
     return chosen
@@ -146,8 +157,9 @@ def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Tensors:
     guesses for the same one, or the tables disagree.
     """
     if "d2t" not in checkpoint.tensors:
+        check_claims(checkpoint, draft_vocab_size=vocab_size)
         return {}
-    checkpoint.shape("d2t", 1)
+    check_claims(checkpoint, draft_vocab_size=checkpoint.shape("d2t", 1)[0])
     if vocab_size > MOST_TOKENS:
         raise UserError(f"{checkpoint.weights.parent}: vocab_size is {vocab_size}")
     d2t = checkpoint.load("d2t").long()

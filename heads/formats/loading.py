@@ -42,7 +42,12 @@ def recognised(path: Path) -> tuple[Format, Checkpoint]:
 def read_foreign(path: Path, target: TargetFacts) -> tuple[Format, Foreign]:
     """What the checkpoint at `path` holds, with what it costs to keep checked against its size."""
     known, checkpoint = recognised(path)
-    foreign = known.read(checkpoint, target)
+    try:
+        foreign = known.read(checkpoint, target)
+    except UserError:
+        raise
+    except ValueError as error:  # of a head's configuration, which checks itself
+        raise UserError(f"{path} does not describe a head: {error}") from error
     claimed = sum(t.numel() * t.element_size() for t in foreign.tensors.values())
     if claimed > MOST_REPEATED * checkpoint.size:
         raise UserError(

@@ -166,9 +166,12 @@ def own_steps(config: MlpSpeculatorConfig, part: str) -> int:
 def refuse_different(
     checkpoint: Checkpoint, part: str, kind: str, own: int, num_steps: int
 ) -> None:
-    """Raise UserError when steps said to be tied have weights that differ."""
+    """Raise UserError when steps said to be tied differ, or only some of them are there."""
+    names = [stored_name(part, step, kind) for step in range(own, num_steps)]
+    stored = [name for name in names if name in checkpoint.tensors]
+    if len(stored) not in (0, len(names)):
+        raise UserError(f"{checkpoint.weights} holds {len(stored)} of {len(names)} tied {part}")
     last = checkpoint.load(stored_name(part, own - 1, kind))
-    for step in range(own, num_steps):
-        name = stored_name(part, step, kind)
-        if name in checkpoint.tensors and not torch.equal(checkpoint.load(name), last):
+    for name in stored:
+        if not torch.equal(checkpoint.load(name), last):
             raise UserError(f"{checkpoint.weights}: tie_weights is true, but {name} differs")

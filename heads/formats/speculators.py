@@ -23,6 +23,7 @@ from drafthead.heads.formats.base import (
     TargetFacts,
     WritableFormat,
     all_tensors,
+    check_claims,
     register_format,
     write_config,
 )
@@ -67,6 +68,9 @@ class Speculators(WritableFormat):
             raise UserError(f"{where} has no transformer_layer_config")
         layers = replace(checkpoint, config=nested)
         found = (read_eagle if kind in EAGLES else read_block)(checkpoint, layers, target)
+        check_claims(
+            checkpoint, draft_vocab_size=found.config.draft_vocab_size or found.config.vocab_size
+        )
         named = replace(found.target, name=verifier_name(config))
         return replace(found, target=named)
 
@@ -182,13 +186,7 @@ def read_eagle(checkpoint: Checkpoint, layers: Checkpoint, target: TargetFacts) 
         "ttt_steps": min(depth, Eagle3Config.ttt_steps),
     }
     found = eagle3.read_eagle3(layers, "layers.0.", taps, options)
-    wanted = {"fc_norm": "each", "norm_before_fc": "joint"}
-    norm = next((norm for key, norm in wanted.items() if flag(key, False)), "none")
-    if norm != found.config.tap_norm:
-        raise UserError(
-            f"{checkpoint.weights} has norms of the features like {found.config.tap_norm!r}, but "
-            f"its configuration says {norm!r}"
-        )
+    eagle3.check_norms(checkpoint, found.config, optional=False)
     return replace(found, notes=notes)
 
 
@@ -207,8 +205,7 @@ def describe_eagle(head: DraftHead) -> dict[str, Any]:
         "embed_requires_grad": config.embeddings == "own",
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_feedback,
-        "fc_norm": config.tap_norm == "each",
-        "norm_before_fc": config.tap_norm == "joint",
+        **{key: config.tap_norm == norm for key, norm in eagle3.NORM_FLAGS.items()},
         **({"mask_token_id": config.mask_token} if kind == "peagle" else {}),
         "transformer_layer_config": {
             "model_type": "qwen3" if config.qk_norm else "llama",
