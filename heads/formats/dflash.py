@@ -192,7 +192,7 @@ class DFlashTransformers(WritableFormat):
             checkpoint, "target_layer_ids", checkpoint.config.get("target_layer_ids")
         )
         num_layers = checkpoint.integer("num_target_layers", target.num_layers)
-        named = replace(checkpoint, config={**checkpoint.config, "vocab_size": target.vocab_size})
+        named = replace(checkpoint, config={"vocab_size": target.vocab_size, **checkpoint.config})
         mask = checkpoint.integer("mask_token_id")
         found = block_with_ids(named, ids or (), num_layers, mask, False)
         tensors = {f"transformer.{b}": f"transformer.{a}" for a, b in ENCODER.items()}
