@@ -9,6 +9,7 @@ too. EAGLE accepts children as if the draft had been certain of each, and so doe
 other random numbers; `rejection` is given a draft that is certain.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,68 @@ def test_greedy_acceptance_is_eagles(case: Case) -> None:
             length,
             int(case.io[f"{prefix}.next_token"]),
         )
+
+
+def in_their_order(tree: TokenTree, rows: list[list[int]]) -> list[int]:
+    """The nodes by depth, and of a depth in the order in which EAGLE tries them, row by row."""
+    depths = tree.depths[0].tolist()
+    first_seen = list(dict.fromkeys(node for row in rows for node in row if node >= 0))
+    return sorted(first_seen, key=lambda node: depths[node])
+
+
+def certain_draft(tree: TokenTree, num_tokens: int) -> TokenTree:
+    """The same tree as if its draft had been sure of each child in turn."""
+    parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
+    ids = torch.zeros(1, tree.num_nodes, num_tokens, dtype=torch.long)
+    for node in range(tree.num_nodes):
+        own = [tokens[n] for n, parent in enumerate(parents) if parent == node]
+        others = [token for token in range(num_tokens) if token not in own]
+        ids[0, node] = torch.tensor([*own, *others])
+    surely = 10.0 ** (-12.0 * torch.arange(num_tokens, dtype=torch.float64)).clamp_min(-300)
+    return replace(tree, draft_ids=ids, draft_probs=(surely / surely.sum()).expand(ids.shape))
+
+
+@pytest.mark.parametrize("case", cases("eagle_algorithms/*"), ids=name_of)
+def test_sampled_acceptance_is_eagles_with_its_random_numbers(case: Case) -> None:
+    io, compared = case.io, 0
+    for key in [k for k in io if k.endswith(".sample_p")]:
+        prefix, setting = key.removesuffix(".sample_p"), int(key.split(".set")[1][0])
+        name = prefix.split(".")[0]
+        options = case.about["settings_stoch"][setting]
+        sampling = SamplingConfig(options["temperature"], options["top_k"], options["top_p"] or 1.0)
+        logits = io[f"{prefix.rsplit('.', 1)[0]}.tree_logits"].double()
+        tree = eagle_tree(case, int(name.removeprefix("tree")))
+        eagle3 = Case(case.path.parents[1] / "eagle3" / "draft_vocab").io
+        rows = eagle3[f"{name}_retrieve_indices_sorted"].tolist()
+        order = in_their_order(tree, rows)
+        place = {node: index for index, node in enumerate(order)}
+        above = [place.get(int(tree.parents[0, node]), -1) for node in order]
+        tree = TokenTree.from_parents(
+            tree.tokens[:, order], torch.tensor([above]), tree.max_depth, tree.num_nodes - 1
+        )
+        tree = certain_draft(tree, logits.shape[-1])
+        length = int(io[f"{prefix}.accept_length"]) + 1
+        path = [place[n] for n in rows[int(io[f"{prefix}.best_candidate"])][:length]]
+        # They draw a number for each child they try: up to the accepted one, or all of the last.
+        tried = []
+        for node, following in zip(path, [*path[1:], None], strict=True):
+            children = [n for n, parent in enumerate(above) if parent == node]
+            stop = len(children) if following is None else children.index(following) + 1
+            tried += children[:stop]
+        numbers = io[f"{prefix}.uniforms_consumed"]
+        assert len(tried) == len(numbers)
+        uniform = torch.full((1, tree.num_nodes), 0.5, dtype=torch.float64)
+        uniform[0, tried] = numbers
+        scores = probabilities(logits[:, order], sampling).double()
+        left = io[key].double().flatten()
+        before = left.cumsum(0) - left
+        for token in left.topk(5).indices[left.topk(5).values > 1e-3].tolist():
+            uniform[0, 0] = before[token] + left[token] / 2  # the bonus is drawn with this one
+            found = VERIFIERS["rejection"].rule(tree, scores, ScriptedRandom(uniform))
+            assert found.path[0, : int(found.length)].tolist() == path, prefix
+            assert int(found.bonus) == token, prefix
+            compared += 1
+    assert compared > 50
 
 
 # Answers

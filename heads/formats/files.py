@@ -26,7 +26,7 @@ from drafthead.heads.errors import UserError
 CONFIG_FILE = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
-MAX_JSON, MAX_HEADER = 4 * 2**20, 64 * 2**20  # bytes
+MAX_JSON, MAX_HEADER = 4 * 2**20, 16 * 2**20  # bytes
 
 # All that a pickle of plain tensors names; anything else might be code.
 PLAIN_GLOBALS = frozenset(
@@ -159,7 +159,7 @@ class PickledFile(TensorFile):
                 self._check_pickle(archive.read(pickles[0]))
         except UserError:
             raise
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError) as error:
+        except Exception as error:  # damage shows in many ways
             raise UserError(
                 f"{self.path} is damaged or truncated, or written by torch before 1.6: {error}"
             ) from error
