@@ -344,6 +344,29 @@ def test_configurations_that_lie_are_refused(change, complaint, target8, tmp_pat
 # transformers' own DFlash
 
 
+@pytest.mark.parametrize("case", cases("e2e_dflash/*"), ids=name_of)
+def test_transformers_takes_the_same_steps_as_z_lab(case: Case, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    target = case.target
+    head = load_head(case.path, target)
+    export_head(head, TargetFacts.of(target), target, "dflash-transformers", tmp_path / "assistant")
+    assistant = AutoModel.from_pretrained(tmp_path / "assistant", dtype=torch.float32)
+    passes: list[object] = []
+    counting = target.model.register_forward_hook(lambda *_: passes.append(None))
+    for expected in case.decode["runs"][0]["prompts"][:3]:
+        passes.clear()
+        prompt = torch.tensor([case.decode["prompts"][expected["prompt"]]["ids"]])
+        answer = target.model.generate(
+            prompt, assistant_model=assistant, speculation_type="dflash", do_sample=False,
+            max_new_tokens=96, pad_token_id=0, eos_token_id=None,
+            attention_mask=torch.ones_like(prompt),
+        )  # fmt: skip
+        assert answer[0, prompt.shape[1] :].tolist() == expected["output_ids"]
+        # The prompt's pass comes first; z-lab's loop may take a last step too many.
+        assert len(expected["acceptance_lengths"]) + 1 - len(passes) in (0, 1)
+    counting.remove()
+
+
 def test_transformers_drafts_with_what_we_export_and_decodes_the_same(target8, tmp_path) -> None:
     head = random_head("parallel", target8, {**DFLASH, "taps": (1, 4, LAYERS)})
     export_head(
