@@ -23,7 +23,7 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]  # [B, Hkv, T, head_dim] each
 class BlockConfig(LayerConfig):
     """Shape of a block transformer; what is 0 or empty is filled in from the target."""
 
-    taps: tuple[int, ...] = ()  # layers of the target whose outputs are the context
+    taps: tuple[int, ...] = ()  # layers whose outputs are the context, as in `FeatureSpec`
     tap_norm: bool = True  # norm each tap before they are joined, as EAGLE-3.1 does; DFlash: not
     num_layers: int = 2
     block_size: int = 6  # slots of a pass: the root and the mask tokens
@@ -41,8 +41,8 @@ class BlockConfig(LayerConfig):
                 f"block_size {self.block_size} and num_layers {self.num_layers} leave nothing to "
                 "draft with"
             )
-        if len(set(self.taps)) < len(self.taps) or min(self.taps, default=0) < 0:
-            raise ValueError(f"taps must be different layers from 0 on, got {list(self.taps)}")
+        if len(set(self.taps)) < len(self.taps) or min(self.taps, default=0) < -1:
+            raise ValueError(f"taps must be different layers from -1 on, got {list(self.taps)}")
         if self.mask_token is not None and self.mask_token < 0:
             raise ValueError(f"mask_token must be a token id, got {self.mask_token}")
 
@@ -56,7 +56,7 @@ class BlockConfig(LayerConfig):
 
         Raises UserError for taps or a mask token that the target does not have.
         """
-        if max(self.taps, default=0) >= target.num_layers:
+        if max(self.taps, default=0) > target.num_layers:
             raise UserError(
                 f"head.taps is {list(self.taps)}, but the target has layers 0 to "
                 f"{target.num_layers - 1}"

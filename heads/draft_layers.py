@@ -81,15 +81,15 @@ class Rotary:
     """
 
     def __init__(self, config: LayerConfig):
-        rotary = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=config.num_attention_heads * config.head_dim,
-                num_attention_heads=config.num_attention_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=dict(config.rope_parameters or {}),
-            )
+        shape = LlamaConfig(
+            hidden_size=config.num_attention_heads * config.head_dim,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters or {}),
         )
+        with torch.device("cpu"):  # even where a head is laid out on `meta` before it is filled
+            rotary = LlamaRotaryEmbedding(shape)
         self.frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self.scaling = float(rotary.attention_scaling)
 

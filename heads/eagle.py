@@ -6,6 +6,7 @@ state at t + 1, which the target's own output head turns into the guess of token
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ class EagleConfig(RecurrentConfig):
 
     ttt_steps: int = 1
     fc_bias: bool = True
+    embeddings: Literal["target", "own"] = "target"  # own: read, not trained
     feature_weight: float = 1.0  # of the distance from the target's hidden state
     token_weight: float = 0.1  # of the token loss
     feature_noise: float = 0.0  # training adds uniform noise from -x to x to the features read
@@ -39,6 +41,9 @@ class EagleHead(RecurrentHead):
         super().__init__(config)
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.embed_tokens = None
+        if config.embeddings == "own":
+            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
         # `fc` stands in for the first layer's norm.
         self.layers = nn.ModuleList(
             DecoderLayer(config, input_norm=index > 0) for index in range(config.num_layers)
@@ -50,7 +55,16 @@ class EagleHead(RecurrentHead):
         return FeatureSpec(layers=(), last=True)
 
     def initialize(self, target: Target) -> None:
-        """Nothing to copy: embeddings and output head are the target's own."""
+        """Copy the target's embeddings if the head has its own; the output head is the target's."""
+        if self.embed_tokens is not None:
+            tokens = torch.arange(target.vocab_size, device=target.device)
+            self.embed_tokens.weight.data.copy_(target.embed(tokens))
+
+    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's embeddings, or the head's own."""
+        if self.embed_tokens is None:
+            return super().embed(token_ids, target)
+        return self.embed_tokens(token_ids)
 
     def encode(self, features: Features) -> torch.Tensor:
         """The final hidden states as they are, but for the noise of training."""

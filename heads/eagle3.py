@@ -3,6 +3,7 @@
 Nothing ties its states to the target's, so the head learns on its own outputs instead: the
 training-time test of `recurrent.Unrolled`. It may guess among the frequent tokens only. The norms
 of EAGLE-3.1 ("Attention Drift", arXiv 2605.09992) keep the states that are fed back from growing.
+P-EAGLE (arXiv 2602.01469) feeds nothing back: one pass over mask tokens drafts all depths.
 """
 
 from dataclasses import dataclass, replace
@@ -33,20 +34,29 @@ class Eagle3Config(RecurrentConfig):
     """Shape and training of an EAGLE-3 head.
 
     `tap_norm` each and `norm_feedback` are EAGLE-3.1; EAGLE-3 has neither. A hidden size other than
-    the target's brings embeddings of its own.
+    the target's brings embeddings of its own. `mask_token` is P-EAGLE: drafted positions read this
+    token and learnt taps instead of what was drafted there.
     """
 
     target_hidden_size: int = 0
-    taps: tuple[int, ...] = ()  # layers of the target whose OUTPUT is read, see `default_taps`
+    taps: tuple[int, ...] = ()  # layers of the target whose OUTPUT is read, see `FeatureSpec`
     tap_norm: Literal["none", "each", "joint"] = "each"  # joint: over all taps as one vector
     norm_feedback: bool = True  # feed back the state after the final norm
     norm_before_residual: bool = False  # the first layer adds to the normed state
+    qk_norm: bool = False  # norm queries and keys of each attention head, as Qwen3 does
+    embeddings: Literal["target", "own"] = "target"  # own: as many numbers as the target's
+    mask_token: int | None = None
     output: Literal["own", "sliced"] = "own"  # sliced: the target's rows, not trained
     draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "taps", tuple(self.taps))  # JSON brings a list
+        if self.mask_token is not None and not 0 <= self.mask_token < (self.vocab_size or 2**31):
+            raise UserError(
+                f"head.mask_token is {self.mask_token}, which is no token of a vocabulary of "
+                f"{self.vocab_size}"
+            )
         if self.vocab_size and self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"head.draft_vocab_size is {self.draft_vocab_size}, but the vocabulary has "
@@ -81,7 +91,7 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.hidden_norm = RMSNorm(size, eps=eps)
-        self.self_attn = Attention(config, input_size=2 * size)
+        self.self_attn = Attention(config, input_size=2 * size, qk_norm=config.qk_norm)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
@@ -114,12 +124,16 @@ class Eagle3Head(RecurrentHead):
         elif config.tap_norm == "joint":
             self.input_norm = RMSNorm(num_taps * width, eps=eps)
         self.fc = nn.Linear(num_taps * width, size, bias=False)
-        more = (DecoderLayer(config) for _ in range(config.num_layers - 1))
+        more = (DecoderLayer(config, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
         self.layers = nn.ModuleList([Eagle3Layer(config), *more])
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
         self.lm_head.requires_grad_(config.output == "own")
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if size != width else None
+        own_embeddings = config.embeddings == "own" or size != width
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if own_embeddings else None
+        self.mask_hidden = None
+        if config.mask_token is not None:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_taps * width))
         if config.draft_vocab_size:
             d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
             self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
@@ -156,9 +170,12 @@ class Eagle3Head(RecurrentHead):
             self.t2d.copy_(t2d)
 
     def initialize(self, target: Target) -> None:
-        """Copy the target's output head and the scale of its final norm."""
-        if self.embed_tokens is not None:
+        """Copy the target's output head and the scale of its final norm, if they fit."""
+        if self.config.hidden_size != self.config.target_hidden_size:
             return
+        if self.embed_tokens is not None:
+            tokens = torch.arange(target.vocab_size, device=target.device)
+            self.embed_tokens.weight.data.copy_(target.embed(tokens))
         weight = target.output_weight()
         ids = self.draft_ids
         self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
@@ -173,7 +190,7 @@ class Eagle3Head(RecurrentHead):
         return self.fc(self.input_norm(joined) if self.config.tap_norm == "joint" else joined)
 
     def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
-        """The target's embeddings, or the head's own where it has another width."""
+        """The target's embeddings, or the head's own."""
         return (
             target.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
         )
@@ -195,6 +212,21 @@ class Eagle3Head(RecurrentHead):
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
         """The outputs, normed in EAGLE-3.1."""
         return self.norm(outputs) if self.config.norm_feedback else outputs
+
+    def drafted(
+        self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was drafted; in P-EAGLE the mask token and the learnt taps."""
+        if self.mask_hidden is None:
+            return super().drafted(token_ids, outputs, target)
+        mask = torch.full_like(token_ids, self.config.mask_token)
+        taps = self.mask_hidden.chunk(len(self.config.taps), dim=-1)
+        return self.embed(mask, target), self.encode(Features(None, taps)).expand_as(outputs)
+
+    @property
+    def drafts_blindly(self) -> bool:
+        """Whether this is P-EAGLE."""
+        return self.mask_hidden is not None
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., Vd] of the draft vocabulary."""

@@ -165,9 +165,10 @@ class MedusaDrafter(Drafter):
             sizes=lambda hidden: [[(hidden, 0)]],
         )
 
-    def layout(self, budget: Budget) -> MedusaLayout:
-        """The tables of the tree for a budget."""
+    def layout(self, budget: Budget, drawn: bool) -> MedusaLayout:
+        """The tables of the tree for a budget, of the best guesses or of drawn ones."""
         shape = self.trees.shape(budget)
+        shape = shape.gapless if drawn else shape
         if shape not in self.layouts:
             self.layouts[shape] = MedusaLayout(shape, self.heads.depth, self.target.device)
         return self.layouts[shape]
@@ -212,7 +213,7 @@ class MedusaSession(DraftSession):
     ) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
-        layout = self.drafter.layout(budget)
+        layout = self.drafter.layout(budget, drawn=random is not None)
         logits, ids = self.drafter.guess(self.hidden)
         if random is None:
             return self._best(layout, ids)

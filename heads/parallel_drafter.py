@@ -104,6 +104,7 @@ class ParallelSession(DraftSession):
     ) -> TokenTree:
         """A tree of a given shape: the best guesses behind each real path, or drawn ones."""
         assert self.roots is not None
+        shape = shape if random is None else shape.gapless
         levels = self.drafter.levels(shape)
         tokens, states = [self.roots[:, None]], block.begin()
         supports: list[Support] = []

@@ -98,6 +98,20 @@ class RecurrentHead(DraftHead):
         """What is fed back of outputs [..., D] as the state of the position behind."""
         return outputs
 
+    def drafted(
+        self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and states [..., D] that are read ahead of the target.
+
+        There tokens [...] were drafted from outputs [..., D]. In training the tokens are true.
+        """
+        return self.embed(token_ids, target), self.next_states(outputs)
+
+    @property
+    def drafts_blindly(self) -> bool:
+        """Whether `drafted` reads neither tokens nor outputs: one pass can draft all depths."""
+        return False
+
     @abstractmethod
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., Vd] of outputs [..., D]."""
@@ -203,8 +217,7 @@ class Unrolled:
 
     def __init__(self, head: RecurrentHead, target: Target, batch: HeadBatch, places: torch.Tensor):
         """`places` [B, A] are the anchors."""
-        self.head, self.batch, self.places = head, batch, places
-        self.embeds = head.embed(batch.input_ids, target)  # [B, T, D]
+        self.head, self.target, self.batch, self.places = head, target, batch, places
         self.rows = torch.arange(places.shape[0], device=places.device)[:, None]
         same = batch.segments[:, :, None] == batch.segments[:, None, :]
         self.seen = same.tril()  # [B, T, T] what each position sees of step 0
@@ -217,7 +230,7 @@ class Unrolled:
         if self.outputs is None:
             self.outputs = self._first()[self.rows, self.places]
         else:
-            self.outputs = self._next(self.head.next_states(self.outputs))
+            self.outputs = self._next(self.outputs)
         self.done += 1
         return self.outputs
 
@@ -226,23 +239,27 @@ class Unrolled:
         states = self.head.encode(self.batch.features)
         # Positions count on across segments: rotation only tells how far two of them are apart.
         positions = torch.arange(states.shape[1], device=states.device)[None]
+        # The first token stands in for the one behind the last.
+        following = self.batch.input_ids.roll(-1, dims=1)
         return self.head.run_layers(
-            self.embeds.roll(-1, dims=1),  # the last token stands in for the one behind it
+            self.head.embed(following, self.target),
             states,
             self.head.rotary(positions),
             self.seen[:, None],
             self._keep,
         )
 
-    def _next(self, states: torch.Tensor) -> torch.Tensor:
-        """A later step from states [B, A, D]."""
+    def _next(self, outputs: torch.Tensor) -> torch.Tensor:
+        """A later step from outputs [B, A, D]."""
         positions = self.places + self.done
-        following = (positions + 1).clamp_max(self.embeds.shape[1] - 1)
+        following = (positions + 1).clamp_max(self.batch.input_ids.shape[1] - 1)
+        tokens = self.batch.input_ids[self.rows, following]
+        embeds, states = self.head.drafted(tokens, outputs, self.target)
         own = torch.eye(self.places.shape[1], dtype=torch.bool, device=states.device)
         own = own.expand(len(self.rows), -1, -1)
         mask = torch.cat([self.seen[self.rows, self.places], *[own] * self.done], dim=-1)
         return self.head.run_layers(
-            self.embeds[self.rows, following],
+            embeds,
             states,
             self.head.rotary(positions),
             mask[:, None],

@@ -38,7 +38,8 @@ class DraftReader:
         positions = torch.arange(count, device=states.device)[None]
         if self.cache.lengths is not None:
             positions = positions + self.cache.lengths[:, None]
-        outputs = self._pass(committed.tokens, states, positions, causal[None])
+        embeds = self.head.embed(committed.tokens, self.target)
+        outputs = self._pass(embeds, states, positions, causal[None])
         self.cache.commit(committed.lengths)
         rows = torch.arange(outputs.shape[0], device=outputs.device)
         return outputs[rows, committed.lengths - 1][:, None]
@@ -57,23 +58,36 @@ class DraftReader:
         """
         assert self.cache.lengths is not None
         positions = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
-        return self._pass(tokens, self.head.next_states(parent_outputs), positions, visible)
+        embeds, states = self.head.drafted(tokens, parent_outputs, self.target)
+        return self._pass(embeds, states, positions, visible)
+
+    def draft_blindly(self, roots: torch.Tensor, outputs: torch.Tensor, depth: int) -> torch.Tensor:
+        """The outputs [B, depth - 1, D] at depths 1 to depth - 1, for any tokens there.
+
+        Roots [B] and their outputs [B, 1, D] lend only their shapes; see `drafts_blindly`.
+        """
+        assert self.cache.lengths is not None
+        ahead = torch.arange(depth - 1, device=roots.device)
+        tokens, outputs = (t.expand(-1, depth - 1, *t.shape[2:]) for t in (roots[:, None], outputs))
+        embeds, states = self.head.drafted(tokens, outputs, self.target)
+        causal = torch.ones(depth - 1, depth - 1, dtype=torch.bool, device=roots.device).tril()
+        return self._pass(embeds, states, self.cache.lengths[:, None] + ahead, causal[None])
 
     def _pass(
         self,
-        tokens: torch.Tensor,
+        embeds: torch.Tensor,
         states: torch.Tensor,
         positions: torch.Tensor,
         visible: torch.Tensor,
     ) -> torch.Tensor:
         outputs = self.head.run_layers(
-            self.head.embed(tokens, self.target),
+            embeds,
             states,
             self.head.rotary(positions),
             self.cache.mask(visible),
             self.cache.append,
         )
-        self.cache.stay(tokens.shape[1])
+        self.cache.stay(embeds.shape[1])
         return outputs
 
 
@@ -144,6 +158,7 @@ class RecurrentSession(DraftSession):
         self.unread: list[Committed] = []
         self.roots: torch.Tensor | None = None  # [B]
         self.outputs: torch.Tensor | None = None  # [B, 1, D], at the roots
+        self.ahead: torch.Tensor | None = None  # [B, depth - 1, D], of a head that drafts blindly
 
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
@@ -177,11 +192,28 @@ class RecurrentSession(DraftSession):
         self._read()
         drafter = self.drafter
         if random is None and drafter.fixed is None:
+            self._look_ahead(budget.depth)
             tree = self._grown(budget)
         else:
-            tree = self._filled(drafter.trees.shape(budget), sampling, random)
+            shape = drafter.trees.shape(budget)
+            self._look_ahead(shape.depth)
+            tree = self._filled(shape, sampling, random)
         self.reader.cache.discard()
         return tree
+
+    def _look_ahead(self, depth: int) -> None:
+        """Draft all depths of a tree at once, if the head can."""
+        if self.drafter.head.drafts_blindly and depth > 1:
+            assert self.roots is not None and self.outputs is not None
+            self.ahead = self.reader.draft_blindly(self.roots, self.outputs, depth)
+
+    def _drafted(
+        self, tokens: torch.Tensor, parent_outputs: torch.Tensor, depth: int, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """The outputs [B, n, D] at drafted nodes of one depth; see `DraftReader.draft`."""
+        if self.ahead is None:
+            return self.reader.draft(tokens, parent_outputs, depth, visible)
+        return self.ahead[:, depth - 1, None].expand(-1, tokens.shape[1], -1)
 
     def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
         return self.drafter.head.logits(outputs, self.drafter.target).float()
@@ -209,7 +241,7 @@ class RecurrentSession(DraftSession):
             itself = torch.eye(width, dtype=torch.bool, device=tokens.device)
             above = visible.expand(len(rows), -1, -1)[rows, parent_places]
             visible = torch.cat([above, itself.expand(len(rows), -1, -1)], dim=-1)
-            outputs = self.reader.draft(tokens, outputs[rows, parent_places], depth, visible)
+            outputs = self._drafted(tokens, outputs[rows, parent_places], depth, visible)
         return growth.tree(budget.nodes)
 
     def _filled(
@@ -221,13 +253,14 @@ class RecurrentSession(DraftSession):
         exact verification needs.
         """
         assert self.roots is not None and self.outputs is not None
+        shape = shape if random is None else shape.gapless
         outputs, tokens = self.outputs, [self.roots[:, None]]
         supports: list[Support] = []
         levels = self.drafter.levels(shape)
         for depth, (level, visible) in enumerate(levels):
             if depth > 0:
                 own = tokens[-1][:, level.own]
-                outputs = self.reader.draft(own, outputs[:, level.above], depth, visible)
+                outputs = self._drafted(own, outputs[:, level.above], depth, visible)
             logits = self._logits(outputs)
             if random is None:
                 guesses = logits.topk(level.width, dim=-1).indices  # [B, n, width]

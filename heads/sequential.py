@@ -188,6 +188,7 @@ class SequentialSession(DraftSession):
         assert self.state is not None and self.roots is not None
         head, target = self.drafter.head, self.drafter.target
         shape = self.drafter.trees.shape(budget)
+        shape = shape if random is None else shape.gapless
         levels = self.drafter.levels(shape)
         states, tokens = self.state[:, None], [self.roots[:, None]]
         supports: list[Support] = []

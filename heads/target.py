@@ -34,6 +34,7 @@ NORM_NAMES = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
     *("layer_norm", "layernorm"),
 )
+TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,12 @@ class FeatureSpec:
     """Which hidden states a drafter reads.
 
     `layers` are decoder layer indices and mean the OUTPUT of that layer (0 is the first layer), in
-    the order in which they are concatenated; `last` is the hidden state after the final norm.
+    the order in which they are concatenated. Two ids stand for states that no layer puts out: -1
+    for what enters the first layer, the embeddings, and the number of layers for the state after
+    the final norm. `last` asks for that state beside the others.
+
+    Who else numbers the states of L layers, for i = 0 to L - 1: transformers calls ours ``i``
+    ``hidden_states[i + 1]``, and what it calls ``hidden_states[L]`` comes after the final norm.
     """
 
     layers: tuple[int, ...] = ()
@@ -295,26 +301,36 @@ class Target:
         return masks_by_kind(mask, self.layer_kinds), nullcontext()
 
 
+def module_at(target: Target, place: int) -> nn.Module:
+    """The module whose output, or at place -1 whose input, `FeatureSpec` calls by that number."""
+    if place == target.num_layers:
+        return target.final_norm
+    return target.layers[max(place, 0)]  # type: ignore[index]
+
+
 class Taps:
     """Forward hooks that keep the outputs of chosen layers during one pass."""
 
     def __init__(self, target: Target, spec: FeatureSpec):
         """Raises UserError when a layer of `spec` lies outside the model."""
-        outside = [i for i in spec.layers if not 0 <= i < target.num_layers]
+        outside = [i for i in spec.layers if not -1 <= i <= target.num_layers]
         if outside:
             raise UserError(
                 f"the target has layers 0 to {target.num_layers - 1}, but the head taps {outside}"
             )
         self.spec = spec
-        self.modules = [target.layers[i] for i in spec.layers]  # type: ignore[index]
-        if spec.last:
-            self.modules.append(target.final_norm)
+        places = [*spec.layers, target.num_layers] if spec.last else [*spec.layers]
+        self.modules = [module_at(target, place) for place in places]
+        self.before = [place == -1 for place in places]  # what enters the module, not its output
         self.kept: list[torch.Tensor | None] = [None] * len(self.modules)
 
     def __enter__(self) -> "Taps":
         """Attach the hooks."""
         self.handles = [
-            module.register_forward_hook(self._keeper(i)) for i, module in enumerate(self.modules)
+            module.register_forward_pre_hook(self._entry_keeper(i), with_kwargs=True)
+            if self.before[i]
+            else module.register_forward_hook(self._keeper(i))
+            for i, module in enumerate(self.modules)
         ]
         return self
 
@@ -330,6 +346,14 @@ class Taps:
 
         return keep
 
+    def _entry_keeper(self, index: int) -> Callable[..., None]:
+        def keep(
+            _module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+        ) -> None:
+            self.kept[index] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
     def features(self) -> Features:
         """What the hooks kept; raises UserError if a tapped module was not run."""
         kept = [hidden for hidden in self.kept if hidden is not None]
@@ -338,12 +362,20 @@ class Taps:
         return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
 
 
-def load_tokenizer(name: str | Path, base_name: str, trust_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model; an adapter that brings none is used with its base model's."""
+def load_tokenizer(
+    name: str | Path, base_name: str, trust_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; an adapter that brings none is used with its base model's.
+
+    None for a folder that holds no file of a tokenizer: its model takes token ids.
+    """
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
     except (OSError, ValueError):
         if base_name == str(name):
+            folder = Path(name)
+            if folder.is_dir() and not any(any(folder.glob(p)) for p in TOKENIZER_FILES):
+                return None
             raise
         return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
 

@@ -4,6 +4,7 @@ Nodes are in topological order and node 0 is the last committed token, so a pare
 before its children and a chain is the tree whose parents are -1, 0, 1, 2, ...
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,8 +88,8 @@ class TreeShape:
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> "TreeShape":
         """Order the paths by depth and ranks.
 
-        Raises UserError for a repeated path, a negative rank, or a node whose parent or
-        better-ranked sibling is missing.
+        Better-ranked siblings may be missing: (0,) (2,) takes the best and the third-best guess.
+        Raises UserError for a repeated path, a negative rank, or a node whose parent is missing.
         """
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         known = set(ordered) | {()}
@@ -97,9 +98,8 @@ class TreeShape:
         for path in ordered:
             if min(path) < 0:
                 raise UserError(f"token tree path {path} has a negative rank")
-            before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
-            if before not in known:
-                raise UserError(f"token tree path {path} needs {before}, which is missing")
+            if path[:-1] not in known:
+                raise UserError(f"token tree path {path} needs {path[:-1]}, which is missing")
         return cls(tuple(ordered))
 
     @classmethod
@@ -139,13 +139,28 @@ class TreeShape:
         return torch.tensor([0, *(path[-1] for path in self.paths)])
 
     @cached_property
+    def gapless(self) -> "TreeShape":
+        """The same tree with every node's children ranked 0, 1, ..., as children are drawn.
+
+        Drawn children come in the order of the draws, none of which may be left out. The paths
+        (0,) (2,) (2, 1) become (0,) (1,) (1, 0).
+        """
+        renamed: dict[Path, Path] = {(): ()}
+        taken: Counter[Path] = Counter()
+        for path in self.paths:
+            above = path[:-1]
+            renamed[path] = (*renamed[above], taken[above])
+            taken[above] += 1
+        return TreeShape(tuple(renamed[path] for path in self.paths))
+
+    @cached_property
     def ancestors(self) -> torch.Tensor:
         """`ancestor_mask` of the parents, [N, N]."""
         return ancestor_mask(self.parents)
 
     @cached_property
     def width(self) -> int:
-        """Most children of one node."""
+        """Most guesses that are looked at for the children of one node."""
         return max((path[-1] + 1 for path in self.paths), default=0)
 
 

@@ -17,10 +17,14 @@ VERBS = {
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
     "profile": "Where the time of a step goes, and how far memory bandwidth would let it go.",
     "plan-tree": "What each size of token tree costs and brings on this machine; which is chosen.",
+    "import": "Convert a head of Medusa, EAGLE, vLLM, ... to ours.",
+    "export": "Write a head in the files of other software, checked against its arithmetic.",
+    "info": "What a head's checkpoint holds, whoever wrote it.",
     "verify-exactness": "Test whether decoding with a drafter says what the target alone would.",
 }
-# Verbs whose own name would hide a module of Python's when a script is launched by path.
-MODULES = {"profile": "profile_decoding"}
+# Verbs whose own name would hide a module of Python's when a script is launched by path, or that no
+# import statement could name.
+MODULES = {"profile": "profile_decoding", "import": "import_head", "export": "export_head"}
 
 
 def build_app(requested: str | None) -> typer.Typer:

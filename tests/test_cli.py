@@ -84,6 +84,22 @@ def test_generate_says_the_same_with_every_drafter(run, drafter) -> None:
     assert "tokens/s" in err and "tau" in err
 
 
+def test_a_head_is_exported_described_used_and_imported(run, tmp_path) -> None:
+    served, back = str(tmp_path / "served"), str(tmp_path / "back")
+    status, out, _ = run("export", "@head", "--format", "vllm-medusa", "--output", served)
+    assert status == 0 and "replayed within" in out
+    status, out, _ = run("info", served)
+    assert status == 0 and "vllm-medusa" in out and "hidden size 32" in out
+    assert run("import", served, "--output", back)[0] == 0
+    status, out, _ = run("info", back)
+    assert status == 0 and "imported_from" in out and "output of layer" in out
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    assert run(*task, "--head", served)[:2] == run(*task, "--head", back)[:2] == run(*task)[:2]
+    status, _, err = run("export", "@head", "--format", "medusa", "--output", served)
+    assert status == 2 and "is not empty" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "served"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -242,6 +258,13 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("profile", *TARGET, "--batch", "0"), "--batch must be at least 1"),
         (("profile", *TARGET, "--max-new-tokens", "1"), "no step to account for"),
         (("plan-tree", *TARGET, "--head", "@nohead"), "does not exist"),
+        (("info", "@nohead"), "does not exist"),
+        (("import", "@target", "--output", "unused"), "no draft head of a known format"),
+        (("export", "@head", "--format", "gguf", "--output", "unused"), "known formats: "),
+        (
+            ("export", "@head", "--format", "eagle", "--output", "unused"),
+            "eagle cannot express a head of the family medusa",
+        ),
         (("plan-tree", *TARGET, "--head", "@head", "--batch", "0"), "--batch must be at least 1"),
     ],
 )

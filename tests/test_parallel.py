@@ -458,7 +458,7 @@ def test_a_draft_vocabulary_of_all_tokens_changes_nothing(target, make_head) -> 
         ({"block_size": 1, "root_predicts": False}, "leave nothing to draft"),
         ({"num_layers": 0}, "leave nothing to draft"),
         ({"taps": [1, 1]}, r"different layers.*\[1, 1\]"),
-        ({"taps": [-1]}, r"from 0 on"),
+        ({"taps": [-2]}, r"from -1 on"),
         ({"mask_token": -1}, "mask_token"),
         ({"correction_rank": -1}, "got -1"),
         ({"correction_rank": 64, "hidden_size": 32}, "correction_rank .*64"),
@@ -476,7 +476,7 @@ def test_a_config_that_cannot_work_is_refused(options, complaint) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"taps": (0, 2)}, r"head.taps is \[0, 2\], but the target has layers 0 to 1"),
+        ({"taps": (0, 3)}, r"head.taps is \[0, 3\], but the target has layers 0 to 1"),
         ({"mask_token": 64}, "head.mask_token is 64, but the target has 64 tokens"),
         ({"correction_rank": 33}, "head: correction_rank .*33"),
         ({"draft_vocab_size": 65}, "head: draft_vocab_size .*65"),

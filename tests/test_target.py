@@ -64,10 +64,20 @@ def test_taps_are_the_outputs_of_layers_and_the_final_norm(other_target) -> None
     torch.testing.assert_close(other_target.project(output.features.last), reference.logits)
 
 
+def test_taps_around_the_layers_are_the_embeddings_and_the_final_norm(other_target) -> None:
+    ids = torch.randint(2, 50, (2, 9))
+    positions = torch.arange(9).expand_as(ids)
+    around = FeatureSpec(layers=(3, -1), last=False)
+    final, embedded = other_target.run(ids, positions, None, around).features.taps
+    reference = other_target.model(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(embedded, reference[0])
+    torch.testing.assert_close(final, reference[3])
+
+
 def test_taps_outside_the_model_are_refused(target) -> None:
     ids = torch.tensor([[1, 2]])
-    with pytest.raises(UserError, match=r"layers 0 to 1.*taps \[2\]"):
-        target.run(ids, torch.tensor([[0, 1]]), None, FeatureSpec(layers=(2,)))
+    with pytest.raises(UserError, match=r"layers 0 to 1.*taps \[3\]"):
+        target.run(ids, torch.tensor([[0, 1]]), None, FeatureSpec(layers=(3,)))
 
 
 def test_hooks_are_gone_after_a_pass(target) -> None:

@@ -55,14 +55,21 @@ def test_a_chain_is_the_tree_of_width_one() -> None:
     [
         ([(0,), (0,)], "twice"),
         ([(0, 0)], r"needs \(0,\)"),
-        ([(1,)], r"needs \(0,\)"),
-        ([(0,), (0, 1)], r"needs \(0, 0\)"),
+        ([(0,), (1, 0)], r"needs \(1,\)"),
         ([(-1,)], "negative"),
     ],
 )
 def test_impossible_trees_are_refused(paths: list, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         TreeShape.from_paths(paths)
+
+
+def test_children_that_are_drawn_leave_no_gap() -> None:
+    shape = TreeShape.from_paths([(0,), (2,), (2, 1), (2, 3), (0, 1)])
+    assert shape.paths == ((0,), (2,), (0, 1), (2, 1), (2, 3))
+    assert shape.gapless.paths == ((0,), (1,), (0, 0), (1, 0), (1, 1))
+    assert torch.equal(shape.parents, shape.gapless.parents)
+    assert TreeShape.chain(3).gapless == TreeShape.chain(3)
 
 
 def test_growing_takes_the_most_frequent_paths() -> None:

@@ -86,6 +86,17 @@ def test_typical_prefers_the_longest_then_the_most_probable_path() -> None:
     assert found.path[0].tolist() == [0, 2, 4]
 
 
+def test_typical_tells_long_improbable_paths_apart() -> None:
+    """The second path is the more probable one, by a ratio of 26 to 24 of some 1e-8."""
+    paths = [(first, *[0] * depth) for depth in range(12) for first in (0, 1)]
+    shape = TreeShape.from_paths(paths)
+    scores = torch.full((1, shape.num_nodes, VOCAB), 0.25)
+    scores[0, 0] = torch.tensor([0.24, 0.26, 0.25, 0.25])
+    tokens = [0, *(path[0] if len(path) == 1 else 2 for path in shape.paths)]
+    found = accept("typical", tree_of(shape, tokens), scores, torch.tensor([[0.0]]))
+    assert (found.length.item(), found.path[0, 1].item()) == (13, 2)
+
+
 # ---- every rule that samples --------------------------------------------------------------------
 
 SAMPLING_RULES = sorted(name for name, verifier in VERIFIERS.items() if not verifier.greedy)

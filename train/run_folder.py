@@ -13,8 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from drafthead.heads.checkpoint import read_json, write_text
+from drafthead.heads.checkpoint import write_text
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.files import read_json
 
 METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"
 KEPT_STATES = 2

@@ -27,6 +27,7 @@ def typical(tree: TokenTree, scores: torch.Tensor, random: RowRandom | None) -> 
     passes = (token_probs > threshold.gather(1, parents)) & (tree.tokens >= 0)
     passes[:, 0] = token_probs[:, 0] = 1
     path_log_probs = (token_probs.clamp_min(1e-10).log()[:, None] * tree.ancestors).sum(-1)
-    node = deepest(tree, passes, path_log_probs.exp() * 0.999)
+    # Between 0 and 1 and, unlike the probability itself, never too small to be told apart.
+    node = deepest(tree, passes, 0.999 / (1 - path_log_probs))
     rows = torch.arange(node.shape[0], device=node.device)
     return path_to(tree, node, sample(scores[rows, node], random.uniform()))

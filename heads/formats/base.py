@@ -1,0 +1,186 @@
+"""What a checkpoint format is: how its files are recognised, read, written and checked.
+
+A format is one class in one file of this folder, registered by name; `import`, `export`, `info` and
+every place that takes a head find it in `FORMATS`.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, checkpoints_at
+from drafthead.heads.target import Features, Target
+from drafthead.heads.tree import Path as TreePath
+
+WEIGHTS = "model.safetensors"  # as most formats call their file
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What is known of the target of a head; None where nothing is."""
+
+    name: str | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    num_layers: int | None = None
+
+    @classmethod
+    def of(cls, target: Target, name: str | None = None) -> "TargetFacts":
+        """Those of a loaded target."""
+        return cls(name, target.hidden_size, target.vocab_size, target.num_layers)
+
+    def completed(self, other: "TargetFacts") -> "TargetFacts":
+        """These, and where they say nothing what `other` says."""
+        mine = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(other, **mine)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A head as a format's reader found it, in our terms.
+
+    Sizes that `config` leaves open, as 0 or None, come from the target; `needs_target` then names
+    them, for a target must be given.
+    """
+
+    family: str
+    config: Any  # of the family's config class
+    tensors: dict[str, torch.Tensor]  # under the names of our state dict, in any floating type
+    target: TargetFacts = TargetFacts()
+    taps: str = "hidden state after the final norm"  # what the file calls the features, for people
+    needs_target: str = ""
+    notes: tuple[str, ...] = ()  # what was left out or taken for granted
+    # Copies of the target's own `embedding` [V, D] or `output` [V, D] that the file brings. Ours
+    # reads the target's, unless they differ and the family can have embeddings of its own.
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    path_counts: dict[TreePath, int] | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Inputs on which a reader's arithmetic is compared with ours.
+
+    The target was at T positions, each followed by a token; behind the last one, the root, the head
+    drafted a chain. The reader's logits for each token of the chain are wanted.
+    """
+
+    target: Target  # for `embed` and `project` alone
+    tokens: torch.Tensor  # [1, T] that follow each position; the last is the root
+    features: Features  # of [1, T, D] positions
+    chain: torch.Tensor  # [K] drafted behind the root
+
+
+class Format(ABC):
+    """A layout of files that other software writes, reads, or both."""
+
+    name: ClassVar[str]
+    families: ClassVar[tuple[str, ...]]  # of our heads, which it can hold
+    readers: ClassVar[str]  # who reads such files
+
+    @abstractmethod
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is of this format, by what it holds and not by its name."""
+
+    @abstractmethod
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The head in a checkpoint; `target` tells of the target that it is to be used with.
+
+        Raises UserError for anything that our head would not compute in the same way.
+        """
+
+
+class WritableFormat(Format):
+    """A format that heads can be exported to."""
+
+    @abstractmethod
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Write the head's files into an empty folder, tensors in the types that the head has.
+
+        `target` is there if the user named one, for what a reader wants of its weights. Raises
+        UserError that names what the format cannot express.
+        """
+
+    @abstractmethod
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """The reader's logits [K, V] behind a probe, from the files alone and in plain torch.
+
+        Token k of the chain is judged by row k, from what the reader knows before it. Tokens that
+        the reader cannot draft have -inf.
+        """
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register_format(cls: type[Format]) -> type[Format]:
+    """Make a format known by name; raises ValueError when the name is taken."""
+    if cls.name in FORMATS:
+        raise ValueError(f"two formats are called {cls.name!r}")
+    FORMATS[cls.name] = cls()
+    return cls
+
+
+def base_name(checkpoint: Checkpoint) -> str | None:
+    """What the configuration calls the target."""
+    name = checkpoint.config.get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
+
+
+def refuse_others(checkpoint: Checkpoint, used: Iterable[str], prefix: str = "") -> None:
+    """Raise UserError when tensors whose names begin with `prefix` would be left out."""
+    names = {name for name in checkpoint.tensors if name.startswith(prefix)}
+    if others := sorted(names - set(used)):
+        raise UserError(
+            f"{checkpoint.weights} holds {len(others)} tensors that are not understood, the first "
+            f"is {others[0]}"
+        )
+
+
+def check_claims(checkpoint: Checkpoint, **found: int) -> None:
+    """Raise UserError when the configuration tells other sizes than the tensors have."""
+    for key, size in found.items():
+        if (claimed := checkpoint.integer(key, size)) != size:
+            raise UserError(
+                f"{checkpoint.weights.parent / CONFIG_FILE} says {key} {claimed}, but the tensors "
+                f"have {size}"
+            )
+
+
+def write_config(folder: Path, content: dict[str, Any]) -> None:
+    """Write `config.json`."""
+    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything that was just written, for a replay."""
+    checkpoint = next(checkpoints_at(folder))
+    return {name: checkpoint.load(name) for name in checkpoint.tensors}
+
+
+def dtype_name(head: DraftHead) -> str:
+    """The floating type of a head's weights as configurations write it."""
+    return str(next(head.parameters()).dtype).removeprefix("torch.")
+
+
+def wanted(target: Target | None, name: str, what: str) -> Target:
+    """The target; raises UserError when it was not given."""
+    if target is None:
+        raise UserError(f"{name} holds {what}: name the head's target with --target")
+    return target
+
+
+def copied(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a target's weight to write, in `dtype` if that loses nothing."""
+    weight = weight.detach().cpu()
+    rounded = weight.to(dtype)
+    return (rounded if torch.equal(rounded.to(weight.dtype), weight) else weight).contiguous()

@@ -1,0 +1,224 @@
+"""What DFlash, DSpark and their `speculators` form have in common: one block in one pass.
+
+The formats differ in how they number layers, in what they call the parts and in their configuration
+keys. The tensors of the layers have the same names everywhere.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name, check_claims
+from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.layers import (
+    PlainLayers,
+    Tensors,
+    draft_vocabulary,
+    layer_options,
+    num_layers_of,
+    spread_over,
+    without_output_bias,
+)
+from drafthead.heads.parallel import ParallelConfig
+
+MOST_SLOTS = 256  # of a block: a pass looks from every slot at every other
+# Our names for what the formats call by others.
+PARTS = {
+    "lm_head.": "output.",
+    "markov_head.markov_w1.": "correction.embed.",
+    "markov_head.markov_w2.": "correction.output.",
+    "markov_head.gate_proj.": "correction.gate.",
+    "markov_head.joint_proj.": "correction.joint.",
+    "confidence_head.proj.": "confidence.",
+}
+PREFIX = "transformer."
+CORRECTIONS = {"vanilla": "markov", "gated": "gated", "rnn": "recurrent"}
+COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "output"}
+
+
+# Reading
+
+
+def read_block(
+    checkpoint: Checkpoint,
+    taps: tuple[int, ...],
+    mask_token: int,
+    root_predicts: bool,
+    shape: Checkpoint,
+) -> Foreign:
+    """A block-parallel head of any of the formats.
+
+    `taps` are ours; `shape` is the checkpoint with the configuration of the layers, which may be
+    nested. A full output head and full embeddings in the file are copies of the target's.
+    """
+    vocab = shape.integer("vocab_size")
+    options = layer_options(shape, "layers.0.")
+    hidden = options["hidden_size"]
+    vocabulary = draft_vocabulary(checkpoint, vocab)
+    copies = {
+        kind: checkpoint.load(name)
+        for name, kind in COPIES.items()
+        if name in checkpoint.tensors and not (kind == "output" and vocabulary)
+    }
+    left_out = {"d2t", "t2d", *(name for name, kind in COPIES.items() if kind in copies)}
+    found = {
+        our_name(name): checkpoint.load(name) for name in checkpoint.tensors if name not in left_out
+    }
+    num_layers = num_layers_of(checkpoint.tensors)
+    check_claims(shape, num_hidden_layers=num_layers)
+    config = ParallelConfig(
+        **options,
+        taps=taps,
+        tap_norm=False,
+        num_layers=num_layers,
+        block_size=block_size_of(checkpoint),
+        root_predicts=root_predicts,
+        causal=False,
+        mask_token=mask_token,
+        vocab_size=vocab,
+        draft_vocab_size=len(vocabulary.get("d2t", ())),
+        **correction_of(checkpoint, hidden),
+    )
+    facts = TargetFacts(base_name(checkpoint), hidden, vocab)
+    tensors = {**without_output_bias(found), **vocabulary}
+    return Foreign("parallel", config, tensors, facts, copies=copies)
+
+
+def our_name(name: str) -> str:
+    """Our name of a tensor."""
+    for theirs, ours in PARTS.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return PREFIX + name
+
+
+def block_size_of(checkpoint: Checkpoint) -> int:
+    """The number of slots; raises UserError for one that cannot be meant."""
+    size = checkpoint.integer("block_size")
+    if not 0 < size <= MOST_SLOTS:
+        raise UserError(f"{checkpoint.weights.parent}: block_size is {size}")
+    return size
+
+
+def correction_of(checkpoint: Checkpoint, hidden_size: int) -> dict[str, Any]:
+    """The fields of `ParallelConfig` on the correction and the confidence, by the tensors."""
+    names, found = checkpoint.tensors, {"correction": "none", "correction_rank": 1}
+    confident = "confidence_head.proj.weight" in names
+    if checkpoint.flag("enable_confidence_head", confident) != confident:
+        raise UserError(
+            f"{checkpoint.weights}: enable_confidence_head is {not confident}, but its tensors say "
+            "otherwise"
+        )
+    if "markov_head.markov_w1.weight" in names:
+        kind = checkpoint.config.get("markov_head_type", "vanilla")
+        if not isinstance(kind, str) or kind not in CORRECTIONS:
+            raise UserError(f"{checkpoint.weights.parent}: markov_head_type is {kind!r}")
+        rank = checkpoint.shape("markov_head.markov_w1.weight", 2)[1]
+        check_claims(checkpoint, markov_rank=rank)
+        found = {"correction": CORRECTIONS[kind], "correction_rank": rank}
+    if not confident:
+        return {**found, "confidence_weight": 0.0}
+    reads = checkpoint.shape("confidence_head.proj.weight", 2)[1]
+    return {**found, "confidence_weight": 1.0, "confidence_reads_token": reads > hidden_size}
+
+
+# Writing
+
+
+def refuse_unlike(name: str, config: ParallelConfig, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise UserError for the first option that such a format lacks, or that is not as wanted."""
+    always = {"tap_norm": (False,), "root_feature": (False,), "causal": (False,)}
+    for option, values in {**always, **wanted}.items():
+        if (value := getattr(config, option)) not in values:
+            raise UserError(f"{name} cannot express head.{option} {value!r}")
+    if config.mask_token is None:
+        raise UserError(
+            f"{name} cannot express head.mask_token null, a mask that is learnt: its reader embeds "
+            "a token of the target's"
+        )
+
+
+def their_tensors(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """The tensors of our head under the formats' names, each in memory of its own."""
+    return {their_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def their_name(name: str) -> str:
+    """The formats' name of one of our tensors."""
+    for theirs, ours in PARTS.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name.removeprefix(PREFIX)
+
+
+def correction_keys(config: ParallelConfig) -> dict[str, Any]:
+    """The configuration keys of DSpark's correction and confidence."""
+    kinds = {ours: theirs for theirs, ours in CORRECTIONS.items()}
+    corrected = config.correction != "none"
+    confident = config.confidence_weight > 0
+    keys: dict[str, Any] = {
+        "markov_rank": config.correction_rank if corrected else 0,
+        "enable_confidence_head": confident,
+        "confidence_head_with_markov": corrected and confident and config.confidence_reads_token,
+    }
+    return {**keys, "markov_head_type": kinds[config.correction]} if corrected else keys
+
+
+# Arithmetic
+
+
+def replayed(
+    layer_config: dict[str, Any],
+    config: dict[str, Any],
+    stored: Tensors,
+    probe: Probe,
+    mask_token: int,
+    root_predicts: bool,
+) -> torch.Tensor:
+    """The readers' logits [K, V] on stored tensors under their names."""
+    tensors = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
+    layers = PlainLayers(layer_config, tensors)
+    features = torch.cat([tap[0] for tap in probe.features.taps], dim=-1)  # [T, taps x D]
+    context = layers.norm("hidden_norm", layers.linear("fc", features))
+    size, length = config["block_size"], len(context)
+    ids = torch.full((size,), mask_token)
+    ids[0] = probe.tokens[0, -1]
+    hidden, slots = probe.target.embed(ids), torch.arange(length, length + size)
+    places = torch.arange(length + size)
+    mask = torch.ones(size, length + size, dtype=torch.bool)
+    for index in range(num_layers_of(tensors)):
+        layer = f"layers.{index}."
+        normed = layers.norm(layer + "input_layernorm", hidden)
+        seen = torch.cat([context, normed])
+        hidden = hidden + layers.attention(layer, seen, places, normed, slots, mask)
+        hidden = layers.mlp(layer, hidden)
+    hidden = layers.norm("norm", hidden)[0 if root_predicts else 1 :]
+    head = tensors.get("lm_head.weight")
+    logits = probe.target.project(hidden) if head is None else hidden @ head.T
+    before = torch.cat([probe.tokens[0, -1:], probe.chain[:-1]])
+    logits = logits + markov_bias(layers, config, before, hidden)
+    return spread_over(logits, tensors, probe.target.vocab_size)
+
+
+def markov_bias(
+    layers: PlainLayers, config: dict[str, Any], before: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """What DSpark adds to the logits of slots with hidden [K, D] behind tokens [K]."""
+    if "markov_head.markov_w1.weight" not in layers.tensors:
+        return torch.zeros(())
+    codes = layers.tensors["markov_head.markov_w1.weight"][before]  # [K, rank]
+    kind = config.get("markov_head_type", "vanilla")
+    if kind == "gated":
+        gate = layers.linear("markov_head.gate_proj", torch.cat([hidden, codes], dim=-1))
+        codes = gate.sigmoid() * codes
+    elif kind == "rnn":
+        state, found = torch.zeros_like(codes[0]), []
+        for code, slot in zip(codes, hidden, strict=True):
+            joint = layers.linear("markov_head.joint_proj", torch.cat([state, code, slot]))
+            share, change, out = joint.chunk(3)
+            state = share.sigmoid() * state + (1 - share.sigmoid()) * change.tanh()
+            found.append(out.tanh())
+        codes = torch.stack(found)
+    return layers.linear("markov_head.markov_w2", codes)

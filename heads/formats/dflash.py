@@ -1,0 +1,233 @@
+"""DFlash as z-lab keeps it, and as transformers' own generation reads it.
+
+**Layer ids** name the OUTPUT of a layer, as ours do, but are read as transformers'
+`hidden_states[id + 1]`, so that the id of the last layer means the state after the final norm. Ours
+for that state is the number of layers.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import (
+    Foreign,
+    Probe,
+    TargetFacts,
+    WritableFormat,
+    all_tensors,
+    register_format,
+    write_config,
+)
+from drafthead.heads.formats.block_parallel import (
+    read_block,
+    refuse_unlike,
+    replayed,
+    their_tensors,
+)
+from drafthead.heads.formats.files import Checkpoint, read_json
+from drafthead.heads.formats.layers import layer_keys, whole_numbers, with_output_bias
+from drafthead.heads.parallel import ParallelConfig
+from drafthead.heads.target import Target
+
+
+def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
+    """The layers that a file without ids means: evenly spaced from 1 to L - 3, or the middle one.
+
+    Three draft layers on a target of 12 read layers 1, 5 and 9.
+    """
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return [round(1 + step * index) for index in range(num_layers)]
+
+
+def our_taps(ids: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
+    """Our layers for ids that are read as `hidden_states[id + 1]`; see above."""
+    return tuple(num_target_layers if i == num_target_layers - 1 else i for i in ids)
+
+
+def their_ids(name: str, taps: tuple[int, ...], num_target_layers: int, lowest: int) -> list[int]:
+    """The ids for our layers; raises UserError for a layer that has none."""
+    last = num_target_layers - 1
+    for tap in taps:
+        if tap == last or tap < lowest:
+            raise UserError(
+                f"{name} cannot express head.taps {list(taps)}: "
+                + (
+                    f"for layer {tap}, the last one, its reader takes the state after the final "
+                    "norm"
+                    if tap == last
+                    else f"its reader cannot tap layer {tap}"
+                )
+            )
+    return [last if tap == num_target_layers else tap for tap in taps]
+
+
+def num_layers_known(name: str, facts: TargetFacts) -> int:
+    """How many layers the target has; raises UserError when nobody said."""
+    if facts.num_layers is None:
+        raise UserError(f"{name} needs to know how many layers the target has: name the target")
+    return facts.num_layers
+
+
+def described(config: ParallelConfig, num_target_layers: int) -> dict[str, Any]:
+    """The keys that every form of DFlash and DSpark shares."""
+    return {
+        "model_type": "qwen3",
+        **layer_keys(config, config.num_layers, config.vocab_size),
+        "layer_types": ["full_attention"] * config.num_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "block_size": config.block_size,
+        "num_target_layers": num_target_layers,
+    }
+
+
+PLAIN = {
+    "root_predicts": (False,),
+    "correction": ("none",),
+    "draft_vocab_size": (0,),
+    "confidence_weight": (0.0,),
+}
+
+
+@register_format
+class DFlash(WritableFormat):
+    """z-lab's files: no embeddings and no output head, ids under `dflash_config`."""
+
+    name = "dflash"
+    families = ("parallel",)
+    readers = "z-lab/dflash, SGLang, vLLM"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """A block transformer without copies of the target's weights."""
+        names = checkpoint.tensors
+        parts = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
+        foreign = {"embed_tokens.weight", "lm_head.weight"} & set(names)
+        return (
+            parts <= set(names)
+            and not foreign
+            and "speculators_model_type" not in checkpoint.config
+        )
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The head; without ids the layers follow from their number."""
+        options = checkpoint.config.get("dflash_config") or {}
+        nested = replace(checkpoint, config=options if isinstance(options, dict) else {})
+        num_layers = checkpoint.integer("num_target_layers", target.num_layers)
+        ids = whole_numbers(checkpoint, "target_layer_ids", nested.config.get("target_layer_ids"))
+        if ids is None:
+            ids = tuple(default_ids(num_layers, checkpoint.integer("num_hidden_layers")))
+        return block_with_ids(checkpoint, ids, num_layers, nested.integer("mask_token_id"), False)
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Write the head; raises UserError naming what DFlash lacks."""
+        config, num_layers = head.config, num_layers_known(self.name, facts)
+        refuse_unlike(self.name, config, PLAIN)
+        ids = their_ids(self.name, config.taps, num_layers, lowest=0)
+        tensors = with_output_bias(their_tensors(head.state_dict()))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        named = {"mask_token_id": config.mask_token, "target_layer_ids": ids}
+        content = {
+            "architectures": ["DFlashDraftModel"],
+            **described(config, num_layers),
+            "dflash_config": named,
+        }
+        write_config(folder, {**content, "base_model_name_or_path": facts.name})
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """One pass over the block; its first slot says nothing."""
+        config = read_json(folder / "config.json")
+        mask = config["dflash_config"]["mask_token_id"]
+        return replayed(config, config, all_tensors(folder), probe, mask, False)
+
+
+def block_with_ids(
+    checkpoint: Checkpoint,
+    ids: tuple[int, ...],
+    num_layers: int,
+    mask_token: int,
+    root_predicts: bool,
+) -> Foreign:
+    """A head whose layers are named as `hidden_states[id + 1]` of a target of so many layers."""
+    taps = our_taps(ids, num_layers)
+    found = read_block(checkpoint, taps, mask_token, root_predicts, checkpoint)
+    return replace(
+        found,
+        target=replace(found.target, num_layers=num_layers),
+        taps=f"{', '.join(map(str, ids))} (hidden_states[id + 1]: output of layer, the last one "
+        "after the final norm)",
+    )
+
+
+# What transformers calls the parts between the target's features and the layers.
+ENCODER = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+
+
+@register_format
+class DFlashTransformers(WritableFormat):
+    """The one DFlash drafter that transformers 5.23 can load, with its names and keys.
+
+    `AutoModel.from_pretrained` gives an assistant for `model.generate(speculation_type="dflash")`.
+    """
+
+    name = "dflash-transformers"
+    families = ("parallel",)
+    readers = "transformers"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """The projection of the features is called an encoder."""
+        return {"encoder.fc.weight", "encoder.output_norm_enc.weight"} <= set(checkpoint.tensors)
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The head; a target must tell which of the ids is its last layer."""
+        ids = whole_numbers(
+            checkpoint, "target_layer_ids", checkpoint.config.get("target_layer_ids")
+        )
+        num_layers = checkpoint.integer("num_target_layers", target.num_layers)
+        named = replace(checkpoint, config={"vocab_size": target.vocab_size, **checkpoint.config})
+        mask = checkpoint.integer("mask_token_id")
+        found = block_with_ids(named, ids or (), num_layers, mask, False)
+        tensors = {f"transformer.{b}": f"transformer.{a}" for a, b in ENCODER.items()}
+        return replace(
+            found,
+            tensors={
+                next((n.replace(o, new) for o, new in tensors.items() if n.startswith(o)), n): t
+                for n, t in found.tensors.items()
+            },
+        )
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Write the head; raises UserError naming what the reader lacks."""
+        config, num_layers = head.config, num_layers_known(self.name, facts)
+        refuse_unlike(self.name, config, {**PLAIN, "attention_bias": (False,)})
+        ids = their_ids(self.name, config.taps, num_layers, lowest=0)
+        tensors = their_tensors(head.state_dict())
+        for ours, theirs in ENCODER.items():
+            tensors[theirs + "weight"] = tensors.pop(ours + "weight")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        content = {
+            **described(config, num_layers),
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": "muse_glimmer_assistant",
+            "mask_token_id": config.mask_token,
+            "target_layer_ids": ids,
+            "sliding_window": config.max_position_embeddings,  # of layers that there are none of
+        }
+        write_config(folder, {**content, "base_model_name_or_path": facts.name})
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """As of z-lab's files, under other names."""
+        config, tensors = read_json(folder / "config.json"), all_tensors(folder)
+        for ours, theirs in ENCODER.items():
+            tensors[ours + "weight"] = tensors.pop(theirs + "weight")
+        return replayed(config, config, tensors, probe, config["mask_token_id"], False)

@@ -1,0 +1,91 @@
+"""DSpark as DeepSpec keeps it: DFlash with a correction by the token before, and a confidence.
+
+Every slot of a block drafts, the root's too. Layer ids are those of `formats.dflash`, with -1 for
+the embeddings. The file holds copies of the target's embeddings and output head.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import (
+    Foreign,
+    Probe,
+    TargetFacts,
+    WritableFormat,
+    all_tensors,
+    register_format,
+    write_config,
+)
+from drafthead.heads.formats.block_parallel import (
+    correction_keys,
+    refuse_unlike,
+    replayed,
+    their_tensors,
+)
+from drafthead.heads.formats.dflash import block_with_ids, described, num_layers_known, their_ids
+from drafthead.heads.formats.files import Checkpoint, read_json
+from drafthead.heads.formats.layers import whole_numbers, with_output_bias
+from drafthead.heads.target import Target
+
+
+@register_format
+class DSpark(WritableFormat):
+    """DeepSpec's files."""
+
+    name = "dspark"
+    families = ("parallel",)
+    readers = "deepseek-ai/DeepSpec"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """A block transformer with copies of the target's weights."""
+        parts = {"fc.weight", "hidden_norm.weight", "embed_tokens.weight", "lm_head.weight"}
+        return (
+            parts <= set(checkpoint.tensors)
+            and "layers.0.self_attn.q_norm.weight" in checkpoint.tensors
+            and "speculators_model_type" not in checkpoint.config
+        )
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The head; the copies are compared with the target's weights once there is a target."""
+        ids = whole_numbers(
+            checkpoint, "target_layer_ids", checkpoint.config.get("target_layer_ids")
+        )
+        num_layers = checkpoint.integer("num_target_layers", target.num_layers)
+        mask = checkpoint.integer("mask_token_id")
+        return block_with_ids(checkpoint, ids or (), num_layers, mask, True)
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Write the head and copies of the target's weights, which it must be given for."""
+        config, num_layers = head.config, num_layers_known(self.name, facts)
+        refuse_unlike(self.name, config, {"root_predicts": (True,), "draft_vocab_size": (0,)})
+        if target is None:
+            raise UserError(
+                f"{self.name} holds copies of the target's embeddings and output head: name the "
+                "target"
+            )
+        ids = their_ids(self.name, config.taps, num_layers, lowest=-1)
+        tensors = with_output_bias(their_tensors(head.state_dict()))
+        every = torch.arange(target.vocab_size, device=target.device)
+        dtype = tensors["fc.weight"].dtype
+        tensors["embed_tokens.weight"] = target.embed(every).to(dtype).contiguous().clone()
+        tensors["lm_head.weight"] = target.output_weight().detach().to(dtype).contiguous().clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        content = {
+            "architectures": ["Qwen3DSparkModel"],
+            **described(config, num_layers),
+            **correction_keys(config),
+            "mask_token_id": config.mask_token,
+            "target_layer_ids": ids,
+        }
+        write_config(folder, {**content, "base_model_name_or_path": facts.name})
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """One pass over the block, every slot corrected by the token before it."""
+        config, tensors = read_json(folder / "config.json"), all_tensors(folder)
+        return replayed(config, config, tensors, probe, config["mask_token_id"], True)

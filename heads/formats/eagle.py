@@ -1,0 +1,154 @@
+"""EAGLE-1 and EAGLE-2 (Li et al., 2024): one layout of weights, the trees make the difference.
+
+`fc` over embedding and feature, then Llama layers of which the first has no norm; no final norm and
+no output head. The embedding in the file is a copy of the target's.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.eagle import EagleConfig
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import (
+    Foreign,
+    Probe,
+    TargetFacts,
+    WritableFormat,
+    all_tensors,
+    check_claims,
+    copied,
+    dtype_name,
+    register_format,
+    wanted,
+    write_config,
+)
+from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.layers import (
+    PlainLayers,
+    layer_keys,
+    layer_options,
+    num_layers_of,
+)
+from drafthead.heads.target import Target
+
+QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
+DEPTH = 5  # tokens drafted behind the root, of which the file says nothing: the official default
+
+
+@register_format
+class Eagle(WritableFormat):
+    """The official layout, which vLLM and SGLang read as well."""
+
+    name = "eagle"
+    families = ("eagle",)
+    readers = "EAGLE, vLLM, SGLang"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """`fc` reads two vectors and there is no final norm, which all later drafts have."""
+        names = checkpoint.tensors
+        if not {"fc.weight", QUERY} <= set(names) or "norm.weight" in names:
+            return False
+        fc, query = names["fc.weight"].shape, names[QUERY].shape
+        return len(fc) == len(query) == 2 and fc[1] == 2 * fc[0] and query[1] == fc[0]
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """All layers; the embedding is kept unless it is just the target's."""
+        checkpoint = replace(checkpoint, config=unwrapped(checkpoint.config))
+        config = config_of(checkpoint)
+        tensors = {name: checkpoint.load(name) for name in checkpoint.tensors if name != EMBEDDING}
+        copies = {}
+        vocab = checkpoint.integer("vocab_size", 0)
+        if EMBEDDING in checkpoint.tensors:
+            vocab = checkpoint.shape(EMBEDDING, 2)[0]
+            check_claims(checkpoint, vocab_size=vocab)
+            copies["embedding"] = checkpoint.load(EMBEDDING)
+        return Foreign(
+            "eagle",
+            replace(config, vocab_size=vocab),
+            tensors,
+            TargetFacts(None, config.hidden_size, vocab or None),
+            needs_target="" if vocab else "how large the vocabulary is",
+            notes=(f"the depth of its drafts is not told: {DEPTH} is taken",),
+            copies=copies,
+        )
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Weights with the head's embedding or a copy of the target's, and a configuration."""
+        refuse_inexpressible(head.config)
+        stored = {name: t.contiguous() for name, t in head.state_dict().items()}
+        if EMBEDDING not in stored:
+            ours = wanted(target, self.name, "a copy of the target's embedding")
+            weight = ours.embed(torch.arange(head.config.vocab_size))
+            stored[EMBEDDING] = copied(weight, stored["fc.weight"].dtype)
+        torch.save(stored, folder / "pytorch_model.bin")
+        write_config(folder, described(head))
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """Each position mixes its feature with the next token's embedding; outputs are fed back."""
+        tensors = {name: tensor.float() for name, tensor in all_tensors(folder).items()}
+        layers = PlainLayers(read_json(folder / CONFIG_FILE), tensors)
+        assert probe.features.last is not None
+        states, rows = probe.features.last[0].float(), []
+        following = torch.cat([probe.tokens[0], probe.chain])
+        for _ in probe.chain:
+            embeds = tensors[EMBEDDING][following[: len(states)]]
+            hidden = layers.linear("fc", torch.cat([embeds, states], dim=-1))
+            for layer in range(num_layers_of(tensors)):
+                hidden = layers.decoder_layer(f"layers.{layer}.", hidden)
+            rows.append(probe.target.project(hidden[-1]))
+            states = torch.cat([states, hidden[-1:]])
+        return torch.stack(rows)
+
+
+def unwrapped(config: dict[str, Any]) -> dict[str, Any]:
+    """The draft's configuration: older vLLM wants it inside another one."""
+    inner = config.get("model")
+    return inner if config.get("model_type") == "eagle" and isinstance(inner, dict) else config
+
+
+def config_of(checkpoint: Checkpoint) -> EagleConfig:
+    """Shape of the head: tensors first, the configuration for what they do not tell."""
+    tensors = checkpoint.tensors
+    has_bias = "fc.bias" in tensors
+    if "bias" in checkpoint.config and checkpoint.flag("bias") != has_bias:
+        raise UserError(f"{checkpoint.weights}: bias is {not has_bias}, but fc.bias says otherwise")
+    num_layers = num_layers_of(tensors)
+    check_claims(checkpoint, num_hidden_layers=num_layers)
+    return EagleConfig(
+        **layer_options(checkpoint, "layers.0."),
+        num_layers=num_layers,
+        depth=DEPTH,
+        fc_bias=has_bias,
+    )
+
+
+def refuse_inexpressible(config: EagleConfig) -> None:
+    """Raise UserError for what the official reader cannot be told."""
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise UserError(
+            f"eagle cannot express head_dim {config.head_dim}: its reader divides the hidden size "
+            f"{config.hidden_size} by {config.num_attention_heads} heads"
+        )
+    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    if kind != "default":
+        raise UserError(f"eagle cannot express rotary positions of the type {kind!r}")
+
+
+def described(head: DraftHead) -> dict[str, Any]:
+    """The configuration that readers want."""
+    config = head.config
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **layer_keys(config, config.num_layers, config.vocab_size),
+        "bias": config.fc_bias,
+        "qkv_bias": config.attention_bias,
+        "use_cache": True,
+        "torch_dtype": dtype_name(head),
+    }

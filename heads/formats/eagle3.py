@@ -1,0 +1,373 @@
+"""EAGLE-3 as its authors, SGLang, vLLM and Model-Optimizer keep it: one Llama-like configuration.
+
+The first layer is called `midlayer` (the authors, SGLang) or `layers.0` (vLLM, Model-Optimizer);
+`d2t` holds how far each guess lies before its token.
+
+**Layer ids.** Ours are the OUTPUT of a layer. The authors read the INPUT of layers 2, L/2 and L - 3
+of L, which is our 1, L/2 - 1 and L - 4, and what readers take when a file names none. A file that
+names ids may mean either: Model-Optimizer and SpecForge write outputs, vLLM reads inputs, and
+SGLang adds 1 to what it is told, newer versions only when the first id is 1. Read here: outputs if
+the first id is 1, else inputs, unless the file says that we wrote it. Written: inputs for vLLM; for
+SGLang outputs, and only if the first is 1, on which all its versions agree.
+"""
+
+from collections.abc import Container
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.eagle3 import Eagle3Config
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import (
+    Foreign,
+    Probe,
+    TargetFacts,
+    WritableFormat,
+    all_tensors,
+    base_name,
+    check_claims,
+    register_format,
+    write_config,
+)
+from drafthead.heads.formats.files import Checkpoint, read_json
+from drafthead.heads.formats.layers import (
+    PlainLayers,
+    Tensors,
+    draft_vocabulary,
+    layer_keys,
+    layer_options,
+    num_layers_of,
+    spread_over,
+    whole_numbers,
+    with_output_bias,
+    without_output_bias,
+)
+from drafthead.heads.target import Target
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers pass over
+OUTPUTS, INPUTS = "output of layer", "input of layer"
+NORM_FLAGS = {"fc_norm": "each", "norm_before_fc": "joint"}
+SIDE_TENSORS = ("d2t", "t2d")
+EMBEDDINGS = "embed_tokens.weight"
+
+
+# Reading
+
+
+def read_eagle3(
+    checkpoint: Checkpoint, first_layer: str, taps: tuple[int, ...] | None, options: dict[str, Any]
+) -> Foreign:
+    """An EAGLE-3 head whose first layer's tensors begin with `first_layer`.
+
+    `checkpoint.config` is the configuration of the layers; `options` are fields of `Eagle3Config`
+    that it says elsewhere. `taps` are ours, or None where only a target could tell them.
+    """
+    tensors, vocab = checkpoint.tensors, checkpoint.integer("vocab_size")
+    shape = layer_options(checkpoint, first_layer)
+    joined = checkpoint.shape("fc.weight", 2)[1]
+    count = len(taps) if taps is not None else 3
+    width = joined // max(count, 1)
+    if width * count != joined:
+        raise UserError(f"{checkpoint.weights}: fc.weight reads {joined} numbers of {count} layers")
+    vocabulary = draft_vocabulary(checkpoint, vocab)
+    frozen = options.get("embeddings") != "own" and width == shape["hidden_size"]
+    found = {
+        name.replace(first_layer, "layers.0.", 1): checkpoint.load(name)
+        for name in tensors
+        if name not in SIDE_TENSORS and not (frozen and name == EMBEDDINGS)
+    }
+    if "lm_head.weight" not in found and checkpoint.config.get("tie_word_embeddings") is True:
+        found["lm_head.weight"] = checkpoint.load(EMBEDDINGS)
+    num_layers = num_layers_of(found)
+    check_claims(checkpoint, num_hidden_layers=num_layers)
+    config = Eagle3Config(
+        **shape,
+        vocab_size=vocab,
+        num_layers=num_layers,
+        target_hidden_size=width,
+        taps=taps or (),
+        tap_norm=tap_norm_of(tensors),
+        qk_norm="layers.0.self_attn.q_norm.weight" in found,
+        draft_vocab_size=len(vocabulary.get("d2t", ())),
+        **options,
+    )
+    return Foreign(
+        "eagle3",
+        config,
+        {**without_output_bias(found), **vocabulary},
+        TargetFacts(base_name(checkpoint), width, vocab),
+        taps=f"{', '.join(map(str, taps or ()))} ({OUTPUTS})",
+        needs_target=""
+        if taps is not None
+        else "which layers it reads (they follow from how many layers the target has)",
+        copies={"embedding": checkpoint.load(EMBEDDINGS)}
+        if frozen and EMBEDDINGS in tensors
+        else {},
+    )
+
+
+def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
+    """Which norms of EAGLE-3.1 stand before the projection."""
+    if "fc_norm.0.weight" in names:
+        return "each"
+    return "joint" if "input_norm.weight" in names else "none"
+
+
+def check_norms(checkpoint: Checkpoint, config: Eagle3Config, optional: bool) -> None:
+    """Raise UserError when flags tell of other norms before the projection than there are.
+
+    An `optional` flag that is missing says nothing, others then say no.
+    """
+    for key, norm in NORM_FLAGS.items():
+        found = config.tap_norm == norm
+        if checkpoint.flag(key, found and optional) != found:
+            raise UserError(
+                f"{checkpoint.weights}: {key} is {not found}, but its tensors say otherwise"
+            )
+
+
+def default_inputs(num_layers: int) -> tuple[int, ...]:
+    """The layers whose input EAGLE-3's authors read, in order; below 7 layers some coincide."""
+    return tuple(sorted({2, num_layers // 2, num_layers - 3}))
+
+
+def told_taps(
+    checkpoint: Checkpoint, target: TargetFacts
+) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Our layers of a configuration that may name ids in either convention, and notes on that."""
+    config = checkpoint.config
+    nested = config.get("eagle_config")
+    ids = config.get(IDS) or (nested.get(IDS) if isinstance(nested, dict) else None)
+    told = whole_numbers(checkpoint, IDS, ids)
+    if not told:
+        if target.num_layers is None:
+            return None, ()
+        taps = tuple(layer - 1 for layer in default_inputs(target.num_layers))
+        return taps, ("no layers are named: those of EAGLE-3's authors were taken",)
+    convention, notes = config.get(CONVENTION), []
+    if convention not in (OUTPUTS, INPUTS):
+        convention = OUTPUTS if told[0] == 1 else INPUTS
+        notes.append(f"{list(told)} were taken for {convention}, as SGLang does: nothing says so")
+    return told if convention == OUTPUTS else tuple(layer - 1 for layer in told), tuple(notes)
+
+
+class Eagle3Files(WritableFormat):
+    """What the two ways of naming the first layer have in common."""
+
+    families = ("eagle3",)
+    first_layer: str
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """The first layer norms the features apart from the embeddings."""
+        return (
+            self.first_layer + "hidden_norm.weight" in checkpoint.tensors
+            and "fc.weight" in checkpoint.tensors
+            and "speculators_model_type" not in checkpoint.config
+        )
+
+    def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
+        """Whether readers take embeddings from the file although the target's would fit."""
+        return False
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The head, with the layers that its readers would tap."""
+        taps, notes = told_taps(checkpoint, target)
+        flag = checkpoint.flag
+        options = {
+            "norm_before_residual": flag("norm_before_residual", False),
+            "norm_feedback": flag("norm_output", False),
+            "embeddings": "own" if self.reads_embeddings(checkpoint) else "target",
+        }
+        found = read_eagle3(checkpoint, self.first_layer, taps, options)
+        check_norms(checkpoint, found.config, optional=True)
+        return replace(found, notes=notes)
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """One pass of the layers a step, each over everything so far."""
+        config, tensors = read_json(folder / "config.json"), all_tensors(folder)
+        named = {k.replace(self.first_layer, "layers.0.", 1): v for k, v in tensors.items()}
+        return replayed(config, config, named, probe)
+
+
+# Arithmetic
+
+
+def replayed(
+    layer_config: dict[str, Any], flags: dict[str, Any], stored: Tensors, probe: Probe
+) -> torch.Tensor:
+    """EAGLE-3's logits [K, V] on stored tensors, whose layers are called `layers`."""
+    tensors = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
+    layers = PlainLayers(layer_config, tensors)
+    num_taps = len(probe.features.taps)
+    states = mixed(layers, [tap[0] for tap in probe.features.taps])
+    embeds, rows = embedded(tensors, probe, probe.tokens[0]), []
+    for token in probe.chain:
+        output = run(layers, flags, embeds, states)[-1:]
+        normed = layers.norm("norm", output)
+        rows.append(normed @ tensors["lm_head.weight"].T)
+        fed, read = normed if flags.get("norm_output") else output, token[None]
+        if "mask_hidden" in tensors:
+            fed = mixed(layers, list(tensors["mask_hidden"][0].chunk(num_taps, dim=-1)))
+            read = torch.full_like(read, flags["mask_token_id"])
+        states = torch.cat([states, fed])
+        embeds = torch.cat([embeds, embedded(tensors, probe, read)])
+    return spread_over(torch.cat(rows), tensors, probe.target.vocab_size)
+
+
+def embedded(tensors: Tensors, probe: Probe, ids: torch.Tensor) -> torch.Tensor:
+    """The file's embeddings [T, D] of ids [T], or the target's."""
+    table = tensors.get(EMBEDDINGS)
+    return probe.target.embed(ids) if table is None else table[ids]
+
+
+def mixed(layers: PlainLayers, taps: list[torch.Tensor]) -> torch.Tensor:
+    """Taps [T, D] each, normed as the file has norms and mixed into states [T, D]."""
+    if "fc_norm.0.weight" in layers.tensors:
+        taps = [layers.norm(f"fc_norm.{index}", tap) for index, tap in enumerate(taps)]
+    joined = torch.cat(taps, dim=-1)
+    if "input_norm.weight" in layers.tensors:
+        joined = layers.norm("input_norm", joined)
+    return layers.linear("fc", joined)
+
+
+def run(
+    layers: PlainLayers, flags: dict[str, Any], embeds: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:
+    """All layers over embeddings and states [T, D], causally: [T, D]."""
+    positions = torch.arange(len(states))
+    mask = torch.ones(len(states), len(states), dtype=torch.bool).tril()
+    hidden = states
+    for index in range(num_layers_of(layers.tensors)):
+        layer = f"layers.{index}."
+        normed = layers.norm(layer + "input_layernorm", embeds if index == 0 else hidden)
+        if index == 0:
+            features = layers.norm(layer + "hidden_norm", hidden)
+            normed = torch.cat([normed, features], dim=-1)
+            hidden = features if flags.get("norm_before_residual") else hidden
+        hidden = hidden + layers.attention(layer, normed, positions, normed, positions, mask)
+        hidden = layers.mlp(layer, hidden)
+    return hidden
+
+
+# Writing
+
+
+def refuse(name: str, config: Eagle3Config, wanted: dict[str, tuple[Any, ...]]) -> None:
+    """Raise UserError for the first option of a head that has another value than those wanted."""
+    for option, values in wanted.items():
+        if (value := getattr(config, option)) not in values:
+            raise UserError(f"{name} cannot express head.{option} {value!r}")
+
+
+def refuse_taps(name: str, config: Eagle3Config, num_layers: int | None) -> None:
+    """Raise UserError for taps that are the input of no layer."""
+    if num_layers is not None and max(config.taps) >= num_layers - 1:
+        raise UserError(
+            f"{name} cannot express head.taps {list(config.taps)}: it reads inputs of layers, and "
+            f"what the last layer, {num_layers - 1}, puts out enters none"
+        )
+
+
+def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
+    """The configuration that both readers understand, less the layer ids."""
+    config: Eagle3Config = head.config
+    keys = layer_keys(config, config.num_layers, config.vocab_size)
+    other_width = config.target_hidden_size != config.hidden_size
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **keys,
+        "mlp_bias": False,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        **({"target_hidden_size": config.target_hidden_size} if other_width else {}),
+        **({"base_model_name_or_path": facts.name} if facts.name else {}),
+    }
+
+
+def stored_tensors(head: DraftHead) -> Tensors:
+    """The tensors of a head, each in memory of its own."""
+    return {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+
+
+@register_format
+class Eagle3Sglang(Eagle3Files):
+    """The authors' own names, which SGLang reads: the first layer is `midlayer`.
+
+    The reader knows one layer of three taps and none of the norms of EAGLE-3.1; embeddings are the
+    target's unless the head has another width.
+    """
+
+    name = "eagle3-sglang"
+    readers = "SafeAILab/EAGLE, SGLang, vLLM"
+    first_layer = "midlayer."
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Write the head; raises UserError naming what SGLang lacks."""
+        config: Eagle3Config = head.config
+        plain = {
+            "num_layers": (1,),
+            "tap_norm": ("none",),
+            "norm_feedback": (False,),
+            "norm_before_residual": (False,),
+            "qk_norm": (False,),
+            "attention_bias": (False,),
+            "mask_token": (None,),
+        }
+        refuse(self.name, config, plain)
+        if config.embeddings == "own" and config.hidden_size == config.target_hidden_size:
+            raise UserError(f"{self.name} cannot express head.embeddings 'own'")
+        refuse_taps(self.name, config, facts.num_layers)
+        if len(config.taps) != 3 or config.taps[0] != 1:
+            raise UserError(
+                f"{self.name} cannot express head.taps {list(config.taps)}: SGLang taps three "
+                "layers, and its versions disagree on ids unless the first is 1"
+            )
+        tensors = {
+            name.replace("layers.0.", self.first_layer, 1): tensor
+            for name, tensor in stored_tensors(head).items()
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        ids = {IDS: list(config.taps), "use_aux_hidden_state": True}
+        written = common_config(head, facts)
+        write_config(folder, {**written, "eagle_config": ids, CONVENTION: OUTPUTS})
+
+
+@register_format
+class Eagle3Vllm(Eagle3Files):
+    """Layers by number, as vLLM and Model-Optimizer name them, with the norms of EAGLE-3.1."""
+
+    name = "eagle3-vllm"
+    readers = "vLLM, Model-Optimizer"
+    first_layer = "layers.0."
+
+    def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
+        """vLLM takes them where there are any."""
+        return EMBEDDINGS in checkpoint.tensors
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Write the head; raises UserError naming what vLLM lacks."""
+        config: Eagle3Config = head.config
+        refuse(self.name, config, {"qk_norm": (False,), "mask_token": (None,)})
+        refuse_taps(self.name, config, facts.num_layers)
+        tensors = with_output_bias(stored_tensors(head))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        ids = [layer + 1 for layer in config.taps]
+        described = {
+            **common_config(head, facts),
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.norm_feedback,
+            **{key: config.tap_norm == norm for key, norm in NORM_FLAGS.items()},
+            IDS: ids,
+            "eagle_config": {IDS: ids, "use_aux_hidden_state": True},
+            CONVENTION: INPUTS,
+        }
+        write_config(folder, described)

@@ -1,0 +1,140 @@
+"""Writing a head in a format, and refusing to when its reader would compute something else."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from drafthead.heads.base import Committed, DraftHead
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFormat
+from drafthead.heads.formats.files import fresh_folder
+from drafthead.heads.formats.loading import build_head, read_foreign
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target import Features, Target
+from drafthead.heads.tree import TokenTree, TreeShape
+
+POSITIONS = 12  # of the target, up to the one before the probe's root
+TOLERANCE = 1e-3  # of log-probabilities in float32, relative to their spread where that is above 1
+
+
+class StandIn(Target):
+    """Random embeddings and a random output head in the place of a target that is not at hand."""
+
+    def __init__(self, facts: TargetFacts):
+        generator = torch.Generator().manual_seed(0)
+        size, vocab = facts.hidden_size or 0, facts.vocab_size or 0
+        self.config = LlamaConfig(hidden_size=size, vocab_size=vocab, max_position_embeddings=2048)
+        self.layers = range(facts.num_layers or 0)  # type: ignore[assignment]  # for their number
+        self.logit_scale, self.logit_cap = 1.0, None
+        self.embedding = torch.randn(vocab, size, generator=generator)
+        self.output = torch.randn(vocab, size, generator=generator) / size**0.5
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32."""
+        return self.embedding.dtype
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., D] of token ids [...]."""
+        return self.embedding[token_ids]
+
+    def output_weight(self) -> torch.Tensor:
+        """Weight [V, D] of the output head."""
+        return self.output
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden [..., D]."""
+        return hidden @ self.output.T
+
+
+def writable(name: str, family: str) -> WritableFormat:
+    """The format called `name`, which must be able to hold a head of `family`."""
+    known = [key for key, value in FORMATS.items() if isinstance(value, WritableFormat)]
+    found = FORMATS.get(name)
+    if not isinstance(found, WritableFormat):
+        raise UserError(f"cannot export to {name!r}; known formats: {', '.join(known)}")
+    if family not in found.families:
+        raise UserError(
+            f"{name} cannot express a head of the family {family}, only {', '.join(found.families)}"
+        )
+    return found
+
+
+def export_head(
+    head: DraftHead, facts: TargetFacts, target: Target | None, name: str, folder: Path
+) -> float:
+    """Write a head in the format called `name`, once its reader is seen to compute the same.
+
+    `target`, where given, is in float32 on the CPU; `facts` tell its sizes in any case. Returns the
+    largest difference of log-probabilities, relative to their spread. Raises UserError, and leaves
+    nothing behind, when the format cannot express the head, when what was written does not come
+    back, or when the reader's arithmetic gives something else.
+    """
+    written = writable(name, head.family)
+    with fresh_folder(folder) as temporary, torch.no_grad():
+        written.write(head, facts, target, temporary)
+        stand_in = target or StandIn(facts)
+        found, foreign = read_foreign(temporary, TargetFacts.of(stand_in))
+        if found is not written:
+            raise UserError(f"what {name} wrote is taken for {found.name}: nothing is kept")
+        again = build_head(foreign, temporary, stand_in)
+        probe, tree = drafted(head, stand_in)
+        _, tree_again = drafted(again, stand_in)
+        difference = max(
+            difference_of(written.replay(temporary, probe), tree),
+            difference_of(log_probs_by_token(tree_again, stand_in.vocab_size), tree),
+        )
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"a reader of {name} would not compute what this head does (log-probabilities "
+                f"differ by {difference:.1e}): nothing is kept"
+            )
+    return difference
+
+
+def drafted(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
+    """A chain that a head, in float32, draws behind random features of a target."""
+    head = deepcopy(head).float()
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, POSITIONS, target.hidden_size)
+    spec = head.features_needed
+    features = Features(
+        torch.randn(shape, generator=generator),
+        tuple(torch.randn(shape, generator=generator) for _ in spec.layers),
+    )
+    tokens = torch.randint(target.vocab_size, shape[:2], generator=generator)
+    drafter = head.drafter(target, TreeShape.chain(head.depth))
+    session = drafter.start(tokens, torch.tensor([POSITIONS]))
+    session.commit(Committed(tokens, features, torch.tensor([POSITIONS])))
+    random = RowRandom([0], target.device)
+    tree = session.propose(drafter.budgets[-1], SamplingConfig(temperature=1.0), random)
+    return Probe(target, tokens, features, tree.tokens[0, 1:]), tree
+
+
+def log_probs_by_token(tree: TokenTree, vocab_size: int) -> torch.Tensor:
+    """What a chain of K tokens was drawn from: log-probabilities [K, V], -inf off the support."""
+    assert tree.draft_ids is not None and tree.draft_probs is not None
+    ids, probs = tree.draft_ids[0, :-1], tree.draft_probs[0, :-1]
+    return probs.new_full((len(ids), vocab_size), -torch.inf).scatter(1, ids, probs.log())
+
+
+def difference_of(logits: torch.Tensor, tree: TokenTree) -> float:
+    """How far logits [K, V] are from what the chain was drawn from, on its support.
+
+    Infinite when the most probable tokens are others.
+    """
+    assert tree.draft_ids is not None and tree.draft_probs is not None
+    ids, expected = tree.draft_ids[0, :-1], tree.draft_probs[0, :-1].log()
+    found = logits.gather(1, ids)
+    best = logits.topk(ids.shape[1], dim=1).values
+    missed = (best.sort(dim=1).values - found.sort(dim=1).values).abs().max()
+    distance = (found.log_softmax(1) - expected).abs().max()
+    spread = float((expected.max() - expected.min()).clamp_min(1))
+    return float(torch.maximum(missed, distance)) / spread

@@ -1,0 +1,344 @@
+"""A checkpoint that may be hostile: looked at without trust, and never executed.
+
+What a file claims of itself (sizes, shapes, offsets) is compared with its real size before anything
+is allocated, so reading takes a few times the file's size at most. Links and paths that lead out of
+the folder are refused. A pickle is scanned before it is loaded: tensors are allowed, code is not.
+"""
+
+import json
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from shutil import rmtree
+from stat import S_ISLNK, S_ISREG
+from tempfile import mkdtemp
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from drafthead.heads.errors import UserError
+
+CONFIG_FILE = "config.json"
+PICKLES = (".pt", ".pth", ".bin")
+INDEX = ".index.json"
+MAX_JSON, MAX_HEADER = 4 * 2**20, 16 * 2**20  # bytes
+
+# All that a pickle of plain tensors names; anything else might be code.
+PLAIN_GLOBALS = frozenset(
+    {
+        "collections OrderedDict",
+        "torch._utils _rebuild_tensor_v2",
+        "torch._utils _rebuild_parameter",
+        *(f"torch {kind}Storage" for kind in ("Double", "Float", "Half", "BFloat16")),
+        *(f"torch {kind}Storage" for kind in ("Long", "Int", "Short", "Char", "Byte", "Bool")),
+    }
+)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is known of a tensor before it is loaded."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def file_size(path: Path) -> int:
+    """Size in bytes of a plain file; raises UserError for a link, a folder or a device."""
+    try:
+        status = path.lstat()
+    except OSError as error:
+        message = f"{path} does not exist: is {path.parent} a trained head?"
+        raise UserError(message) from error
+    if S_ISLNK(status.st_mode):
+        raise UserError(f"{path} is a link, which a checkpoint must not hold: copy the file itself")
+    if not S_ISREG(status.st_mode):
+        raise UserError(f"{path} is not a plain file")
+    return status.st_size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises UserError naming the file."""
+    if (size := file_size(path)) > MAX_JSON:
+        raise UserError(f"{path} has {size:,} bytes, too many for a configuration")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content
+
+
+class TensorFile:
+    """The tensors of one file by name, known before they are loaded."""
+
+    stored: dict[str, Stored]
+
+    def __init__(self, path: Path):
+        """Raises UserError for a file that is damaged, or claims more than it holds."""
+        self.path, self.size = path, file_size(path)
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own."""
+        raise NotImplementedError
+
+
+class SafetensorsFile(TensorFile):
+    """A safetensors file; the library checks that its header covers just the bytes there are."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > min(MAX_HEADER, self.size):
+            raise UserError(f"{path} is damaged or truncated: its header claims {header:,} bytes")
+        try:
+            self.opened = safe_open(path, "pt")
+            names = self.opened.keys()
+            slices = {name: self.opened.get_slice(name) for name in names}
+            self.stored = {
+                name: Stored(tuple(s.get_shape()), DTYPES[s.get_dtype()])
+                for name, s in slices.items()
+            }
+        except KeyError as error:
+            raise UserError(f"{path} holds tensors of the unsupported type {error}") from error
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged or truncated: {error}") from error
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own: what the library gives is the file itself."""
+        return self.opened.get_tensor(name).clone()
+
+
+class PickledFile(TensorFile):
+    """A dictionary of tensors written by `torch.save`."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._check_archive()
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch.load raises many kinds for a damaged file
+            raise UserError(f"{path} is damaged or truncated: {first_line(error)}") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{path} holds {type(content).__name__}, not tensors by name")
+        self.content: dict[str, torch.Tensor] = content
+        self.stored = {name: self._checked(name, t) for name, t in content.items()}
+
+    def _check_archive(self) -> None:
+        """Entries lie uncompressed within the file, and the pickle names nothing but tensors."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                entries = archive.infolist()
+                for entry in entries:
+                    if entry.compress_type or entry.file_size != entry.compress_size:
+                        raise UserError(f"{self.path} is compressed, which torch.save never does")
+                if sum(entry.file_size for entry in entries) > self.size:
+                    raise UserError(f"{self.path} claims to hold more than its own size")
+                pickles = [e.filename for e in entries if e.filename.endswith("/data.pkl")]
+                if len(pickles) != 1:
+                    raise UserError(f"{self.path} is no file of torch.save: it has no data.pkl")
+                self._check_pickle(archive.read(pickles[0]))
+        except UserError:
+            raise
+        except Exception as error:  # damage shows in many ways
+            raise UserError(
+                f"{self.path} is damaged or truncated, or written by torch before 1.6: {error}"
+            ) from error
+
+    def _check_pickle(self, program: bytes) -> None:
+        """Refuse a pickle that names anything but tensors: it could run code."""
+        for opcode, argument, _ in pickletools.genops(program):
+            named = opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL")
+            if named and argument not in PLAIN_GLOBALS:
+                what = "code" if argument is None else str(argument).replace(" ", ".")
+                raise UserError(
+                    f"{self.path} holds code ({what}) beside plain tensors and is not loaded"
+                )
+
+    def _checked(self, name: object, tensor: object) -> Stored:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise UserError(f"{self.path}: {name!r} is {type(tensor).__name__}, not a tensor")
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.dtype not in DTYPES.values():
+            raise UserError(f"{self.path}: {name} is a tensor of an unsupported kind")
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UserError(f"{self.path}: {name} claims {list(tensor.shape)}, more than it holds")
+        return Stored(tuple(tensor.shape), tensor.dtype)
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own: what is held is the file itself."""
+        return self.content[name].detach().clone(memory_format=torch.contiguous_format)
+
+
+class ShardedFile(TensorFile):
+    """Tensors spread over several files of a folder, as an index file tells."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        places = read_json(path).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise UserError(f"{path} has no weight_map")
+        for name in places.values():
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+                raise UserError(f"{path} names {name!r}, which is not a file of its folder")
+        self.shards = {name: open_tensors(path.parent / name) for name in set(places.values())}
+        self.size += sum(shard.size for shard in self.shards.values())
+        self.places: dict[str, str] = places
+        for name, file in places.items():
+            if name not in self.shards[file].stored:
+                raise UserError(f"{path} says that {file} holds {name}, but it does not")
+        self.stored = {name: self.shards[file].stored[name] for name, file in places.items()}
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor from its shard."""
+        return self.shards[self.places[name]].load(name)
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """The tensors of a file of any kind, known by its suffix."""
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    if path.suffix in PICKLES:
+        return PickledFile(path)
+    raise UserError(f"{path} is neither safetensors nor one of {', '.join(PICKLES)}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A configuration and one set of weights beside it; the weights are opened when asked for."""
+
+    path: Path  # as the user named it
+    weights: Path  # a file of tensors, or an index of several
+    config: dict[str, Any]  # {} when there is no config.json
+
+    @cached_property
+    def file(self) -> TensorFile:
+        """The opened weights; raises UserError when they are damaged."""
+        if self.weights.name.endswith(INDEX):
+            return ShardedFile(self.weights)
+        return open_tensors(self.weights)
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """Shape and type of every tensor by name; nothing is loaded."""
+        return self.file.stored
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights on disk."""
+        return self.file.size
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU, as stored; raises UserError when there is none."""
+        if name not in self.tensors:
+            raise UserError(f"{self.weights} lacks the tensor {name}")
+        return self.file.load(name)
+
+    def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
+        """Shape of a tensor of so many dimensions; raises UserError for another number of them."""
+        if name not in self.tensors:
+            raise UserError(f"{self.weights} lacks the tensor {name}")
+        shape = self.tensors[name].shape
+        if len(shape) != dimensions:
+            raise UserError(f"{self.weights}: {name} has shape {list(shape)}")
+        return shape
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number, 0 or above, of the configuration."""
+        return cast(int, self._value(key, default, lambda v: type(v) is int and v >= 0, "a count"))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number of the configuration."""
+
+        def finite(value: object) -> bool:
+            return type(value) in (int, float) and abs(cast(float, value)) < float("inf")
+
+        return float(self._value(key, default, finite, "a finite number"))
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false of the configuration."""
+        return bool(self._value(key, default, lambda v: type(v) is bool, "true or false"))
+
+    def _value(self, key: str, default: Any, fits: Callable[[object], bool], wanted: str) -> Any:
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if value is None or not fits(value):
+            where = self.weights.parent / CONFIG_FILE
+            raise UserError(f"{where}: {key} is {value!r}, but must be {wanted}")
+        return value
+
+
+def checkpoints_at(path: Path) -> Iterator[Checkpoint]:
+    """Every set of weights in a folder, or the one file, each with the configuration beside it.
+
+    Raises UserError when there is nothing at all.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist: is it a trained head?")
+    folder = path if path.is_dir() else path.parent
+    has_config = (folder / CONFIG_FILE).exists() or (folder / CONFIG_FILE).is_symlink()
+    config = read_json(folder / CONFIG_FILE) if has_config else {}
+    found = [path] if path != folder else weight_files(folder)
+    if not found:
+        raise UserError(f"{folder / 'model.safetensors'} does not exist: is {path} a trained head?")
+    for weights in found:
+        yield Checkpoint(path, weights, config)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that may hold weights, the most likely first.
+
+    An index stands for the files that it names; safetensors go before pickles.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    kinds = (".safetensors" + INDEX, ".bin" + INDEX, ".safetensors", *PICKLES)
+    by_kind = [[name for name in names if name.endswith(kind)] for kind in kinds]
+    ordered = [name for names in by_kind for name in names]
+    likely = ("model.safetensors", "pytorch_model.bin")
+    ordered.sort(key=lambda name: (not name.endswith(INDEX), name not in likely))
+    return [folder / name for name in ordered]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows its first line."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+@contextmanager
+def fresh_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `folder` at the end, or removed when that fails.
+
+    Raises UserError when there is something at `folder`; an empty folder is taken.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder} exists and is not a folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose another --output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp's is for its owner alone
+        temporary.replace(folder)
+    finally:
+        rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,238 @@
+"""Hydra and Hydra++ (Ankner et al., 2024): `hydra_lm_head.pt`.
+
+All but a head's first block are one module in the official code, which writes it once for each time
+it is applied. Whatever the prefix layer of Hydra++ is not told by its tensors is the target's.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+from torch.nn.functional import silu
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.draft_layers import LayerConfig
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import (
+    Foreign,
+    Probe,
+    TargetFacts,
+    WritableFormat,
+    all_tensors,
+    base_name,
+    check_claims,
+    copied,
+    refuse_others,
+    register_format,
+    wanted,
+    write_config,
+)
+from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.layers import PlainLayers, Tensors
+from drafthead.heads.hydra import HydraConfig
+from drafthead.heads.target import Target
+
+PREFIX = "prefix_embeding_layer."  # the official spelling
+LAYER = PREFIX + "layers.0."
+EMBEDDING = "input_embed_fn.weight"
+# Written by the official code and read by nobody.
+UNUSED = (PREFIX + "embed_tokens.weight", LAYER + "self_attn.rotary_emb.inv_freq")
+LAYER_TENSORS = (
+    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+
+
+def block_name(config: HydraConfig, head: int, block: int) -> str:
+    """A block's place among the modules of a head: Hydra++ counts a dropout before each."""
+    place = 2 * block + 1 if config.prefix_layer else block
+    return f"hydra_mlp.{head}.{place}"
+
+
+def output_name(config: HydraConfig, head: int) -> str:
+    """A head's output, in Hydra++ behind a dropout."""
+    return f"hydra_lm_head.{head}" + (".1" if config.prefix_layer else "")
+
+
+def renamed(config: HydraConfig) -> dict[str, str]:
+    """The tensors of our head by their names in the file."""
+    modules = {}
+    for head in range(config.num_heads):
+        ours, first = f"branches.{head}", block_name(config, head, 0)
+        modules[f"{ours}.first"] = f"{first}.linear"
+        if config.grounded:
+            modules[f"{ours}.shortcut"] = f"{first}.res_connection"
+        if config.num_blocks > 1:
+            modules[f"{ours}.block"] = f"{block_name(config, head, 1)}.linear"
+        modules[f"{ours}.output"] = output_name(config, head)
+    found = {
+        f"{ours}.{kind}": f"{theirs}.{kind}"
+        for ours, theirs in modules.items()
+        for kind in ("weight", "bias")
+    }
+    if config.prefix_layer:
+        found |= {f"prefix.layer.{name}": LAYER + name for name in LAYER_TENSORS}
+        found["prefix.norm.weight"] = PREFIX + "norm.weight"
+    return found
+
+
+def repeated(config: HydraConfig) -> dict[str, str]:
+    """Tensors that must be equal to another one, whose name is given."""
+    return {
+        f"{block_name(config, head, block)}.linear.{kind}": (
+            f"{block_name(config, head, 1)}.linear.{kind}"
+        )
+        for head in range(config.num_heads)
+        for block in range(2, config.num_blocks)
+        for kind in ("weight", "bias")
+    }
+
+
+@register_format
+class Hydra(WritableFormat):
+    """The official file: heads, a copy of the target's embedding, and perhaps a prefix layer."""
+
+    name = "hydra"
+    families = ("hydra",)
+    readers = "Hydra"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Named after Hydra's modules."""
+        return any(name.startswith("hydra_mlp.0.") for name in checkpoint.tensors)
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """Heads by what is there; embedding and unused tensors are left out."""
+        if checkpoint.integer("hidden_state_offset", 0) != 0:
+            raise UserError(f"{checkpoint.weights}: only hidden_state_offset 0 is supported")
+        config = config_of(checkpoint)
+        for name, other in repeated(config).items():
+            if not torch.equal(checkpoint.load(name), checkpoint.load(other)):
+                raise UserError(
+                    f"{checkpoint.weights}: {name} differs from {other}, its repetition"
+                )
+        theirs = renamed(config)
+        refuse_others(checkpoint, [*theirs.values(), *repeated(config), EMBEDDING, *UNUSED])
+        size, vocab = config.hidden_size, config.vocab_size
+        if UNUSED[0] in checkpoint.tensors and checkpoint.shape(UNUSED[0], 2) != (vocab, size):
+            raise UserError(f"{checkpoint.weights}: {UNUSED[0]} is no embedding of {vocab} tokens")
+        has_embedding = EMBEDDING in checkpoint.tensors
+        return Foreign(
+            "hydra",
+            config,
+            {name: checkpoint.load(other) for name, other in theirs.items()},
+            TargetFacts(base_name(checkpoint), size, vocab),
+            needs_target="the shape of its prefix layer" if config.prefix_layer else "",
+            notes=("its embedding is left out: the target's own is read",) * has_embedding,
+            copies={"embedding": checkpoint.load(EMBEDDING)} if has_embedding else {},
+        )
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Every tensor that the official code writes, with the target's embedding."""
+        config, tensors = head.config, head.state_dict()
+        ours = wanted(target, self.name, "a copy of the target's embedding")
+        refuse_inexpressible(config, ours)
+        dtype = next(head.parameters()).dtype
+        embedding = copied(ours.embed(torch.arange(config.vocab_size)), dtype)
+        stored = {theirs: tensors[name].contiguous() for name, theirs in renamed(config).items()}
+        stored |= {name: stored[other] for name, other in repeated(config).items()}
+        stored[EMBEDDING] = embedding
+        if config.prefix_layer:
+            stored[UNUSED[0]] = embedding
+            stored[UNUSED[1]] = inverse_frequencies(config)
+        torch.save(stored, folder / "hydra_lm_head.pt")
+        described = {
+            "base_model_name_or_path": facts.name,
+            "hydra_num_heads": config.num_heads,
+            "hydra_num_layers": config.num_blocks,
+            "hydra_head_arch": "prefix-mlp" if config.prefix_layer else "mlp",
+            "grounded_heads": config.grounded,
+            "hidden_state_offset": 0,
+        }
+        write_config(folder, described)
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """The prefix layer over all positions, then heads that read the path behind the last."""
+        tensors: Tensors = {name: t.float() for name, t in all_tensors(folder).items()}
+        about = read_json(folder / CONFIG_FILE)
+        config = HydraConfig(
+            num_heads=about["hydra_num_heads"],
+            num_blocks=about["hydra_num_layers"],
+            prefix_layer=about["hydra_head_arch"] == "prefix-mlp",
+            grounded=about["grounded_heads"],
+        )
+        assert probe.features.last is not None
+        hidden = probe.features.last[0].float()
+        if config.prefix_layer:
+            hidden = prefix_pass(hidden, tensors, probe.target)
+        modules = PlainLayers({"rms_norm_eps": None, "head_dim": None}, tensors)
+        path, rows = [hidden[-1]], []
+        for head, token in enumerate([probe.tokens[0, -1], *probe.chain[:-1]]):
+            path.append(tensors[EMBEDDING][token])
+            given = torch.cat(path) if config.grounded else hidden[-1]
+            name = block_name(config, head, 0)
+            straight = modules.linear(f"{name}.res_connection", given) if config.grounded else given
+            state = straight + silu(modules.linear(f"{name}.linear", given))
+            for block in range(1, config.num_blocks):
+                name = block_name(config, head, block)
+                state = state + silu(modules.linear(f"{name}.linear", state))
+            rows.append(modules.linear(output_name(config, head), state))
+        return torch.stack(rows)
+
+
+def config_of(checkpoint: Checkpoint) -> HydraConfig:
+    """Shape of the heads, all from the tensors but for what the prefix layer leaves open."""
+    names = checkpoint.tensors
+    prefix_layer = LAYER + LAYER_TENSORS[0] in names
+    config = HydraConfig(
+        num_heads=count(names, r"hydra_lm_head\.(\d{1,3})\.[\d.]*weight"),
+        num_blocks=count(names, r"hydra_mlp\.0\.(\d{1,3})\.linear\.weight"),
+        prefix_layer=prefix_layer,
+    )
+    first = f"{block_name(config, 0, 0)}.linear.weight"
+    size, width = checkpoint.shape(first, 2)
+    vocab = checkpoint.shape(f"{output_name(config, 0)}.weight", 2)[0]
+    config = replace(config, grounded=width != size, hidden_size=size, vocab_size=vocab)
+    check_claims(checkpoint, hydra_num_heads=config.num_heads, hydra_num_layers=config.num_blocks)
+    if checkpoint.flag("grounded_heads", config.grounded) != config.grounded:
+        raise UserError(f"{checkpoint.weights}: heads of width {width} belie grounded_heads")
+    if not prefix_layer:
+        return config
+    inner = checkpoint.shape(LAYER + "mlp.gate_proj.weight", 2)[0]
+    return replace(config, intermediate_size=inner)
+
+
+def count(names: Iterable[str], pattern: str) -> int:
+    """How many numbers stand at the group of the pattern; at least 1, which is then missed."""
+    return len({m[1] for name in names if (m := re.fullmatch(pattern, name))}) or 1
+
+
+def refuse_inexpressible(config: HydraConfig, target: Target) -> None:
+    """Raise UserError for a prefix layer of another shape than the target's layers."""
+    if not config.prefix_layer:
+        return
+    theirs = HydraConfig(hidden_size=config.hidden_size).like(target)
+    for field in fields(LayerConfig):
+        if getattr(config, field.name) != getattr(theirs, field.name):
+            raise UserError(
+                f"hydra cannot express {field.name} {getattr(config, field.name)} of the prefix "
+                f"layer: its reader takes the target's {getattr(theirs, field.name)}"
+            )
+
+
+def inverse_frequencies(config: HydraConfig) -> torch.Tensor:
+    """The rotary frequencies [head_dim / 2] of the prefix layer, as the official buffer."""
+    theta = float((config.rope_parameters or {}).get("rope_theta", 10000.0))
+    places = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
+    return (theta ** (-places / config.head_dim)).float()
+
+
+def prefix_pass(hidden: torch.Tensor, tensors: Tensors, target: Target) -> torch.Tensor:
+    """What the prefix layer and its norm make of hidden states [T, D], shaped as the target's."""
+    layers = PlainLayers(asdict(HydraConfig().like(target)), tensors)
+    return layers.norm(PREFIX + "norm", layers.decoder_layer(LAYER, hidden))

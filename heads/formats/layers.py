@@ -1,0 +1,318 @@
+"""Draft transformers in foreign checkpoints: their configuration keys, and their arithmetic.
+
+Configurations are those of transformers for Llama and Qwen3, of version 4 (`rope_theta` beside
+`rope_scaling`) and of version 5 (`rope_parameters`); both are read and both are written. Tensors
+need no renaming: see `heads.draft_layers`.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drafthead.heads.draft_layers import ROPE_TYPES, LayerConfig
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import check_claims
+from drafthead.heads.formats.files import Checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+MOST_TOKENS = 2**20  # of a vocabulary
+DEFAULT_THETA = 10000.0  # of transformers, for a configuration that names none
+OUTPUT_BIAS = "self_attn.o_proj.bias"  # which our layers do without
+
+
+# Reading
+
+
+def layer_options(checkpoint: Checkpoint, first_layer: str) -> dict[str, Any]:
+    """The fields of `LayerConfig` as a configuration gives them.
+
+    `first_layer` is how the names of the first layer's tensors begin. Raises UserError for options
+    that our layers do not have.
+    """
+    refuse_options(checkpoint)
+    attention = first_layer + "self_attn."
+    hidden, heads = checkpoint.integer("hidden_size"), checkpoint.integer("num_attention_heads")
+    shared, size = (
+        checkpoint.integer("num_key_value_heads", heads),
+        checkpoint.integer("head_dim", hidden // max(heads, 1)),
+    )
+    for part, count in (("q_proj", heads), ("k_proj", shared)):
+        rows = checkpoint.shape(f"{attention}{part}.weight", 2)[0]
+        if not 0 < count * size == rows:
+            raise UserError(
+                f"{checkpoint.weights}: {attention}{part}.weight has {rows} rows, but its "
+                f"configuration says {count} heads of {size}"
+            )
+    check_claims(checkpoint, hidden_size=checkpoint.shape(attention + "o_proj.weight", 2)[0])
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": checkpoint.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "head_dim": size,
+        "attention_bias": attention + "q_proj.bias" in checkpoint.tensors,
+        "rms_norm_eps": positive(checkpoint, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": checkpoint.integer("max_position_embeddings", 2048),
+        "rope_parameters": rope_of(checkpoint),
+    }
+
+
+def positive(checkpoint: Checkpoint, key: str, default: float) -> float:
+    """A number above 0 of the configuration."""
+    value = checkpoint.number(key, default)
+    if value <= 0:
+        raise UserError(f"{checkpoint.weights.parent}: {key} is {value}")
+    return value
+
+
+def refuse_options(checkpoint: Checkpoint) -> None:
+    """Raise UserError for what a configuration asks for and our layers do not do."""
+    config = checkpoint.config
+    asked = [
+        ("hidden_act", config.get("hidden_act", "silu") not in ("silu", "swish")),
+        ("mlp_bias", bool(config.get("mlp_bias"))),
+        ("partial_rotary_factor", config.get("partial_rotary_factor", 1) not in (None, 1)),
+        ("layer_types", has_short_windows(checkpoint)),
+    ]
+    if found := [key for key, present in asked if present]:
+        raise UserError(
+            f"{checkpoint.weights.parent}: {found[0]} is {config[found[0]]!r}, which our draft "
+            "layers cannot compute"
+        )
+
+
+def has_short_windows(checkpoint: Checkpoint) -> bool:
+    """Whether some layer sees less than what lies before it."""
+    kinds = checkpoint.config.get("layer_types") or []
+    if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
+        return False
+    longest = checkpoint.integer("max_position_embeddings", 2048)
+    return checkpoint.integer("sliding_window", 0) < longest
+
+
+def rope_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Rotary parameters in the form of transformers 5, from those of 4 or 5.
+
+    Raises UserError when both forms are there and disagree: what reads one would then compute
+    something else than what reads the other.
+    """
+    config, where = checkpoint.config, checkpoint.weights.parent
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    for given in (new, old):
+        if given is not None and not isinstance(given, dict):
+            raise UserError(f"{where}: rotary parameters are {given!r}, not an object")
+    new = (new or {}).get("full_attention", new)  # some models rotate their kinds of layers apart
+    chosen = dict(new or old or {})
+    chosen["rope_type"] = chosen.get("rope_type") or chosen.pop("type", None) or "default"
+    chosen.pop("type", None)
+    outside = config.get("rope_theta")
+    inside = chosen.get("rope_theta")
+    if None not in (outside, inside) and outside != inside:
+        raise UserError(f"{where}: rope_theta is {outside} here and {inside} there")
+    theta = replace(checkpoint, config={"rope_theta": outside if inside is None else inside})
+    chosen["rope_theta"] = positive(theta, "rope_theta", DEFAULT_THETA)
+    if chosen["rope_type"] not in ROPE_TYPES or chosen.pop("partial_rotary_factor", 1) != 1:
+        raise UserError(f"{where}: rope_type is {chosen['rope_type']!r}, which is not supported")
+    return chosen
+
+
+def without_output_bias(tensors: Tensors) -> Tensors:
+    """The tensors less biases of 0 behind the attention, which add nothing.
+
+    Other such biases stay, and are refused as unknown when the head is built.
+    """
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (name.endswith(OUTPUT_BIAS) and not tensor.any())
+    }
+
+
+def num_layers_of(names: Iterable[str], prefix: str = "layers.") -> int:
+    """How many layers are numbered in the names of tensors."""
+    numbers = {name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)}
+    return len({number for number in numbers if number.isdigit()})
+
+
+def whole_numbers(checkpoint: Checkpoint, key: str, value: Any) -> tuple[int, ...] | None:
+    """A list of whole numbers that a configuration may hold, such as layer ids."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(v) is int and -1 <= v < 2**16 for v in value):
+        raise UserError(f"{checkpoint.weights.parent}: {key} is {value!r}, not a list of layers")
+    return tuple(value)
+
+
+def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Tensors:
+    """The tables `d2t` [Vd] and `t2d` [V] of a draft vocabulary, or nothing without one.
+
+    `t2d` is worked out where it is missing. Raises UserError when a guess stands for no token, two
+    guesses for the same one, or the tables disagree.
+    """
+    if "d2t" not in checkpoint.tensors:
+        check_claims(checkpoint, draft_vocab_size=vocab_size)
+        return {}
+    check_claims(checkpoint, draft_vocab_size=checkpoint.shape("d2t", 1)[0])
+    if vocab_size > MOST_TOKENS:
+        raise UserError(f"{checkpoint.weights.parent}: vocab_size is {vocab_size}")
+    d2t = checkpoint.load("d2t").long()
+    ids = torch.arange(len(d2t)) + d2t
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise UserError(f"{checkpoint.weights}: d2t leads out of a vocabulary of {vocab_size}")
+    known = torch.zeros(vocab_size, dtype=torch.bool)
+    known[ids] = True
+    if int(known.sum()) != len(ids):
+        raise UserError(f"{checkpoint.weights}: d2t leads to some token twice")
+    if "t2d" in checkpoint.tensors:
+        stored = checkpoint.load("t2d").bool()
+        if stored.shape != known.shape or not torch.equal(stored, known):
+            raise UserError(f"{checkpoint.weights}: t2d marks other tokens than d2t leads to")
+    return {"d2t": d2t, "t2d": known}
+
+
+# Writing
+
+
+def layer_keys(config: LayerConfig, num_layers: int, vocab_size: int) -> dict[str, Any]:
+    """The keys of a configuration that describe draft layers, for transformers 4 and 5."""
+    rope = dict(config.rope_parameters or {})
+    theta = float(rope.setdefault("rope_theta", DEFAULT_THETA))
+    scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
+    plain = rope.setdefault("rope_type", "default") == "default"
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_hidden_layers": num_layers,
+        "head_dim": config.head_dim,
+        "attention_bias": config.attention_bias,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+        "rope_theta": theta,
+        "rope_scaling": None if plain else scaled,
+        "rope_parameters": rope,
+    }
+
+
+def with_output_bias(tensors: Tensors) -> Tensors:
+    """The tensors and, where queries have a bias, one of 0 behind the attention.
+
+    Readers that know a single `attention_bias` expect both or neither.
+    """
+    added = {}
+    for name in tensors:
+        if name.endswith("self_attn.q_proj.bias"):
+            layer = name.removesuffix("self_attn.q_proj.bias")
+            weight = tensors[layer + "self_attn.o_proj.weight"]
+            added[layer + OUTPUT_BIAS] = weight.new_zeros(len(weight))
+    return {**tensors, **added}
+
+
+# Arithmetic of the readers, on stored tensors
+
+
+def rms_normed(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Hidden [..., D] scaled to a mean square of 1, times the weight [D]."""
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps) * weight
+
+
+class PlainLayers:
+    """Llama's and Qwen3's layers from a configuration and tensors as stored, in float32."""
+
+    def __init__(self, config: dict[str, Any], tensors: Tensors):
+        self.config, self.tensors = config, tensors
+        self.eps = config["rms_norm_eps"]
+        self.head_dim = config["head_dim"]
+
+    def norm(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """The norm of that name, of hidden [..., D]."""
+        return rms_normed(hidden, self.tensors[name + ".weight"], self.eps)
+
+    def linear(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """The linear map of that name, of hidden [..., D]."""
+        product = hidden @ self.tensors[name + ".weight"].T
+        bias = self.tensors.get(name + ".bias")
+        return product if bias is None else product + bias
+
+    def mlp(self, layer: str, hidden: torch.Tensor) -> torch.Tensor:
+        """The gated feed-forward part of a layer with its norm and residual, of hidden [T, D]."""
+        normed = self.norm(layer + "post_attention_layernorm", hidden)
+        gate = silu(self.linear(layer + "mlp.gate_proj", normed))
+        inner = gate * self.linear(layer + "mlp.up_proj", normed)
+        return hidden + self.linear(layer + "mlp.down_proj", inner)
+
+    def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Heads [T, H, head_dim] turned to positions [T], halves paired as transformers does."""
+        frequencies, scaling = self._frequencies()
+        angles = torch.outer(positions.float(), frequencies)[:, None]  # [T, 1, head_dim / 2]
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def _frequencies(self) -> tuple[torch.Tensor, float]:
+        rope = self.config["rope_parameters"]
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, self.head_dim, 2) / self.head_dim
+            return rope["rope_theta"] ** -exponents, 1.0
+        keys = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+        shape = LlamaConfig(**{key: self.config[key] for key in keys}, rope_parameters=rope)
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](shape, torch.device("cpu"))
+
+    def heads(self, layer: str, part: str, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys or values [T, H, head_dim] of hidden [T, D], with the norms there are."""
+        found = self.linear(f"{layer}self_attn.{part}_proj", hidden)
+        found = found.unflatten(-1, (-1, self.head_dim))
+        name = f"{layer}self_attn.{part}_norm"
+        return self.norm(name, found) if name + ".weight" in self.tensors else found
+
+    def attention(
+        self,
+        layer: str,
+        seen: torch.Tensor,  # [S, D] what keys and values are made of
+        places: torch.Tensor,  # [S]
+        hidden: torch.Tensor,  # [T, D] what queries are made of
+        positions: torch.Tensor,  # [T]
+        mask: torch.Tensor,  # [T, S] bool
+    ) -> torch.Tensor:
+        """What a layer's attention puts out, [T, D]."""
+        queries = self.rotate(self.heads(layer, "q", hidden), positions)
+        keys = self.rotate(self.heads(layer, "k", seen), places)
+        values = self.heads(layer, "v", seen)
+        shared = queries.shape[1] // keys.shape[1]
+        keys, values = (part.repeat_interleave(shared, dim=1) for part in (keys, values))
+        scores = torch.einsum("thd,shd->hts", queries, keys) / math.sqrt(self.head_dim)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        found = torch.einsum("hts,shd->thd", weights, values).flatten(1)
+        return self.linear(layer + "self_attn.o_proj", found)
+
+    def decoder_layer(self, layer: str, hidden: torch.Tensor) -> torch.Tensor:
+        """A whole layer over hidden [T, D] at positions 0 to T - 1, each seeing those before it.
+
+        Without the tensor of its first norm it has none, as EAGLE's first layer.
+        """
+        has_norm = layer + "input_layernorm.weight" in self.tensors
+        normed = self.norm(layer + "input_layernorm", hidden) if has_norm else hidden
+        places = torch.arange(len(hidden))
+        past = torch.ones(len(hidden), len(hidden), dtype=torch.bool).tril()
+        hidden = hidden + self.attention(layer, normed, places, normed, places, past)
+        return self.mlp(layer, hidden)
+
+
+def spread_over(logits: torch.Tensor, tensors: Tensors, vocab_size: int) -> torch.Tensor:
+    """Logits [..., Vd] of a draft vocabulary as [..., V], -inf for what it lacks."""
+    if "d2t" not in tensors:
+        return logits
+    ids = torch.arange(logits.shape[-1]) + tensors["d2t"].long()
+    full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return full.index_copy(-1, ids, logits)

@@ -1,0 +1,176 @@
+"""From a checkpoint of any known format to a head."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drafthead.heads.base import DraftHead, head_family
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import FORMATS, Foreign, Format, TargetFacts
+from drafthead.heads.formats.files import Checkpoint, checkpoints_at, first_line
+from drafthead.heads.target import Target
+
+logger = logging.getLogger(__name__)
+
+# A file may hold one tensor under several names, but not so that reading it takes all memory.
+MOST_REPEATED = 2
+# Copies of the target's weights may be rounded to 16 bits: difference over norm.
+ROUNDING = 0.01
+
+
+def recognised(path: Path) -> tuple[Format, Checkpoint]:
+    """The format of a checkpoint, by its content, and the checkpoint opened.
+
+    Raises UserError when there is none, when it is damaged, or when no format knows it.
+    """
+    problem: UserError | None = None
+    for checkpoint in checkpoints_at(path):
+        try:
+            for known in FORMATS.values():
+                if known.recognises(checkpoint):
+                    checkpoint.tensors  # noqa: B018  (opened, so that damage shows here)
+                    return known, checkpoint
+        except UserError as error:
+            problem = problem or error
+    raise problem or UserError(
+        f"{path} holds no draft head of a known format; known formats: {', '.join(FORMATS)}"
+    )
+
+
+def read_foreign(path: Path, target: TargetFacts) -> tuple[Format, Foreign]:
+    """What the checkpoint at `path` holds, with what it costs to keep checked against its size."""
+    known, checkpoint = recognised(path)
+    try:
+        foreign = known.read(checkpoint, target)
+    except UserError:
+        raise
+    except ValueError as error:  # of a head's configuration, which checks itself
+        raise UserError(f"{path} does not describe a head: {error}") from error
+    claimed = sum(t.numel() * t.element_size() for t in foreign.tensors.values())
+    if claimed > MOST_REPEATED * checkpoint.size:
+        raise UserError(
+            f"{checkpoint.weights} has {checkpoint.size:,} bytes but its tensors would take "
+            f"{claimed:,}"
+        )
+    return known, foreign
+
+
+def build_head(foreign: Foreign, path: Path, target: Target | None = None) -> DraftHead:
+    """A head with the tensors of `foreign`, in their types and on the CPU.
+
+    `path` is named in errors. With a target, open sizes are filled in from it and the head must fit
+    it. Raises UserError when it does not, when the target is needed and missing, or when names,
+    shapes, types or values of tensors are not what the head needs.
+    """
+    if target is None and foreign.needs_target:
+        raise UserError(
+            f"{path} does not say {foreign.needs_target}: name the target it was made for"
+        )
+    family = head_family(foreign.family)
+    if target is not None:
+        check_target(path, foreign.target, target)
+    foreign = settled(path, foreign, target)
+    config = foreign.config
+    try:
+        if target is not None:
+            config = family.sized(config, target)
+        with torch.device("meta"):  # sizes are compared before anything is allocated
+            head = family(config)
+    except Exception as error:  # a configuration that lies can fail in any way
+        raise UserError(
+            f"the configuration of {path} does not describe a head: {first_line(error)}"
+        ) from error
+    check_tensors(head, foreign.tensors, path)
+    head.load_state_dict(foreign.tensors, assign=True)
+    head.path_counts = foreign.path_counts
+    return head.eval().requires_grad_(False)
+
+
+def load_head(path: Path, target: Target) -> DraftHead:
+    """Read a head of any known format for `target`, in its type and on its device.
+
+    Raises UserError, with the file and the value, when a file is missing or damaged, the format or
+    the family is unknown, or the head was trained for another kind of target.
+    """
+    _, foreign = read_foreign(path, TargetFacts.of(target))
+    return build_head(foreign, path, target).to(target.device, target.dtype)
+
+
+def check_target(path: Path, made_for: TargetFacts, target: Target) -> None:
+    """Raise UserError when the head was made for another kind of target, as far as it says."""
+    for name in ("hidden_size", "vocab_size", "num_layers"):
+        expected, found = getattr(made_for, name), getattr(target, name)
+        if expected is not None and expected != found:
+            raise UserError(
+                f"the head in {path} was trained for {made_for.name or 'a target'} with "
+                f"{name} {expected}, but this target has {name} {found}"
+            )
+
+
+def settled(path: Path, foreign: Foreign, target: Target | None) -> Foreign:
+    """The same with copies of the target's weights compared with them, and left out where equal.
+
+    An embedding that differs, or cannot be compared, becomes the head's own if its family can have
+    one; a copy may then differ by rounding alone. Raises UserError where it differs by more.
+    """
+    for name, copy in foreign.copies.items():
+        weight = None if target is None else own_weight(target, name).detach().cpu()
+        if weight is not None and equal(weight, copy):
+            continue
+        distance = 0.0 if weight is None else difference(weight, copy)
+        if name == "embedding" and hasattr(foreign.config, "embeddings"):
+            if not distance <= ROUNDING:
+                logger.warning(
+                    "%s brings an embedding unlike the target's: is it for another?", path
+                )
+            config = replace(foreign.config, embeddings="own")
+            tensors = {**foreign.tensors, "embed_tokens.weight": copy}
+            foreign = replace(foreign, config=config, tensors=tensors)
+        elif not distance <= ROUNDING:
+            raise UserError(
+                f"{path} brings an {name} of its own that differs from the target's: it was "
+                "trained for another target"
+            )
+    return replace(foreign, copies={})
+
+
+def own_weight(target: Target, name: str) -> torch.Tensor:
+    """The target's `embedding` or `output` [V, D]."""
+    if name == "output":
+        return target.output_weight()
+    return target.embed(torch.arange(target.vocab_size, device=target.device))
+
+
+def equal(weight: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a copy is the very same, but for a type that loses nothing."""
+    return torch.equal(copy.to(weight.dtype), weight) and torch.equal(weight.to(copy.dtype), copy)
+
+
+def difference(weight: torch.Tensor, copy: torch.Tensor) -> float:
+    """How far a copy is from the target's weight, relative to its norm."""
+    if weight.shape != copy.shape:
+        return float("inf")
+    return float((weight.float() - copy.float()).norm() / weight.float().norm())
+
+
+def check_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Raise UserError unless `tensors` are just those of the head, finite and in their shapes."""
+    expected = head.state_dict()
+    if missing := sorted(set(expected) - set(tensors)):
+        raise UserError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]}")
+    if extra := sorted(set(tensors) - set(expected)):
+        raise UserError(f"{path} holds {len(extra)} unknown tensors, the first is {extra[0]}")
+    for name, tensor in tensors.items():
+        wanted = expected[name]
+        if tensor.shape != wanted.shape:
+            raise UserError(
+                f"{path}: {name} has shape {list(tensor.shape)}, "
+                f"its configuration says {list(wanted.shape)}"
+            )
+        same_kind = tensor.is_floating_point() == wanted.is_floating_point()
+        if not same_kind or not (tensor.is_floating_point() or tensor.dtype == wanted.dtype):
+            raise UserError(f"{path}: {name} is {tensor.dtype}, but must be {wanted.dtype}")
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path}: {name} holds values that are not finite")

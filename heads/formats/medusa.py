@@ -1,0 +1,308 @@
+"""Medusa's formats (Cai et al., 2024): heads alone, heads in a whole model, and vLLM's names.
+
+The number of heads is counted, for published configurations name another. The official code makes a
+head of one block applied again and again and writes it as many blocks that are equal; here they are
+as many blocks, which computes the same.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import silu
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import (
+    WEIGHTS,
+    Foreign,
+    Format,
+    Probe,
+    TargetFacts,
+    WritableFormat,
+    all_tensors,
+    base_name,
+    check_claims,
+    copied,
+    dtype_name,
+    refuse_others,
+    register_format,
+    wanted,
+    write_config,
+)
+from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.medusa import MedusaConfig
+from drafthead.heads.target import Target
+
+MERGED = "medusa_head."
+
+
+class Names:
+    """The tensors of Medusa heads under the names of a format."""
+
+    def __init__(self, block: str, output: str, prefix: str = ""):
+        """Patterns with {i} for the head, {j} for the block and {n} for the number of blocks."""
+        self.block, self.output, self.prefix = block, output, prefix
+
+    def weight(self, head: int, block: int) -> str:
+        """The matrix of a block."""
+        return self.prefix + self.block.format(i=head, j=block) + ".weight"
+
+    def bias(self, head: int, block: int) -> str:
+        """The bias of a block."""
+        return self.prefix + self.block.format(i=head, j=block) + ".bias"
+
+    def projection(self, head: int, num_blocks: int) -> str:
+        """The projection of a head to the vocabulary."""
+        return self.prefix + self.output.format(i=head, n=num_blocks) + ".weight"
+
+    def count(self, names: Iterable[str]) -> tuple[int, int]:
+        """Numbers of heads and of blocks among the names, 0 and 0 when there are none."""
+        pattern = re.escape(self.weight(0, 0)).replace("0", r"(\d{1,3})")
+        found = [match for name in names if (match := re.fullmatch(pattern, name))]
+        heads = {int(match[1]) for match in found}
+        blocks = {int(match[2]) for match in found}
+        return len(heads), len(blocks)
+
+
+OFFICIAL = Names("{i}.{j}.linear", "{i}.{n}")
+IN_MODEL = Names("{i}.{j}.linear", "{i}.{n}", MERGED)
+VLLM = Names("blocks.{i}.layers.{j}", "lm_heads.{i}")
+VLLM_PREFIXED = Names("blocks.{i}.layers.{j}", "lm_heads.{i}", "medusa_heads.")
+FIRST_BLOCK = "branches.0.blocks.0.weight"
+
+
+def read_heads(checkpoint: Checkpoint, names: Names, shared_output: str | None = None) -> Foreign:
+    """Medusa heads under the given names; without projections they use the target's output head.
+
+    `shared_output` names a copy of that in the file.
+    """
+    num_heads, num_blocks = names.count(checkpoint.tensors)
+    own = shared_output is None and names.projection(0, num_blocks) in checkpoint.tensors
+    hidden = checkpoint.shape(names.weight(0, 0), 2)[0]
+    output = names.projection(0, num_blocks) if own else shared_output
+    vocab = checkpoint.shape(output, 2)[0] if output else 0
+    config = MedusaConfig(
+        num_heads=num_heads,
+        num_blocks=num_blocks,
+        output="own" if own else "shared",
+        bias=names.bias(0, 0) in checkpoint.tensors,
+        hidden_size=hidden,
+        vocab_size=vocab,
+    )
+    check_claims(checkpoint, hidden_size=hidden, **({"vocab_size": vocab} if vocab else {}))
+    theirs = renamed(config, names)
+    refuse_others(checkpoint, [*theirs.values(), shared_output or ""], names.prefix)
+    return Foreign(
+        "medusa",
+        config,
+        {name: checkpoint.load(other) for name, other in theirs.items()},
+        TargetFacts(base_name(checkpoint), hidden, vocab or None),
+        needs_target=""
+        if own
+        else "how large the vocabulary is (it uses the target's output head)",
+        notes=miscounted(checkpoint, num_heads),
+    )
+
+
+def renamed(config: MedusaConfig, names: Names) -> dict[str, str]:
+    """The tensors of our head by their names in a format."""
+    found = {}
+    for head in range(config.num_heads):
+        for block in range(config.num_blocks):
+            found[f"branches.{head}.blocks.{block}.weight"] = names.weight(head, block)
+            if config.bias:
+                found[f"branches.{head}.blocks.{block}.bias"] = names.bias(head, block)
+        if config.output == "own":
+            found[f"branches.{head}.output.weight"] = names.projection(head, config.num_blocks)
+    return found
+
+
+def miscounted(checkpoint: Checkpoint, num_heads: int) -> tuple[str, ...]:
+    """A note when the configuration tells another number of heads than there are."""
+    for key in ("medusa_num_heads", "num_heads"):
+        claimed = checkpoint.config.get(key, num_heads)
+        if claimed != num_heads:
+            return (f"{key} says {claimed}, but there are {num_heads} heads, which were all read",)
+    return ()
+
+
+def replayed(tensors: dict[str, torch.Tensor], names: Names, probe: Probe) -> torch.Tensor:
+    """Medusa's arithmetic on stored tensors: logits [K, V]."""
+    num_heads, num_blocks = names.count(tensors)
+    rows = []
+    for head in range(num_heads):
+        assert probe.features.last is not None
+        state = probe.features.last[0, -1]
+        for block in range(num_blocks):
+            weight = tensors[names.weight(head, block)].float()
+            bias = tensors.get(names.bias(head, block), torch.zeros(()))
+            state = state + silu(weight @ state + bias)
+        projection = tensors.get(names.projection(head, num_blocks))
+        rows.append(
+            probe.target.project(state) if projection is None else projection.float() @ state
+        )
+    return torch.stack(rows)
+
+
+def refuse_different_blocks(config: MedusaConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise UserError for a head whose blocks are not one and the same."""
+    for head in range(config.num_heads):
+        for block in range(1, config.num_blocks):
+            for kind in ("weight", "bias")[: 1 + config.bias]:
+                first, other = (tensors[f"branches.{head}.blocks.{b}.{kind}"] for b in (0, block))
+                if not torch.equal(first, other):
+                    raise UserError(
+                        f"medusa cannot express head.num_blocks {config.num_blocks} with blocks "
+                        "that differ: its reader applies one block again and again (vllm-medusa "
+                        "can)"
+                    )
+
+
+@register_format
+class Medusa(WritableFormat):
+    """`medusa_lm_head.pt` of the official code, or `.safetensors` without projections (v2)."""
+
+    name = "medusa"
+    families = ("medusa",)
+    readers = "Medusa (v1), text-generation-inference (v2)"
+    names = OFFICIAL
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Tensors named after head and block."""
+        return self.names.count(checkpoint.tensors)[0] > 0
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """All heads there are."""
+        return read_heads(checkpoint, self.names)
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Heads with projections of their own as v1, with the target's output head as v2.
+
+        Raises UserError for blocks that differ: the reader applies one block again and again.
+        """
+        config, tensors = head.config, dict(head.state_dict())
+        refuse_different_blocks(config, tensors)
+        shared = config.output == "shared"
+        stored = {
+            theirs: tensors[ours].contiguous() for ours, theirs in renamed(config, OFFICIAL).items()
+        }
+        if not config.bias:  # the reader's blocks have one
+            for index in range(config.num_heads):
+                for block in range(config.num_blocks):
+                    weight = stored[OFFICIAL.weight(index, block)]
+                    stored[OFFICIAL.bias(index, block)] = weight.new_zeros(weight.shape[0])
+        if shared:
+            save_file(stored, folder / "medusa_lm_head.safetensors")
+        else:
+            torch.save(stored, folder / "medusa_lm_head.pt")
+        described = {
+            "base_model_name_or_path": facts.name,
+            "medusa_num_heads": config.num_heads,
+            "medusa_num_layers": config.num_blocks,
+            **({"version": "2"} if shared else {}),
+        }
+        write_config(folder, described)
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """Residual blocks, then a head's own projection or the target's."""
+        return replayed(all_tensors(folder), OFFICIAL, probe)
+
+
+@register_format
+class MergedMedusa(Format):
+    """A whole model with `medusa_head.*` in it, as Medusa-2 publishes it; only read."""
+
+    name = "medusa-merged"
+    families = ("medusa",)
+    readers = "Medusa 1.0"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Heads among other weights."""
+        return IN_MODEL.count(checkpoint.tensors)[0] > 0
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The heads; the rest is the target, which is loaded as a target."""
+        foreign = read_heads(checkpoint, IN_MODEL)
+        names = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight"}
+        layers = checkpoint.integer("num_hidden_layers", 0) or None
+        return replace(
+            foreign,
+            target=replace(foreign.target, name=str(checkpoint.path), num_layers=layers),
+            copies={
+                kind: checkpoint.load(name)
+                for kind, name in names.items()
+                if name in checkpoint.tensors
+            },
+            notes=(
+                *foreign.notes,
+                "the weights of the target in it are left out: name it --target",
+            ),
+        )
+
+
+@register_format
+class VllmMedusa(WritableFormat):
+    """vLLM's names, which it alone reads; it drafts a chain, whatever the heads could do."""
+
+    name = "vllm-medusa"
+    families = ("medusa",)
+    readers = "vLLM"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Tensors named after blocks and layers, with or without a prefix."""
+        return any(names.count(checkpoint.tensors)[0] for names in (VLLM, VLLM_PREFIXED))
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """All heads; one projection for them all is the target's output head."""
+        names = VLLM if VLLM.count(checkpoint.tensors)[0] else VLLM_PREFIXED
+        if names.prefix + "token_map" in checkpoint.tensors:
+            raise UserError(f"{checkpoint.weights} has a token_map: heads here know every token")
+        if checkpoint.number("logit_scale", 1.0) != 1:
+            raise UserError(f"{checkpoint.weights}: a logit_scale other than 1 is not supported")
+        num_heads, num_layers = names.count(checkpoint.tensors)
+        check_claims(checkpoint, num_heads=num_heads, num_hidden_layers=num_layers)
+        if not checkpoint.flag("original_lm_head", False):
+            return read_heads(checkpoint, names)
+        name = names.projection(0, 0)
+        foreign = read_heads(checkpoint, names, shared_output=name)
+        return replace(foreign, copies={"output": checkpoint.load(name)}, needs_target="")
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Everything that our head can be; a shared output head is written once."""
+        config, tensors = head.config, head.state_dict()
+        stored = {theirs: tensors[ours] for ours, theirs in renamed(config, VLLM).items()}
+        shared = config.output == "shared"
+        if shared:
+            ours = wanted(target, self.name, "the output head that the heads share")
+            stored[VLLM.projection(0, 0)] = copied(ours.output_weight(), tensors[FIRST_BLOCK].dtype)
+        save_file({name: t.contiguous() for name, t in stored.items()}, folder / WEIGHTS)
+        described = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "truncated_vocab_size": config.vocab_size,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_blocks,
+            "medusa_fc_bias": config.bias,
+            "original_lm_head": shared,
+            "max_paths": 64,
+            "topk": 10,
+            "torch_dtype": dtype_name(head),
+        }
+        write_config(folder, described)
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """As Medusa's; one projection serves all heads if there is but one."""
+        tensors = all_tensors(folder)
+        for head in range(VLLM.count(tensors)[0]):
+            tensors.setdefault(VLLM.projection(head, 0), tensors[VLLM.projection(0, 0)])
+        return replayed(tensors, VLLM, probe)

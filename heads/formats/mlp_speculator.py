@@ -1,0 +1,177 @@
+"""IBM's MLP speculator (Wertheimer et al., 2024) as fms-extras writes it and vLLM reads it."""
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import gelu
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import (
+    WEIGHTS,
+    Foreign,
+    Probe,
+    TargetFacts,
+    WritableFormat,
+    all_tensors,
+    check_claims,
+    dtype_name,
+    refuse_others,
+    register_format,
+    write_config,
+)
+from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.layers import Tensors, rms_normed
+from drafthead.heads.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
+from drafthead.heads.target import Target
+
+PREFIX = "speculator."
+# Our modules by their names; of tied steps the first projection is still its own.
+PARTS = {"embeddings": "emb", "projections": "proj", "norms": "ln", "outputs": "head"}
+
+
+def stored_name(part: str, step: int, kind: str) -> str:
+    """A tensor's name in the file."""
+    return f"{PREFIX}{PARTS[part]}.{step}.{kind}"
+
+
+def kinds_of(part: str) -> tuple[str, ...]:
+    """Tensors of a module."""
+    return ("weight", "bias") if part == "norms" else ("weight",)
+
+
+@register_format
+class MlpSpeculatorFormat(WritableFormat):
+    """`speculator.*` tensors; the number of steps is part of the arithmetic."""
+
+    name = "mlp"
+    families = ("mlp_speculator",)
+    readers = "vLLM, text-generation-inference, fms-extras"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """A first embedding, projection, norm and head."""
+        return all(stored_name(p, 0, "weight") in checkpoint.tensors for p in PARTS)
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The steps; tied ones must be equal where the file holds them all."""
+        if checkpoint.config.get("method", "sum_rnn") != "sum_rnn":
+            raise UserError(f"{checkpoint.weights}: only the method sum_rnn is supported")
+        inner, hidden = checkpoint.shape(stored_name("projections", 0, "weight"), 2)
+        vocab = checkpoint.shape(stored_name("outputs", 0, "weight"), 2)[0]
+        config = MlpSpeculatorConfig(
+            num_heads=number_of_steps(checkpoint),
+            inner_size=inner,
+            tie_weights=checkpoint.flag("tie_weights", False),
+            scale_input=checkpoint.flag("scale_input", False),
+            hidden_size=hidden,
+            vocab_size=vocab,
+        )
+        tensors, used = {}, set()
+        for part in PARTS:
+            own = own_steps(config, part)
+            for kind in kinds_of(part):
+                for step in range(own):
+                    tensors[f"{part}.{step}.{kind}"] = checkpoint.load(
+                        stored_name(part, step, kind)
+                    )
+                used |= {stored_name(part, step, kind) for step in range(config.num_heads)}
+                refuse_different(checkpoint, part, kind, own, config.num_heads)
+        refuse_others(checkpoint, used)
+        check_claims(checkpoint, emb_dim=hidden, vocab_size=vocab)
+        if checkpoint.config.get("inner_dim"):  # 0 is the hidden size
+            check_claims(checkpoint, inner_dim=inner)
+        return Foreign("mlp_speculator", config, tensors, TargetFacts(None, hidden, vocab))
+
+    def write(
+        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
+    ) -> None:
+        """Tied steps are written once each as a pickle, for safetensors cannot hold one twice."""
+        config, tensors = head.config, head.state_dict()
+        stored = {
+            stored_name(part, step, kind): tensors[f"{part}.{min(step, own - 1)}.{kind}"]
+            for part in PARTS
+            for kind in kinds_of(part)
+            for own in [own_steps(config, part)]
+            for step in range(config.num_heads)
+        }
+        if config.tie_weights:
+            torch.save(stored, folder / "pytorch_model.bin")
+        else:
+            save_file({name: t.contiguous() for name, t in stored.items()}, folder / WEIGHTS)
+        described = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "vocab_size": config.vocab_size,
+            "emb_dim": config.hidden_size,
+            "inner_dim": config.inner_size,
+            "n_predict": config.num_heads,
+            "n_candidates": 5,
+            "top_k_tokens_per_head": [max(1, 5 - step) for step in range(config.num_heads)],
+            "tie_weights": config.tie_weights,
+            "scale_input": config.scale_input,
+            "torch_dtype": dtype_name(head),
+        }
+        write_config(folder, described)
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """state <- GELU(norm(W state + scale x embedding(token))), then a head for each step."""
+        tensors: Tensors = {name: t.float() for name, t in all_tensors(folder).items()}
+        config = read_json(folder / CONFIG_FILE)
+        steps, inner = config["n_predict"], config["inner_dim"]
+        state_weight = 0.5 ** (0.5 / steps)
+        scale = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
+        assert probe.features.last is not None
+        state = probe.features.last[0, -1]
+        if config["scale_input"]:
+            state = rms_normed(state, torch.ones(()), NORM_EPS) / math.sqrt(2)
+        rows, tokens = [], [int(probe.tokens[0, -1]), *probe.chain.tolist()]
+        for step in range(steps):
+            step_of = {part: f"{PREFIX}{name}.{step}" for part, name in PARTS.items()}
+            embedding = tensors[step_of["embeddings"] + ".weight"][tokens[step]]
+            state = tensors[step_of["projections"] + ".weight"] @ state + scale * embedding
+            normed = rms_normed(state, tensors[step_of["norms"] + ".weight"], NORM_EPS)
+            state = gelu(normed + tensors[step_of["norms"] + ".bias"])
+            rows.append(tensors[step_of["outputs"] + ".weight"] @ state)
+        return torch.stack(rows)
+
+
+def number_of_steps(checkpoint: Checkpoint) -> int:
+    """As many as there are; tied steps may be written once, so there the configuration counts."""
+    names = checkpoint.tensors
+    steps = 1
+    while steps < len(names) and stored_name("outputs", steps, "weight") in names:
+        steps += 1
+    claimed = checkpoint.integer("n_predict", steps)
+    once = steps == 1 and checkpoint.flag("tie_weights", False)
+    if claimed != steps and not (once and 0 < claimed <= MAX_STEPS):
+        raise UserError(
+            f"{checkpoint.weights} holds {steps} steps, but n_predict is {claimed}, on which the "
+            "weight of every token depends"
+        )
+    return claimed
+
+
+MAX_STEPS = 64  # that one tied step can be meant to stand for
+
+
+def own_steps(config: MlpSpeculatorConfig, part: str) -> int:
+    """How many modules of a part there are."""
+    if not config.tie_weights:
+        return config.num_heads
+    return min(config.num_heads, 2) if part == "projections" else 1
+
+
+def refuse_different(
+    checkpoint: Checkpoint, part: str, kind: str, own: int, num_steps: int
+) -> None:
+    """Raise UserError when steps said to be tied differ, or only some of them are there."""
+    names = [stored_name(part, step, kind) for step in range(own, num_steps)]
+    stored = [name for name in names if name in checkpoint.tensors]
+    if len(stored) not in (0, len(names)):
+        raise UserError(f"{checkpoint.weights} holds {len(stored)} of {len(names)} tied {part}")
+    last = checkpoint.load(stored_name(part, own - 1, kind))
+    for name in stored:
+        if not torch.equal(checkpoint.load(name), last):
+            raise UserError(f"{checkpoint.weights}: tie_weights is true, but {name} differs")

@@ -1,0 +1,48 @@
+"""`drafthead import`: a head of other software, as one of ours.
+
+The file is not called `import.py`, which no statement could name.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafthead.heads.checkpoint import save_head
+from drafthead.heads.formats import build_head, read_foreign
+from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.formats.files import fresh_folder
+from drafthead.heads.target import Target
+
+
+def main(
+    path: Annotated[Path, typer.Argument(help="Folder or file of a head in any known format.")],
+    output: Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The head's target, folder or hub id: what the checkpoint leaves open is taken "
+            "from it, and copies of its weights are compared with it."
+        ),
+    ] = None,
+) -> None:
+    """Convert a head to our own format, which training and all other verbs read.
+
+    The format is recognised by the content. --head of the other verbs takes such a checkpoint
+    directly; converting it keeps one copy in safetensors, checked, in the same floating type.
+    Nothing in the checkpoint is executed, and what our head would compute differently is refused.
+    """
+    loaded = Target.from_pretrained(target, device="cpu") if target else None
+    facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()
+    known, foreign = read_foreign(path, facts)
+    head = build_head(foreign, path, loaded)
+    origin = {
+        "imported_from": {"format": known.name, "path": str(path), "notes": list(foreign.notes)},
+        **foreign.provenance,
+    }
+    described = facts.completed(foreign.target)
+    with fresh_folder(output) as temporary:
+        save_head(head, temporary, described, described.name, origin, dtype=None)
+    for note in foreign.notes:
+        print(f"note: {note}")
+    print(f"{known.name} -> {output}: a head of the family {head.family}, depth {head.depth}")
