@@ -275,11 +275,17 @@ class StaticTrees:
         if budget not in self.grown:
             depth = min(budget.depth, self.max_depth)
             self.grown[budget] = (
-                grow_tree(self.path_counts, budget.nodes, depth)
+                self._from_paths(budget.nodes, depth)
                 if self.path_counts
                 else TreeShape.chain(min(depth, budget.nodes - 1))
             )
         return self.grown[budget]
+
+    def _from_paths(self, num_nodes: int, depth: int) -> TreeShape:
+        """The best tree by the measured paths; the first guess where no guess was ever right."""
+        assert self.path_counts is not None
+        grown = grow_tree(self.path_counts, num_nodes, depth)
+        return grown if grown.depth > 0 else TreeShape.chain(1)
 
     def chances(self, budget: Budget) -> tuple[float, ...] | None:
         """How often the tree for a budget was accepted to depth 1, 2, ...; None if never measured.

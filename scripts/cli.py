@@ -14,6 +14,7 @@ VERBS = {
     "inspect-data": "Show conversations with the tokens that training supervises in colour.",
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
+    "leaderboard": "Train every head on the same data for the same time, then race them.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
     "profile": "Where the time of a step goes, and how far memory bandwidth would let it go.",
     "plan-tree": "What each size of token tree costs and brings on this machine; which is chosen.",

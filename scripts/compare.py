@@ -1,33 +1,17 @@
 """`drafthead compare`: who is fastest on this machine, and by how much against which baseline."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
-from drafthead.heads.base import Drafter
-from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import Target
-from drafthead.infer.comparison import (
-    GENERATE,
-    PLAIN,
-    ComparisonRow,
-    Divergence,
-    divergences,
-    race,
-    rows_of,
-)
-from drafthead.infer.contestants import Contestant, Ours, Transformers
-from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder, decoder_for, head_drafter
-from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.comparison import Divergence
+from drafthead.infer.decoder import DEFAULT_CHAIN
 from drafthead.scripts.comparison_report import predictions, print_report, write_report
 from drafthead.scripts.measuring import describe_run, prompt_ids
+from drafthead.scripts.racing import Drafters, RaceTerms, run_races
 
 LISTED_DIVERGENCES = 10
 
@@ -73,21 +57,14 @@ def main(
     "over generate" over transformers' model.generate; the bound is what tau and the measured
     phases allow. On a CPU bfloat16 pays only where the processor computes in it.
     """
-    if rounds < 1 or limit < 1:
-        raise UserError(f"rounds and limit must be at least 1, got {rounds} and {limit}")
+    if limit < 1:
+        raise UserError(f"limit must be at least 1, got {limit}")
+    terms = RaceTerms(tuple(temperature or [0.0]), max_new_tokens, rounds, verifier, seed)
     loaded = Target.from_pretrained(target, dtype, device)
-    build = partial(decoder_for, tree_nodes=tree_nodes, compile=compile)
-    drafters = Drafters(loaded, build, head or [], draft_model, draft_tokens, dtype, device)
+    assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
+    drafters = Drafters(loaded, head or [], assistant, draft_tokens, [tree_nodes], compile)
     ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
-    rows: list[ComparisonRow] = []
-    differing: list[Divergence] = []
-    for chosen in temperature or [0.0]:
-        contestants = drafters.contestants(SamplingConfig(temperature=chosen), verifier)
-        total = rounds * len(ids) * len(contestants)
-        with tqdm(total=total, desc=f"temperature {chosen:g}", unit="answer") as bar:
-            records = race(contestants, ids, rounds, max_new_tokens, seed, bar.update)
-        rows += rows_of(records, chosen, drafters.plain.end_ids)
-        differing += divergences(records, ids, loaded) if chosen == 0 else []
+    rows, differing = run_races(drafters, ids, terms, assisted=True)
     notes = [*predictions(rows), *divergence_notes(differing, len(ids))]
     print_report(rows, notes)
     about = {
@@ -99,62 +76,6 @@ def main(
     }
     write_report(rows, notes, about, output)
     print(f"written: {output / 'comparison.json'}, comparison.md, comparison.png")
-
-
-class Drafters:
-    """Everything that takes part, loaded once."""
-
-    def __init__(
-        self,
-        target: Target,
-        build: Callable[[Target, Drafter | None], Decoder],
-        heads: list[Path],
-        draft_model: str | None,
-        draft_tokens: int,
-        dtype: str,
-        device: str,
-    ):
-        """`target` is what transformers' own decoding runs on; `build` makes our decoders."""
-        self.target, self.draft_tokens = target, draft_tokens
-        self.plain = build(target, None)
-        ours = self.plain.target
-        self.lookup = build(ours, PromptLookup(draft_tokens))
-        self.assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
-        self.draft = (
-            build(ours, DraftModel(self.assistant, ours, draft_tokens)) if self.assistant else None
-        )
-        self.heads = {
-            folder.name: build(ours, head_drafter(load_head(folder, ours), ours))
-            for folder in heads
-        }
-
-    def contestants(self, sampling: SamplingConfig, verifier: str) -> list[Contestant]:
-        """The race at one temperature, baselines first."""
-        found: list[Contestant] = [
-            Ours(PLAIN, "none", sampling, self.plain),
-            Transformers(GENERATE, "none", sampling, self.target),
-        ]
-        if self.assistant is not None and self.draft is not None:
-            found += self._with_draft_model(self.assistant, self.draft, sampling, verifier)
-        lookup = "prompt lookup"
-        found.append(Ours(lookup, lookup, sampling, self.lookup, verifier=verifier))
-        found += [
-            Ours(f"head {name}", name, sampling, decoder, verifier=verifier)
-            for name, decoder in self.heads.items()
-        ]
-        return found
-
-    def _with_draft_model(
-        self, assistant: Target, decoder: Decoder, sampling: SamplingConfig, verifier: str
-    ) -> list[Contestant]:
-        """transformers' assisted generation, with its own schedule and with ours, and our own."""
-        chain, kind = self.draft_tokens, "draft model"
-        theirs = "generate + assistant"
-        return [
-            Transformers(theirs, kind, sampling, self.target, assistant),
-            Transformers(f"{theirs}, {chain}", kind, sampling, self.target, assistant, chain),
-            Ours(kind, kind, sampling, decoder, verifier=verifier, is_chain=True),
-        ]
 
 
 def divergence_notes(found: list[Divergence], prompts: int) -> list[str]:

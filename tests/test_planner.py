@@ -86,6 +86,9 @@ def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
     assert trees.chances(Budget(4, 2)) == (0.8, 0.3)
     assert trees.chances(Budget(3, 1)) == (0.8,)
     assert StaticTrees(None, max_depth=2).chances(Budget(3, 2)) is None
+    hopeless = StaticTrees({(): 100}, max_depth=2)
+    assert hopeless.shape(Budget(8, 2)).paths == ((0,),), "a proposal has a node behind the root"
+    assert hopeless.chances(Budget(8, 2)) == (0.0,)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.medusa import MedusaConfig
+from drafthead.scripts.leaderboard_config import load_board
 from drafthead.train.run_config import RunConfig, load_run_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -34,6 +36,8 @@ def load(tmp_path: Path):
 def test_every_shipped_file_is_valid(path: Path):
     if path.parent.name == "accelerate":
         assert load_config_from_file(str(path)).num_processes >= 2
+    elif "entries" in yaml.safe_load(path.read_text()):
+        assert load_board(path).entries
     else:
         assert load_run_config(path).settings()["head"]["family"]
 

@@ -72,6 +72,7 @@ class StepRecord:
     seconds: float  # likewise
     supervised_tokens_per_s: float
     target_share: float  # of the step's time, spent in the target
+    backward_share: float  # of the step's time, spent in the head's backward pass
 
 
 class LossModule(nn.Module):
@@ -197,19 +198,20 @@ class Trainer:
         )
         rows = self.order.rows_of_step(self.progress.step)
         num_supervised = self.task.train.supervised_in(rows)
-        sums, target_seconds = self._accumulate(rows, num_supervised)
+        sums, seconds_of = self._accumulate(rows, num_supervised)
         ended = time.perf_counter()
-        clock = [target_seconds, ended - began, ended - started]
+        clock = [*seconds_of, ended - began, ended - started]
         if not self.accelerator.is_main_process:
-            clock = [0.0, 0.0, 0.0]  # the main process's clock is everybody's
+            clock = [0.0] * len(clock)  # the main process's clock is everybody's
         shared = torch.cat([sums, sums.new_tensor([*clock, float(stop.requested)])])
         values = self.accelerator.reduce(shared, reduction="sum").tolist()
-        target_seconds, self.step_seconds, seconds, stopping = values[-4:]
+        in_target, in_backward, self.step_seconds, seconds, stopping = values[-5:]
         self.progress = Progress(
             self.progress.step + 1, seconds, self.progress.supervised_tokens + num_supervised
         )
         speed = num_supervised / self.step_seconds
-        record = self._record(values[:-4], rates, speed, target_seconds / self.step_seconds)
+        shares = (in_target / self.step_seconds, in_backward / self.step_seconds)
+        record = self._record(values[:-5], rates, speed, shares)
         if not math.isfinite(record.loss):
             raise UserError(
                 f"the loss became {record.loss} in step {record.step}: lower optimizer.lr; "
@@ -217,35 +219,39 @@ class Trainer:
             )
         return record, stopping > 0
 
-    def _accumulate(self, rows: list[int], num_supervised: int) -> tuple[torch.Tensor, float]:
+    def _accumulate(
+        self, rows: list[int], num_supervised: int
+    ) -> tuple[torch.Tensor, tuple[float, float]]:
         """Work through this process's micro-batches and step the optimisers.
 
-        Gives the sums of `loss_sums` and the seconds spent in the target.
+        Gives the sums of `loss_sums`, and the seconds in the target and in backward passes.
         """
         accelerator, size = self.accelerator, self.config.micro_batch_rows
         # accelerate divides by the micro-batches and DDP by the processes; what is left is the mean
         # over the supervised tokens of the whole step.
         scale = self.accumulation * accelerator.num_processes / num_supervised
-        sums, target_seconds = [], 0.0
+        sums, in_target, in_backward = [], 0.0, 0.0
         for micro in range(self.accumulation):
             index = micro * accelerator.num_processes + accelerator.process_index
             tokens = self.task.train.batch(rows[index * size : (index + 1) * size])
             began = self._now()
             spec = self.task.head.features_needed
             batch = read_features(self.task.target, tokens, spec, self.config.mixed_precision)
-            target_seconds += self._now() - began
+            in_target += self._now() - began
             # Random choices of a head depend on the step alone, not on what ran before it.
             torch.manual_seed(self._seed_of(index))
             with accelerator.accumulate(self.model):
                 total, loss = self.model(batch)
+                began = self._now()
                 accelerator.backward(total * scale)
+                in_backward += self._now() - began
                 if accelerator.sync_gradients:
                     self.grad_norm = self._clip()
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
             sums.append(loss_sums(loss, num_supervised))
-        return torch.stack(sums).sum(dim=0), target_seconds
+        return torch.stack(sums).sum(dim=0), (in_target, in_backward)
 
     def _clip(self) -> float | None:
         """Clip the gradients; gives their norm before that."""
@@ -267,7 +273,7 @@ class Trainer:
         return time.perf_counter()
 
     def _record(
-        self, sums: list[float], rates: list[float], speed: float, target_share: float
+        self, sums: list[float], rates: list[float], speed: float, shares: tuple[float, float]
     ) -> StepRecord:
         depth = self.task.head.depth
         loss, anchors, chained = sums[:3]
@@ -283,7 +289,8 @@ class Trainer:
             supervised_tokens=self.progress.supervised_tokens,
             seconds=self.progress.seconds,
             supervised_tokens_per_s=speed,
-            target_share=target_share,
+            target_share=shares[0],
+            backward_share=shares[1],
         )
 
     def _log(self, name: str, record: dict[str, Any]) -> None:

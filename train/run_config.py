@@ -83,7 +83,7 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         "optimizer": OptimizerConfig,
         "train": TrainConfig,
     }
-    check_names(given, sections)
+    check_names(given, sections, ["head.family"])
     built = {name: build_section(name, cls, given, path) for name, cls in sections.items()}
     return RunConfig(family=family, **built)
 
@@ -118,10 +118,15 @@ def read_override(override: str) -> dict[str, Given]:
     return {name: Given(value, f"the override {override}")}
 
 
-def check_names(given: dict[str, Given], sections: dict[str, type]) -> None:
-    """Raise UserError for a setting that does not exist, with the nearest that does."""
+def check_names(
+    given: dict[str, Given], sections: dict[str, type], others: Iterable[str] = ()
+) -> None:
+    """Raise UserError for a setting that does not exist, with the nearest that does.
+
+    Settings are the fields of the sections' dataclasses and `others`.
+    """
     known = [f"{name}.{f.name}" for name, cls in sections.items() for f in fields(cls)]
-    known.append("head.family")
+    known += others
     for name, value in given.items():
         if name not in known:
             raise UserError(f"{value.origin}: unknown setting {name}; {suggestion(name, known)}")

@@ -1,0 +1,129 @@
+"""Races of every way of decoding, for the verbs that compare: who takes part, and running them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from drafthead.heads.checkpoint import load_head
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target import Target
+from drafthead.infer.comparison import (
+    GENERATE,
+    PLAIN,
+    ComparisonRow,
+    Divergence,
+    divergences,
+    race,
+    rows_of,
+)
+from drafthead.infer.contestants import Contestant, Ours, Transformers
+from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+
+LOOKUP, DRAFT_MODEL = "prompt lookup", "draft model"  # modes of what is no head
+
+
+@dataclass(frozen=True)
+class RaceTerms:
+    """What everybody decodes, and how often."""
+
+    temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
+    max_new_tokens: int = 128
+    rounds: int = 3
+    verifier: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or not self.temperatures:
+            raise UserError(
+                "a race needs a temperature and at least 1 round, got "
+                f"{list(self.temperatures)} and {self.rounds}"
+            )
+
+
+class Drafters:
+    """Everything that takes part, loaded once."""
+
+    def __init__(
+        self,
+        target: Target,
+        heads: Sequence[Path],
+        assistant: Target | None,
+        draft_tokens: int,
+        tree_nodes: Sequence[int | None],
+        compile: bool,
+    ):
+        """`target` is what transformers' own decoding runs on, `assistant` a draft model.
+
+        Heads draft trees of each size in `tree_nodes`, None being planned by cost; everything else
+        has the first size.
+        """
+        self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
+        first = tree_nodes[0]
+        self.plain = decoder_for(target, None, None, compile)
+        ours = self.plain.target
+        self.lookup = decoder_for(ours, PromptLookup(draft_tokens), first, compile)
+        self.draft = None
+        if assistant is not None:
+            drafter = DraftModel(assistant, ours, draft_tokens)
+            self.draft = decoder_for(ours, drafter, first, compile)
+        self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
+        for folder in heads:
+            head = head_drafter(load_head(folder, ours), ours)
+            for number, size in enumerate(tree_nodes):
+                decoder = decoder_for(ours, head, size, compile and number == 0)
+                mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
+                self.heads.append((mode, folder.name, decoder))
+
+    def contestants(
+        self, sampling: SamplingConfig, verifier: str, assisted: bool
+    ) -> list[Contestant]:
+        """The race at one temperature, baselines first; `assisted` adds transformers' own."""
+        found: list[Contestant] = [
+            Ours(PLAIN, "none", sampling, self.plain),
+            Transformers(GENERATE, "none", sampling, self.target),
+        ]
+        if self.assistant is not None and assisted:
+            found += self._assisted(self.assistant, sampling)
+        if self.draft is not None:
+            kind = DRAFT_MODEL
+            found.append(Ours(kind, kind, sampling, self.draft, verifier=verifier, is_chain=True))
+        found.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
+        found += [
+            Ours(mode, name, sampling, decoder, verifier=verifier)
+            for mode, name, decoder in self.heads
+        ]
+        return found
+
+    def _assisted(self, assistant: Target, sampling: SamplingConfig) -> list[Contestant]:
+        """transformers' assisted generation, with its own schedule and with our length."""
+        chain, kind = self.draft_tokens, DRAFT_MODEL
+        theirs = "generate + assistant"
+        return [
+            Transformers(theirs, kind, sampling, self.target, assistant),
+            Transformers(f"{theirs}, {chain}", kind, sampling, self.target, assistant, chain),
+        ]
+
+
+def run_races(
+    drafters: Drafters, prompts: Sequence[list[int]], terms: RaceTerms, assisted: bool
+) -> tuple[list[ComparisonRow], list[Divergence]]:
+    """One race a temperature; the rows of all, and where greedy answers differ from plain ones."""
+    rows: list[ComparisonRow] = []
+    differing: list[Divergence] = []
+    for temperature in terms.temperatures:
+        sampling = SamplingConfig(temperature=temperature)
+        contestants = drafters.contestants(sampling, terms.verifier, assisted)
+        total = terms.rounds * len(prompts) * len(contestants)
+        with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
+            records = race(
+                contestants, prompts, terms.rounds, terms.max_new_tokens, terms.seed, bar.update
+            )
+        rows += rows_of(records, temperature, drafters.plain.end_ids)
+        if temperature == 0:
+            differing += divergences(records, prompts, drafters.target)
+    return rows, differing
