@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from drafthead.heads.checkpoint import read_json
+from drafthead.heads.formats.files import read_json
 from drafthead.heads.target import Target
 from drafthead.scripts.leaderboard_config import Board, load_board
 from drafthead.scripts.leaderboard_report import (
