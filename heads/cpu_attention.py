@@ -37,7 +37,7 @@ class CpuAttention(TorchFunctionMode):
         query: torch.Tensor,  # [B, H, T, D]
         key: torch.Tensor,  # [B, H, S, D]
         value: torch.Tensor,  # [B, H, S, D]
-        attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] added to the scores
+        attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] bool, or added to the scores
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
@@ -45,8 +45,10 @@ class CpuAttention(TorchFunctionMode):
     ) -> torch.Tensor:
         """As torch's, with its arguments; the masks of our passes say all that is causal."""
         scale = scale or query.shape[-1] ** -0.5
-        added = attn_mask is not None and attn_mask.is_floating_point()
-        if self.has_kernel and added and query.shape[-1] % 32 == 0:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            blocked = torch.finfo(query.dtype).min
+            attn_mask = query.new_zeros(attn_mask.shape).masked_fill(~attn_mask, blocked)
+        if self.has_kernel and attn_mask is not None and query.shape[-1] % 32 == 0:
             return torch.ops.drafthead.attend(query, key, value, attn_mask, scale)
         if query.shape[2] == 1:
             return attention_of_one(query, key, value, attn_mask, scale, enable_gqa)

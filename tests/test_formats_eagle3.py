@@ -11,7 +11,7 @@ from written import LAYERS, TARGET, Outputs, Written, random_head
 
 from drafthead.heads import recurrent_drafter
 from drafthead.heads.base import Committed, HeadBatch
-from drafthead.heads.draft_layers import DraftCache
+from drafthead.heads.draft_layers import CacheColumns, DraftCache
 from drafthead.heads.eagle3 import Eagle3Head, default_taps
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats import load_head, read_foreign
@@ -61,9 +61,11 @@ def outputs_at_all(head: Eagle3Head, target: Target, taps: Features, ids: torch.
     """A causal pass over pairs of features and tokens [B, T]."""
     count = ids.shape[1]
     causal = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(len(head.layers))
+    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers)
+    columns = cache.columns(ids)
+    cached = CacheColumns(cache.keys, cache.values, columns, count)
     embeds = head.embed(ids, target)
-    return head.run_layers(embeds, head.encode(taps), rotation, causal, cache.append)
+    return head.run_layers(embeds, head.encode(taps), rotation, causal, cached.append)
 
 
 def all_positions(ids: torch.Tensor, taps: Features) -> Committed:
@@ -86,15 +88,15 @@ def recurrent_outputs(head: Eagle3Head, target: Target, io: Outputs) -> Outputs:
         "expected_out_full": everywhere,
         "expected_draft_logits_full": head.logits(everywhere, target),
     }
-    reader, tokens = DraftReader(head, target), []
-    outputs = reader.read(all_positions(ids, taps))
+    reader, tokens = DraftReader(head.drafter(target)), []
+    said, above = reader.read(all_positions(ids, taps)), torch.zeros(len(ids), 1, dtype=torch.long)
     for step in range(3):
-        logits = head.logits(outputs, target)
+        logits = head.logits(said.outputs, target)
         found[f"rec_expected_draft_logits_step{step}"] = logits
         tokens.append(guesses(head, logits))
         visible = torch.ones(1, 1, step + 1, dtype=torch.bool)
-        outputs = reader.draft(tokens[-1], outputs, step + 1, visible)
-        found[f"rec_expected_out_step{step}"] = outputs
+        said = reader.draft(said, above, tokens[-1], step + 1, visible)
+        found[f"rec_expected_out_step{step}"] = said.outputs
     return {**found, "rec_expected_draft_tokens_target_ids": torch.cat(tokens, dim=1)}
 
 
@@ -280,14 +282,13 @@ def test_a_blind_head_drafts_in_one_pass_what_it_would_step_by_step(blind) -> No
     ids = torch.randint(VOCAB, (2, 6))
     taps = Features(None, tuple(torch.randn(2, 6, HIDDEN) for _ in head.config.taps))
     committed = Committed(ids, taps, torch.tensor([6, 4]))
-    at_once, stepwise = DraftReader(head, target), DraftReader(head, target)
-    outputs = at_once.read(committed)
-    ahead = at_once.draft_blindly(ids[:, 0], outputs, 4)
-    outputs = stepwise.read(committed)
+    at_once, stepwise = (DraftReader(head.drafter(target)) for _ in range(2))
+    ahead = at_once.draft_blindly(ids[:, 0], at_once.read(committed), 4)
+    said, above = stepwise.read(committed), torch.zeros(2, 1, dtype=torch.long)
     for depth in (1, 2, 3):
         visible = torch.ones(1, 1, depth, dtype=torch.bool)
-        outputs = stepwise.draft(ids[:, :1], outputs, depth, visible)
-        torch.testing.assert_close(ahead[:, depth - 1 : depth], outputs)
+        said = stepwise.draft(said, above, ids[:, :1], depth, visible)
+        torch.testing.assert_close(ahead.outputs[:, depth - 1 : depth], said.outputs)
 
 
 def test_a_blind_head_decodes_exactly(blind) -> None:

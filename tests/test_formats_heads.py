@@ -10,7 +10,7 @@ from golden import Case, cases, loaded, name_of
 from written import Outputs, Written
 
 from drafthead.heads.base import Committed
-from drafthead.heads.draft_layers import DraftCache
+from drafthead.heads.draft_layers import CacheColumns, DraftCache
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
@@ -119,18 +119,20 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     features, ids = io["features"], io["next_input_ids"]
     count = ids.shape[1]
     causal = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(len(head.layers))
+    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers)
+    columns = cache.columns(ids)
+    cached = CacheColumns(cache.keys, cache.values, columns, count)
     embeds = head.embed(ids, target)
-    everywhere = head.run_layers(embeds, features, rotation, causal, cache.append)
+    everywhere = head.run_layers(embeds, features, rotation, causal, cached.append)
     found = {
         "expected_out_full": everywhere,
         "expected_logits_full": head.logits(everywhere, target),
     }
-    reader = DraftReader(head, target)
+    reader = DraftReader(head.drafter(target))
     for name, part in (("prefill", slice(12)), ("inc1", slice(12, 13)), ("inc3", slice(13, 16))):
         lengths = torch.full((len(ids),), ids[:, part].shape[1])
         new = Committed(ids[:, part], Features(features[:, part]), lengths)
-        found[f"expected_out_{name}"] = reader.read(new)
+        found[f"expected_out_{name}"] = reader.read(new).outputs
     return {**found, **eagle_chain(head, target, io)}
 
 
@@ -139,15 +141,16 @@ def eagle_chain(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     ids, following = io["chain_target_input_ids"], io["chain_target_next_token"]
     tokens = torch.cat([ids[:, 1:], following], dim=1)
     features = Features(io["chain_target_last_hidden"])
-    reader, found, drafted = DraftReader(head, target), {}, []
-    outputs = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
+    reader, found, drafted = DraftReader(head.drafter(target)), {}, []
+    said = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
+    above = torch.zeros(1, 1, dtype=torch.long)
     for step in range(3):
-        logits = head.logits(outputs, target)
+        logits = head.logits(said.outputs, target)
         found[f"chain_expected_logits_step{step}"] = logits
         drafted.append(logits.argmax(-1))
         visible = torch.ones(1, 1, step + 1, dtype=torch.bool)
-        outputs = reader.draft(drafted[-1], outputs, step + 1, visible)
-        found[f"chain_expected_out_step{step}"] = outputs
+        said = reader.draft(said, above, drafted[-1], step + 1, visible)
+        found[f"chain_expected_out_step{step}"] = said.outputs
     return {**found, "chain_expected_draft_tokens": torch.cat(drafted, dim=1)}
 
 
