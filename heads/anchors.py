@@ -16,10 +16,16 @@ from drafthead.heads.losses import TOKEN_LOSSES, depth_weights, in_chunks, ranks
 from drafthead.heads.target import Target
 
 
-def anchor_positions(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [A] and positions [A] whose next token is supervised and in the same segment."""
+def is_anchor(batch: HeadBatch) -> torch.Tensor:
+    """Which positions [B, T - 1] are anchors: the next token is a root, in the same segment."""
     same = batch.segments[:, 1:] == batch.segments[:, :-1]
-    rows, anchors = (batch.supervised[:, 1:] & same).nonzero(as_tuple=True)
+    roots = batch.supervised if batch.roots is None else batch.supervised & batch.roots
+    return roots[:, 1:] & same
+
+
+def anchor_positions(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [A] and positions [A] of the anchors, row by row."""
+    rows, anchors = is_anchor(batch).nonzero(as_tuple=True)
     return rows, anchors
 
 

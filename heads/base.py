@@ -101,6 +101,8 @@ class HeadBatch:
     segments: torch.Tensor  # [B, T]
     supervised: torch.Tensor  # [B, T] bool: this token is to be learnt
     features: Features  # [B, T, D] of the target at these positions
+    # [B, T] bool: of the supervised tokens, those that the head drafts behind; None for all.
+    roots: torch.Tensor | None = None
 
     def num_supervised(self) -> torch.Tensor:
         """Number of supervised tokens, the unit in which losses are averaged."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from drafthead.heads.draft_layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, Store
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Features, Target
+from drafthead.heads.target import Target
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # [B, Hkv, T, head_dim] each
 
@@ -113,10 +113,10 @@ class BlockTransformer(nn.Module):
         first = cast(DecoderLayer, self.layers[0])
         self.hidden_norm.load_state_dict(first.input_layernorm.state_dict())
 
-    def fused(self, features: Features) -> torch.Tensor:
-        """One vector [B, T, D] for each token with features."""
-        taps = [norm(tap) for norm, tap in zip(self.tap_norms, features.taps, strict=True)]
-        return self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
+    def fused(self, taps: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One vector [B, T, D] for each token from its tapped features [B, T, D]."""
+        normed = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
+        return self.hidden_norm(self.fc(torch.cat(normed, dim=-1)))
 
     def context(self, hidden: torch.Tensor, positions: torch.Tensor) -> list[KeysValues]:
         """Each layer's keys and values for tokens with fused [B, T, D] at positions [B, T]."""

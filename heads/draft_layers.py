@@ -4,9 +4,9 @@ Parameters carry the names that Llama checkpoints use (`self_attn.q_proj`, `mlp.
 that heads built from these parts read and write published formats without renaming.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -229,6 +229,34 @@ class DecoderLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class CacheColumns:
+    """What one pass sees of a cache: where its keys and values go, and how far it looks.
+
+    Made of tensors, so that a compiled pass can be given them.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],  # of each layer [B, Hkv, capacity, head_dim]
+        values: Sequence[torch.Tensor],
+        columns: torch.Tensor,  # [N] that the pass writes
+        end: int,  # columns that it sees
+    ):
+        self.keys, self.values, self.columns, self.end = keys, values, columns, end
+
+    def append(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's keys and values [B, Hkv, N, head_dim].
+
+        Returns all columns [B, Hkv, S, head_dim] of both, which the mask speaks of.
+        """
+        stores = self.keys[layer], self.values[layer]
+        for store, states in zip(stores, (keys, values), strict=True):
+            store.index_copy_(2, self.columns, states)
+        return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
+
+
 class DraftCache:
     """Keys and values of a draft transformer: what each row has committed, then what is pending.
 
@@ -239,16 +267,27 @@ class DraftCache:
         # # # . . t t
         # # # # . t t
 
-    A pass over N nodes asks for its mask, appends the nodes in every layer and calls `stay`; more
-    passes may follow. `commit` keeps the first pending nodes of each row, `discard` none.
+    A pass over N nodes asks for its positions, its mask and its columns, writes the nodes into
+    these columns of every layer and calls `stay`; more passes may follow. `commit` keeps the first
+    pending nodes of each row, `discard` none.
     """
 
-    def __init__(self, num_layers: int):
-        # Keys and values [B, Hkv, columns, head_dim] of each layer, allocated by the first append.
-        self.stores: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
+    def __init__(self, layers: Iterable[nn.Module]):
+        """A cache for layers that have their attention under the name `self_attn`."""
+        attentions = [cast(Attention, layer.self_attn) for layer in layers]
+        self.weights = [attention.k_proj.weight for attention in attentions]
+        self.head_dims = [attention.head_dim for attention in attentions]
+        # Of each layer [B, Hkv, capacity, head_dim]; there is nothing before the first pass.
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
         self.lengths: torch.Tensor | None = None  # [B] committed positions
         self.longest = 0  # no row has committed more; known without asking the device
         self.pending = 0
+
+    def positions(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Positions [B or 1, N] of new nodes [B, N] that stand behind each other."""
+        steps = torch.arange(nodes.shape[1], device=nodes.device)[None]
+        return steps if self.lengths is None else self.lengths[:, None] + steps
 
     def mask(self, visible: torch.Tensor) -> torch.Tensor:
         """The bool mask [B or 1, 1, N, S] of a pass over N new nodes.
@@ -269,41 +308,28 @@ class DraftCache:
             dim=-1,
         )
 
-    def append(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's keys and values [B, Hkv, N, head_dim] behind what is pending.
-
-        Returns all columns [B, Hkv, S, head_dim] of both, which the mask speaks of.
-        """
+    def columns(self, nodes: torch.Tensor) -> torch.Tensor:
+        """The columns [N] for a pass over new nodes [B, N], behind what is pending; makes room."""
         start = self.longest + self.pending
-        end = start + keys.shape[2]
-        stores = self._store(layer, keys, values, end)
-        for store, states in zip(stores, (keys, values), strict=True):
-            store[:, :, start:end] = states
-        return stores[0][:, :, :end], stores[1][:, :, :end]
+        end = start + nodes.shape[1]
+        capacity = self.keys[0].shape[2] if self.keys else 0
+        if capacity < end:
+            capacity = -(-int(end * GROWTH) // BLOCK) * BLOCK
+            self.keys, self.values = (
+                self._enlarged(old, nodes.shape[0], capacity) for old in (self.keys, self.values)
+            )
+        return torch.arange(start, end, device=nodes.device)
 
-    def _store(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, columns: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's tensors, with room for so many columns."""
-        old = self.stores[layer]
-        if old is not None and old[0].shape[2] >= columns:
-            return old
-        capacity = -(-int(columns * GROWTH) // BLOCK) * BLOCK
-
-        def allocated(states: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def _enlarged(self, old: list[torch.Tensor], rows: int, capacity: int) -> list[torch.Tensor]:
+        """Tensors of each layer that begin with the old ones, if there are any."""
+        stores = []
+        for layer, (weight, size) in enumerate(zip(self.weights, self.head_dims, strict=True)):
             # Zeros: a masked column still takes part in sums, and 0 x NaN is NaN.
-            batch, heads, _, size = states.shape
-            store = states.new_zeros(batch, heads, capacity, size)
-            if before is not None:
-                store[:, :, : before.shape[2]] = before
-            return store
-
-        before = old or (None, None)
-        new = allocated(keys, before[0]), allocated(values, before[1])
-        self.stores[layer] = new
-        return new
+            store = weight.new_zeros(rows, weight.shape[0] // size, capacity, size)
+            if old:
+                store[:, :, : old[layer].shape[2]] = old[layer]
+            stores.append(store)
+        return stores
 
     def stay(self, num_nodes: int) -> None:
         """The nodes of the last pass stay pending."""
@@ -334,11 +360,10 @@ class DraftCache:
         """Copy the pending columns behind each row's committed ones [B]."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
         places = lengths[:, None] + torch.arange(added, device=lengths.device)
-        for keys, values in filter(None, self.stores):
-            for store in (keys, values):
-                by_column = store.transpose(1, 2)  # [B, columns, Hkv, head_dim], a view
-                moved = by_column[:, self.longest : self.longest + added].clone()
-                by_column[rows, places] = moved
+        for store in (*self.keys, *self.values):
+            by_column = store.transpose(1, 2)  # [B, columns, Hkv, head_dim], a view
+            moved = by_column[:, self.longest : self.longest + added].clone()
+            by_column[rows, places] = moved
 
     def _measure(self) -> None:
         """Lower `longest` to what the longest row has committed.
@@ -346,15 +371,13 @@ class DraftCache:
         Reading that off a GPU is a synchronisation, so there it waits until the cache is full.
         """
         assert self.lengths is not None
-        capacity = min(keys.shape[2] for keys, _ in filter(None, self.stores))
-        if self.lengths.device.type == "cpu" or self.longest + BLOCK > capacity:
+        if self.lengths.device.type == "cpu" or self.longest + BLOCK > self.keys[0].shape[2]:
             self.longest = int(self.lengths.max())
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Go on with the rows [R] of the batch only, in that order."""
-        self.stores = [
-            None if stores is None else (stores[0][rows], stores[1][rows]) for stores in self.stores
-        ]
+        self.keys = [store[rows] for store in self.keys]
+        self.values = [store[rows] for store in self.values]
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
             self._measure()

@@ -13,7 +13,13 @@ from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.heads.base import register_head
-from drafthead.heads.draft_layers import DecoderLayer, DraftCache, LayerConfig, Rotary
+from drafthead.heads.draft_layers import (
+    CacheColumns,
+    DecoderLayer,
+    DraftCache,
+    LayerConfig,
+    Rotary,
+)
 from drafthead.heads.losses import check_depth_decay, check_token_loss
 from drafthead.heads.sequential import SequentialHead
 from drafthead.heads.target import Target
@@ -96,18 +102,15 @@ class PrefixLayer(nn.Module):
         return self.norm(self.layer(hidden, self.rotary(positions), mask))
 
     def decode_pass(
-        self, hidden: torch.Tensor, lengths: torch.Tensor, cache: DraftCache
+        self,
+        hidden: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
+        cached: CacheColumns,
     ) -> torch.Tensor:
-        """Take in newly committed hidden [B, T, D] of lengths [B]; outputs [B, D] at the last."""
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        steps = torch.arange(hidden.shape[1], device=hidden.device)
-        before = torch.zeros_like(lengths) if cache.lengths is None else cache.lengths
-        rotation = self.rotary(before[:, None] + steps)
-        mask = cache.mask((steps[:, None] >= steps)[None])
-        output = self.layer(hidden, rotation, mask, partial(cache.append, 0))
-        cache.stay(hidden.shape[1])
-        cache.commit(lengths)
-        return self.norm(output[rows, lengths - 1])
+        """Take in newly committed positions; their outputs [B, T, D]."""
+        rotation = self.rotary(positions)
+        return self.norm(self.layer(hidden, rotation, mask, partial(cached.append, 0)))
 
 
 @register_head("hydra", HydraConfig)
@@ -146,16 +149,18 @@ class HydraHeads(SequentialHead):
 
     def new_cache(self) -> DraftCache | None:
         """The prefix layer's keys and values of committed positions."""
-        return None if self.prefix is None else DraftCache(num_layers=1)
+        return None if self.prefix is None else DraftCache([self.prefix.layer])
 
     def read(
-        self, hidden: torch.Tensor, lengths: torch.Tensor, cache: DraftCache | None
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cached: CacheColumns,
     ) -> torch.Tensor:
-        """What the prefix layer makes of the last of the newly committed positions, [B, D]."""
-        if self.prefix is None:
-            return super().read(hidden, lengths, cache)
-        assert cache is not None
-        return self.prefix.decode_pass(hidden, lengths, cache)
+        """What the prefix layer makes of newly committed positions, [B, T, D]."""
+        assert self.prefix is not None
+        return self.prefix.decode_pass(hidden, positions, mask, cached)
 
     def advance(
         self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target

@@ -15,16 +15,17 @@ from torch.nn.functional import silu
 from drafthead.heads.anchors import AnchoredHead
 from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, register_head
 from drafthead.heads.compilation import Compiled
+from drafthead.heads.head_drafter import HeadDrafter
+from drafthead.heads.levels import Guesses, best_guesses
 from drafthead.heads.losses import check_depth_decay, check_token_loss
 from drafthead.heads.sampling import (
-    DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draw_without_replacement,
     probabilities,
 )
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape
+from drafthead.heads.tree import Budget, TokenTree, TreeShape
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,7 @@ class MedusaLayout:
     A node of depth d is the `rank`-th guess of head d - 1 under its parent.
     """
 
-    def __init__(self, shape: TreeShape, num_heads: int, device: torch.device):
-        if shape.depth > num_heads:
-            raise ValueError(f"a tree of depth {shape.depth} does not fit {num_heads} heads")
+    def __init__(self, shape: TreeShape, device: torch.device):
         self.shape = shape
         self.parents = shape.parents[1:].to(device)  # [N - 1]
         self.ranks = shape.ranks[1:].to(device)  # [N - 1]
@@ -136,24 +135,20 @@ class MedusaLayout:
         self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(HeadDrafter[MedusaHeads]):
     """Medusa heads that fill static trees."""
 
-    def __init__(self, heads: MedusaHeads, target: Target, shape: TreeShape | None):
-        """Raises ValueError when the tree is deeper than the number of heads."""
-        self.heads, self.target = heads, target
-        self.features = heads.features_needed
-        self.trees = StaticTrees(heads.path_counts, heads.depth, shape)
-        self.budgets = self.trees.budgets
+    def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
+        """Raises UserError when the tree is deeper than the number of heads."""
+        super().__init__(head, target, shape)
         self.layouts: dict[TreeShape, MedusaLayout] = {}
-        self.guess: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = self._guess
+        self.guess: Callable[[torch.Tensor], Guesses] = self._guess
 
-    def _guess(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _guess(self, hidden: torch.Tensor) -> Guesses:
         """Logits and ids [B, K, k] of each head's best guesses behind hidden states [B, D]."""
-        heads = range(self.heads.depth)
-        logits = torch.stack([self.heads.logits(hidden, i, self.target) for i in heads], dim=1)
-        top = logits.float().topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-        return top.values, top.indices
+        heads = range(self.head.depth)
+        logits = [self.head.logits(hidden, index, self.target) for index in heads]
+        return best_guesses(torch.stack(logits, dim=1))
 
     def compile(self) -> None:
         """Compile the heads."""
@@ -168,16 +163,8 @@ class MedusaDrafter(Drafter):
         """The tables of the tree for a budget."""
         shape = self.trees.shape(budget)
         if shape not in self.layouts:
-            self.layouts[shape] = MedusaLayout(shape, self.heads.depth, self.target.device)
+            self.layouts[shape] = MedusaLayout(shape, self.target.device)
         return self.layouts[shape]
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured after training."""
-        return self.trees.chances(budget) or super().chances(budget)
-
-    def identity(self) -> str:
-        """The shape of the heads."""
-        return repr(self.heads.config)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""

@@ -272,7 +272,7 @@ class ParallelHead(DraftHead):
         """Hidden states [B, A, K, D] of the blocks behind anchors [B, A], for one context."""
         length = batch.input_ids.shape[1]
         positions = torch.arange(length, device=anchors.device).expand_as(batch.input_ids)
-        fused = self.transformer.fused(batch.features)
+        fused = self.transformer.fused(batch.features.taps)
         context = self.transformer.context(fused, positions)
         rows = torch.arange(len(fused), device=fused.device)[:, None]
         parts = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.heads.anchors import labels_at
+from drafthead.heads.anchors import is_anchor, labels_at
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.draft_layers import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.draft_vocabulary import translated
@@ -175,15 +175,13 @@ class RecurrentHead(DraftHead):
 def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows [B, 1], places [B, A] and which of them [B, A] are anchors and not padding.
 
-    Anchors are the positions whose next token is supervised and in the same segment, A the most
-    of any row, but at least 1. Rows with anchors 2 5 and 3 make the places (2, 5) and (3, 0),
-    with (1, 1) and (1, 0).
+    A is the most anchors of any row, but at least 1. Rows with anchors 2 5 and 3 make the places
+    (2, 5) and (3, 0), with (1, 1) and (1, 0).
     """
-    same = batch.segments[:, 1:] == batch.segments[:, :-1]
-    is_anchor = batch.supervised[:, 1:] & same
-    counts = is_anchor.sum(1)
+    here = is_anchor(batch)
+    counts = here.sum(1)
     most = max(1, int(counts.max()))
-    places = (~is_anchor).byte().argsort(dim=1, stable=True)[:, :most]
+    places = (~here).byte().argsort(dim=1, stable=True)[:, :most]
     real = torch.arange(most, device=places.device) < counts[:, None]
     rows = torch.arange(places.shape[0], device=places.device)[:, None]
     return rows, places.where(real, 0), real

@@ -1,16 +1,19 @@
 """Drafting with a recurrent head: its cache, and the trees that it grows or fills."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession
-from drafthead.heads.draft_layers import DraftCache
+from drafthead.heads.base import Committed, DraftSession
+from drafthead.heads.compilation import Compiled
+from drafthead.heads.draft_layers import CacheColumns, DraftCache
 from drafthead.heads.dynamic_tree import TreeGrowth
+from drafthead.heads.head_drafter import HeadDrafter
+from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.sequential import Level, Support, drawn, for_all_nodes, levels_of
-from drafthead.heads.target import Target
-from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape
+from drafthead.heads.target import Features, Target
+from drafthead.heads.tree import Budget, TokenTree, TreeShape
 
 if TYPE_CHECKING:
     from drafthead.heads.recurrent import RecurrentHead
@@ -23,92 +26,147 @@ DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
 NODES_A_LEVEL = 13
 
 
-class DraftReader:
-    """A recurrent head reading a batch: true positions for good, drafted ones for a while."""
+class Said(NamedTuple):
+    """What the head puts out at n nodes, and what it guesses behind them."""
 
-    def __init__(self, head: "RecurrentHead", target: Target):
-        self.head, self.target = head, target
-        self.cache = DraftCache(len(head.layers))
-
-    def read(self, committed: Committed) -> torch.Tensor:
-        """Read committed positions; the outputs [B, 1, D] at the last one of each row."""
-        count = committed.tokens.shape[1]
-        states = self.head.encode(committed.features)
-        causal = torch.ones(count, count, dtype=torch.bool, device=states.device).tril()
-        positions = torch.arange(count, device=states.device)[None]
-        if self.cache.lengths is not None:
-            positions = positions + self.cache.lengths[:, None]
-        outputs = self._pass(committed.tokens, states, positions, causal[None])
-        self.cache.commit(committed.lengths)
-        rows = torch.arange(outputs.shape[0], device=outputs.device)
-        return outputs[rows, committed.lengths - 1][:, None]
-
-    def draft(
-        self,
-        tokens: torch.Tensor,  # [B, n]
-        parent_outputs: torch.Tensor,  # [B, n, D]
-        depth: int,
-        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
-    ) -> torch.Tensor:
-        """The outputs [B, n, D] at drafted nodes of one depth, which stay pending.
-
-        `visible` says which of the nodes drafted so far, and of these, each one descends from or
-        is.
-        """
-        assert self.cache.lengths is not None
-        positions = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
-        return self._pass(tokens, self.head.next_states(parent_outputs), positions, visible)
-
-    def _pass(
-        self,
-        tokens: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
-        outputs = self.head.run_layers(
-            self.head.embed(tokens, self.target),
-            states,
-            self.head.rotary(positions),
-            self.cache.mask(visible),
-            self.cache.append,
-        )
-        self.cache.stay(tokens.shape[1])
-        return outputs
+    outputs: torch.Tensor  # [B, n, D]
+    logits: torch.Tensor  # [B, n, k] of the best guesses
+    ids: torch.Tensor  # [B, n, k] their tokens
+    total: torch.Tensor  # [B, n, 1] log of the sum of exp over all logits
 
 
-class RecurrentDrafter(Drafter):
+class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
     """A recurrent head on dynamic trees, and on static ones where children are drawn.
 
     The static trees are the fixed one, or those grown from measured paths.
     """
 
     def __init__(self, head: "RecurrentHead", target: Target, shape: TreeShape | None):
-        self.head, self.target, self.fixed = head, target, shape
-        self.features = head.features_needed
-        self.trees = StaticTrees(head.path_counts, head.depth, shape)
+        """Raises UserError when the tree is deeper than the head drafts."""
+        super().__init__(head, target, shape, dynamic_budgets(head.depth))
         self.draft_ids = head.draft_ids
-        self.budgets = self.trees.budgets if shape is not None else dynamic_budgets(head.depth)
-        self.known_levels: dict[TreeShape, list[tuple[Level, torch.Tensor]]] = {}
+        self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
+        self.read: Callable[..., Said] = self.read_eagerly
+        self.draft: Callable[..., Said] = self._draft
 
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured after training for the best static tree, which a dynamic one should match."""
-        return self.trees.chances(budget) or super().chances(budget)
+    def read_eagerly(
+        self,
+        last: torch.Tensor | None,  # [B, T, D]
+        taps: tuple[torch.Tensor, ...],  # [B, T, D] each
+        tokens: torch.Tensor,  # [B, T]
+        lengths: torch.Tensor,  # [B]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
+        columns: torch.Tensor,  # [T]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Said:
+        """Read committed positions; what is said at the last one of each row."""
+        states = self.head.encode(Features(last, taps))
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        outputs = self._pass(tokens, states, positions, mask, cached)
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
+        return self._said(outputs[rows, lengths - 1][:, None])
 
-    def identity(self) -> str:
-        """The shape of the head, and of a fixed tree."""
-        return repr((self.head.config, self.fixed))
+    def _draft(
+        self,
+        above: torch.Tensor,  # [B, n, D] outputs at their parents
+        tokens: torch.Tensor,  # [B, n]
+        positions: torch.Tensor,  # [B, 1]
+        mask: torch.Tensor,  # [B or 1, 1, n, S]
+        columns: torch.Tensor,  # [n]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Said:
+        """What is said at drafted nodes."""
+        states = self.head.next_states(above)
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        positions = positions.expand_as(tokens)
+        return self._said(self._pass(tokens, states, positions, mask, cached))
+
+    def _pass(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cached: CacheColumns,
+    ) -> torch.Tensor:
+        embeds, rotation = self.head.embed(tokens, self.target), self.head.rotary(positions)
+        return self.head.run_layers(embeds, states, rotation, mask, cached.append)
+
+    def _said(self, outputs: torch.Tensor) -> Said:
+        logits = self.head.logits(outputs, self.target).float()
+        total = logits.logsumexp(-1, keepdim=True)
+        return Said(outputs, *best_guesses(logits, self.draft_ids), total)
+
+    def compile(self) -> None:
+        """Compile the passes over committed positions and over drafted nodes."""
+        device = self.target.device
+        self.read = Compiled(self.read_eagerly, device, kind_of_reading, changes_of_reading)
+        self.draft = Compiled(self._draft, device, kind_of_draft, changes_of_draft)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A fresh session; the first commit brings the features of the whole prompt."""
         return RecurrentSession(self)
 
-    def levels(self, shape: TreeShape) -> list[tuple[Level, torch.Tensor]]:
-        """The levels of a static tree, each with `visible_nodes`, made once for each shape."""
-        if shape not in self.known_levels:
-            levels = levels_of(shape, self.target.device)
-            self.known_levels[shape] = list(zip(levels, visible_nodes(shape, levels), strict=True))
-        return self.known_levels[shape]
+    def visible(self, shape: TreeShape) -> list[torch.Tensor]:
+        """`visible_nodes` of a static tree, made once for each shape."""
+        if shape not in self.known_visible:
+            self.known_visible[shape] = visible_nodes(shape, self.levels(shape))
+        return self.known_visible[shape]
+
+
+def kind_of_reading(
+    last: torch.Tensor | None, taps: tuple[torch.Tensor, ...], tokens: torch.Tensor, *_: object
+) -> tuple[bool, bool]:
+    """One row or several, one token or several: tokens [B, T]."""
+    return tokens.shape[0] == 1, tokens.shape[1] == 1
+
+
+def changes_of_reading(
+    last: torch.Tensor | None,
+    taps: tuple[torch.Tensor, ...],
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> list[tuple[torch.Tensor, int]]:
+    """The dimensions that change from step to step: rows, tokens, columns in use, capacity."""
+    hidden = [*taps] if last is None else [last, *taps]
+    rows = [(t, 0) for t in (*hidden, tokens, lengths, positions, mask, *keys, *values)]
+    news = [(tensor, 1) for tensor in (*hidden, tokens, positions)]
+    return [*rows, *news, (mask, 2), (columns, 0), (mask, 3), *capacities(keys, values)]
+
+
+def kind_of_draft(above: torch.Tensor, *_: object) -> tuple[bool, bool]:
+    """One row or several, one node or several: above [B, n, D]."""
+    return above.shape[0] == 1, above.shape[1] == 1
+
+
+def changes_of_draft(
+    above: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> list[tuple[torch.Tensor, int]]:
+    """The dimensions that change from level to level: rows, nodes, columns in use, capacity."""
+    rows = [(t, 0) for t in (above, tokens, positions, mask, *keys, *values)]
+    news = [(above, 1), (tokens, 1), (mask, 2), (columns, 0)]
+    return [*rows, *news, (mask, 3), *capacities(keys, values)]
+
+
+def capacities(
+    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, int]]:
+    """The dimension in which a cache [B, H, capacity, D] grows."""
+    return [(tensor, 2) for tensor in (*keys, *values)]
 
 
 def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
@@ -135,15 +193,72 @@ def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
     return visible
 
 
+class DraftReader:
+    """A recurrent head reading a batch: true positions for good, drafted ones for a while."""
+
+    def __init__(self, drafter: RecurrentDrafter):
+        self.drafter = drafter
+        self.cache = DraftCache(drafter.head.layers)
+
+    def read(self, committed: Committed) -> Said:
+        """Read committed positions; what is said at the last one of each row."""
+        tokens, cache, drafter = committed.tokens, self.cache, self.drafter
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = cache.mask((steps[:, None] >= steps)[None])
+        is_prompt = cache.lengths is None  # prompts are seldom of one length
+        said = (drafter.read_eagerly if is_prompt else drafter.read)(
+            committed.features.last,
+            committed.features.taps,
+            tokens,
+            committed.lengths,
+            cache.positions(tokens),
+            mask,
+            cache.columns(tokens),
+            cache.keys,
+            cache.values,
+        )
+        cache.stay(tokens.shape[1])
+        cache.commit(committed.lengths)
+        return Said(*said)
+
+    def draft(
+        self,
+        said: Said,  # of the level above
+        above: torch.Tensor,  # [B, n] places of the parents in it
+        tokens: torch.Tensor,  # [B, n]
+        depth: int,
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
+    ) -> Said:
+        """What is said at drafted nodes of one depth, which stay pending.
+
+        `visible` says which of the nodes drafted so far, and of these, each one descends from or
+        is.
+        """
+        cache = self.cache
+        assert cache.lengths is not None
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        drafted = self.drafter.draft(
+            said.outputs[rows, above],
+            tokens,
+            cache.lengths[:, None] + depth - 1,
+            cache.mask(visible),
+            cache.columns(tokens),
+            cache.keys,
+            cache.values,
+        )
+        cache.stay(tokens.shape[1])
+        return Said(*drafted)
+
+
 class RecurrentSession(DraftSession):
     """A recurrent head at work on one batch."""
 
     def __init__(self, drafter: RecurrentDrafter):
         self.drafter = drafter
-        self.reader = DraftReader(drafter.head, drafter.target)
+        self.reader = DraftReader(drafter)
         self.unread: list[Committed] = []
         self.roots: torch.Tensor | None = None  # [B]
-        self.outputs: torch.Tensor | None = None  # [B, 1, D], at the roots
+        self.said: Said | None = None  # at the roots
 
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
@@ -154,16 +269,16 @@ class RecurrentSession(DraftSession):
 
     def _read(self) -> None:
         for committed in self.unread:
-            self.outputs = self.reader.read(committed)
+            self.said = self.reader.read(committed)
             rows = torch.arange(committed.tokens.shape[0], device=committed.tokens.device)
             self.roots = committed.tokens[rows, committed.lengths - 1]
         self.unread.clear()
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
-        assert self.roots is not None and self.outputs is not None
+        assert self.roots is not None and self.said is not None
         self.reader.cache.keep_rows(rows)
-        self.roots, self.outputs = self.roots[rows], self.outputs[rows]
+        self.roots, self.said = self.roots[rows], Said(*(part[rows] for part in self.said))
         self.unread = [
             Committed(c.tokens[rows], c.features.map(lambda t: t[rows]), c.lengths[rows])
             for c in self.unread
@@ -183,60 +298,37 @@ class RecurrentSession(DraftSession):
         self.reader.cache.discard()
         return tree
 
-    def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        return self.drafter.head.logits(outputs, self.drafter.target).float()
-
-    def _token_ids(self, guesses: torch.Tensor) -> torch.Tensor:
-        """Tokens of the head's guesses, which count the vocabulary that it has."""
-        ids = self.drafter.draft_ids
-        return guesses if ids is None else ids[guesses]
-
     def _grown(self, budget: Budget) -> TokenTree:
         """A tree that goes where the head is most sure of itself."""
-        assert self.roots is not None and self.outputs is not None
-        growth, outputs = TreeGrowth(self.roots), self.outputs
-        visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=outputs.device)
+        assert self.roots is not None and self.said is not None
+        growth, said = TreeGrowth(self.roots), self.said
+        visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=self.roots.device)
         for depth in range(1, budget.depth + 1):
-            logits = self._logits(outputs)
-            width = min(DYNAMIC_WIDTH, budget.nodes - 1, logits.shape[-1])
-            best = logits.topk(width, dim=-1)
-            log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-            growth.add_children(log_probs, self._token_ids(best.indices))
+            width = min(DYNAMIC_WIDTH, budget.nodes - 1, said.ids.shape[-1])
+            log_probs = said.logits[..., :width] - said.total
+            growth.add_children(log_probs, said.ids[..., :width])
             if depth == budget.depth:
                 break
-            tokens, parent_places = growth.open_best(width)
+            tokens, above = growth.open_best(width)
             rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             itself = torch.eye(width, dtype=torch.bool, device=tokens.device)
-            above = visible.expand(len(rows), -1, -1)[rows, parent_places]
-            visible = torch.cat([above, itself.expand(len(rows), -1, -1)], dim=-1)
-            outputs = self.reader.draft(tokens, outputs[rows, parent_places], depth, visible)
+            seen = visible.expand(len(rows), -1, -1)[rows, above]
+            visible = torch.cat([seen, itself.expand(len(rows), -1, -1)], dim=-1)
+            said = self.reader.draft(said, above, tokens, depth, visible)
         return growth.tree(budget.nodes)
 
     def _filled(
         self, shape: TreeShape, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
-        """A tree of a given shape: the best guesses, or guesses drawn without replacement.
+        """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
+        assert self.roots is not None and self.said is not None
+        said, visible = self.said, self.drafter.visible(shape)
 
-        The shape is settled before the first draw, and no drawn child is left out: both are what
-        exact verification needs.
-        """
-        assert self.roots is not None and self.outputs is not None
-        outputs, tokens = self.outputs, [self.roots[:, None]]
-        supports: list[Support] = []
-        levels = self.drafter.levels(shape)
-        for depth, (level, visible) in enumerate(levels):
+        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+            nonlocal said
             if depth > 0:
-                own = tokens[-1][:, level.own]
-                outputs = self.reader.draft(own, outputs[:, level.above], depth, visible)
-            logits = self._logits(outputs)
-            if random is None:
-                guesses = logits.topk(level.width, dim=-1).indices  # [B, n, width]
-            else:
-                guesses, (ids, probs) = drawn(logits, level.width, sampling, random)
-                supports.append((self._token_ids(ids), probs))
-            tokens.append(self._token_ids(guesses[:, level.parents, level.ranks]))
-        filled = torch.cat(tokens, dim=1)
-        if random is None:
-            return TokenTree.from_shape(shape, filled)
-        nodes = torch.cat([level.nodes for level, _ in levels])
-        return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))
+                above = level.above.expand_as(tokens)
+                said = self.reader.draft(said, above, tokens, depth, visible[depth])
+            return said.logits, said.ids
+
+        return filled_tree(shape, self.drafter.levels(shape), self.roots, guess, sampling, random)

@@ -6,25 +6,20 @@ each fills a whole depth, and every node is scored behind its real path.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
 from drafthead.heads.anchors import AnchoredHead, tokens_at
 from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch
-from drafthead.heads.draft_layers import DraftCache
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import (
-    DRAFT_SUPPORT,
-    RowRandom,
-    SamplingConfig,
-    draw_without_replacement,
-    probabilities,
-)
+from drafthead.heads.compilation import Compiled
+from drafthead.heads.draft_layers import CacheColumns, DraftCache
+from drafthead.heads.head_drafter import HeadDrafter
+from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import Budget, StaticTrees, TokenTree, TreeShape
+from drafthead.heads.tree import Budget, TokenTree, TreeShape
 
 
 class SequentialHead(AnchoredHead):
@@ -44,11 +39,14 @@ class SequentialHead(AnchoredHead):
         return None
 
     def read(
-        self, hidden: torch.Tensor, lengths: torch.Tensor, cache: DraftCache | None
+        self,
+        hidden: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
+        cached: CacheColumns,
     ) -> torch.Tensor:
-        """First states [B, S] at the last of the newly committed positions [B, T] of each row."""
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return self.start(hidden[rows, lengths - 1])
+        """First states [B, T, S] at newly committed positions, for a head that remembers them."""
+        raise NotImplementedError
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         """First states [..., S] from hidden [..., D] at the same positions."""
@@ -80,79 +78,82 @@ class SequentialHead(AnchoredHead):
         return SequentialDrafter(self, target, shape)
 
 
-@dataclass(frozen=True)
-class Level:
-    """The inner nodes of one depth of a static tree, and where their children are.
-
-    Of a tree with the paths (0,) (1,) (1, 0) (1, 1), numbered 1 to 4, depth 1 has one inner node:
-    `nodes` (2), second of its depth: `own` (1), under the first inner node of depth 0: `above` (0).
-    The nodes of depth 2 are children 0 and 1 of that one: `parents` (0, 0), `ranks` (0, 1).
-    """
-
-    nodes: torch.Tensor  # [n]
-    own: torch.Tensor  # [n] places among all nodes of their depth
-    above: torch.Tensor  # [n] places of their parents among the inner nodes one depth up
-    parents: torch.Tensor  # [m] for each node one depth down, its parent's place in `nodes`
-    ranks: torch.Tensor  # [m] and which child it is
-    width: int  # most children of one of the nodes
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
 
 
-def levels_of(shape: TreeShape, device: torch.device) -> list[Level]:
-    """The levels of depth 0 to shape.depth - 1."""
-    parents, ranks = shape.parents.tolist(), shape.ranks.tolist()
-    by_depth = [(shape.depths == d).nonzero()[:, 0].tolist() for d in range(shape.depth + 1)]
-    levels, inner_above = [], [-1]  # the root's parent
-    for here, below in pairwise(by_depth):
-        inner = sorted({parents[node] for node in below})
-        level = Level(
-            nodes=torch.tensor(inner, device=device),
-            own=torch.tensor([here.index(node) for node in inner], device=device),
-            above=torch.tensor([inner_above.index(parents[n]) for n in inner], device=device),
-            parents=torch.tensor([inner.index(parents[node]) for node in below], device=device),
-            ranks=torch.tensor([ranks[node] for node in below], device=device),
-            width=1 + max(ranks[node] for node in below),
-        )
-        levels.append(level)
-        inner_above = inner
-    return levels
-
-
-class SequentialDrafter(Drafter):
+class SequentialDrafter(HeadDrafter[SequentialHead]):
     """A sequential head that fills static trees."""
 
     def __init__(self, head: SequentialHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
-        if shape is not None and shape.depth > head.depth:
-            raise UserError(
-                f"a token tree of depth {shape.depth} does not fit a {head.family} head that "
-                f"drafts {head.depth} tokens"
-            )
-        self.head, self.target = head, target
-        self.features = head.features_needed
-        self.trees = StaticTrees(head.path_counts, head.depth, shape)
-        self.budgets = self.trees.budgets
-        self.known_levels: dict[TreeShape, list[Level]] = {}
+        super().__init__(head, target, shape)
+        self.read: Callable[..., torch.Tensor] = self.read_eagerly
+        self.steps: list[Callable[..., State]] = [
+            partial(self._step, index) for index in range(head.depth)
+        ]
 
-    def levels(self, shape: TreeShape) -> list[Level]:
-        """The levels of a tree, made once for each shape."""
-        if shape not in self.known_levels:
-            self.known_levels[shape] = levels_of(shape, self.target.device)
-        return self.known_levels[shape]
+    def read_eagerly(
+        self,
+        hidden: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
+        columns: torch.Tensor,  # [T]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """First states [B, T, S] at new positions, whose keys and values go into the cache."""
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        return self.head.read(hidden, positions, mask, cached)
 
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured after training."""
-        return self.trees.chances(budget) or super().chances(budget)
+    def _step(self, index: int, states: torch.Tensor, tokens: torch.Tensor) -> State:
+        """States [B, n, S'] of nodes of depth `index`, and the guesses of their children.
 
-    def identity(self) -> str:
-        """The shape of the head."""
-        return repr(self.head.config)
+        From the states [B, n, S] of their parents and their tokens [B, n].
+        """
+        states = self.head.advance(states, tokens, index, self.target)
+        return states, *best_guesses(self.head.logits(states, index, self.target))
+
+    def compile(self) -> None:
+        """Compile each depth, and what reads committed positions."""
+        device = self.target.device
+        self.read = Compiled(self.read_eagerly, device, kind_of_reading, changes_of_reading)
+        self.steps = [
+            Compiled(partial(self._step, index), device, kind_of_step, changes_of_step)
+            for index in range(self.head.depth)
+        ]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""
         return SequentialSession(self)
 
 
-Support = tuple[torch.Tensor, torch.Tensor]  # ids and probabilities [B, n, k] of n nodes' children
+def kind_of_reading(hidden: torch.Tensor, *_: object) -> tuple[bool, bool]:
+    """One row or several, one token or several: hidden [B, T, D]."""
+    return hidden.shape[0] == 1, hidden.shape[1] == 1
+
+
+def changes_of_reading(
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> list[tuple[torch.Tensor, int]]:
+    """The dimensions that change from step to step: rows, tokens, columns in use, capacity."""
+    rows = [(tensor, 0) for tensor in (hidden, positions, mask, *keys, *values)]
+    tokens = [(hidden, 1), (positions, 1), (mask, 2), (columns, 0)]
+    return [*rows, *tokens, (mask, 3), *((tensor, 2) for tensor in (*keys, *values))]
+
+
+def kind_of_step(states: torch.Tensor, tokens: torch.Tensor) -> tuple[bool, bool]:
+    """One row or several, one node or several: tokens [B, n]."""
+    return tokens.shape[0] == 1, tokens.shape[1] == 1
+
+
+def changes_of_step(states: torch.Tensor, tokens: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Rows and nodes change from tree to tree."""
+    return [(states, 0), (states, 1), (tokens, 0), (tokens, 1)]
 
 
 class SequentialSession(DraftSession):
@@ -168,10 +169,26 @@ class SequentialSession(DraftSession):
     def commit(self, committed: Committed) -> None:
         """Keep the root and the first state where it was predicted."""
         rows = torch.arange(committed.lengths.shape[0], device=committed.tokens.device)
-        hidden = committed.features.last
+        hidden, last = committed.features.last, committed.lengths - 1
         assert hidden is not None
-        self.state = self.drafter.head.read(hidden, committed.lengths, self.cache)
-        self.roots = committed.tokens[rows, committed.lengths - 1]
+        if self.cache is None:
+            self.state = self.drafter.head.start(hidden[rows, last])
+        else:
+            self.state = self._read(self.cache, hidden, committed.lengths)[rows, last]
+        self.roots = committed.tokens[rows, last]
+
+    def _read(self, cache: DraftCache, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """First states [B, T, S] of newly committed hidden [B, T, D]."""
+        nodes = hidden[..., 0]
+        steps = torch.arange(nodes.shape[1], device=nodes.device)
+        mask = cache.mask((steps[:, None] >= steps)[None])
+        drafter, is_prompt = self.drafter, cache.lengths is None
+        read = drafter.read_eagerly if is_prompt else drafter.read  # prompts are seldom alike
+        positions, columns = cache.positions(nodes), cache.columns(nodes)
+        states = read(hidden, positions, mask, columns, cache.keys, cache.values)
+        cache.stay(nodes.shape[1])
+        cache.commit(lengths)
+        return states
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
@@ -186,49 +203,12 @@ class SequentialSession(DraftSession):
     ) -> TokenTree:
         """Fill the tree depth by depth with the head's best guesses, or with drawn ones."""
         assert self.state is not None and self.roots is not None
-        head, target = self.drafter.head, self.drafter.target
-        shape = self.drafter.trees.shape(budget)
-        levels = self.drafter.levels(shape)
-        states, tokens = self.state[:, None], [self.roots[:, None]]
-        supports: list[Support] = []
-        for index, level in enumerate(levels):
-            own = tokens[-1][:, level.own]  # [B, n]
-            states = head.advance(states[:, level.above], own, index, target)
-            logits = head.logits(states, index, target)  # [B, n, V]
-            if random is None:
-                guesses = logits.topk(level.width, dim=-1).indices  # [B, n, width]
-            else:
-                guesses, support = drawn(logits, level.width, sampling, random)
-                supports.append(support)
-            tokens.append(guesses[:, level.parents, level.ranks])
-        filled = torch.cat(tokens, dim=1)
-        if random is None:
-            return TokenTree.from_shape(shape, filled)
-        nodes = torch.cat([level.nodes for level in levels])
-        return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))
+        drafter, states = self.drafter, self.state[:, None]
 
+        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+            nonlocal states
+            states, logits, ids = drafter.steps[depth](states[:, level.above], tokens)
+            return logits, ids
 
-def drawn(
-    logits: torch.Tensor,  # [B, n, V]
-    count: int,
-    sampling: SamplingConfig,
-    random: RowRandom,
-) -> tuple[torch.Tensor, Support]:
-    """Tokens [B, n, count] drawn without replacement, and the distributions they came from."""
-    top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-    probs = probabilities(top.values, sampling)
-    order = draw_without_replacement(probs, count, random.uniform(*probs.shape[1:]))
-    return top.indices.gather(-1, order), (top.indices, probs)
-
-
-def for_all_nodes(supports: list[Support], nodes: torch.Tensor, num_nodes: int) -> Support:
-    """Supports [B, N, k] of all nodes from those of the inner `nodes` [M], level by level.
-
-    Leaves have no children to draw; their rows say that token 0 is certain.
-    """
-    inner_ids, inner_probs = (torch.cat(parts, dim=1) for parts in zip(*supports, strict=True))
-    batch, _, size = inner_ids.shape
-    ids = torch.arange(size, device=nodes.device).repeat(batch, num_nodes, 1)
-    probs = (ids == 0).to(inner_probs.dtype)
-    ids[:, nodes], probs[:, nodes] = inner_ids, inner_probs
-    return ids, probs
+        shape = drafter.trees.shape(budget)
+        return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)

@@ -49,6 +49,39 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
     assert compiled.compile_seconds > 0
 
 
+@pytest.mark.parametrize(
+    "head",
+    ["parallel", *(pytest.param(f, marks=pytest.mark.slow) for f in ("eagle3", "hydra"))],
+)
+def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
+    target, make_drafter, head
+) -> None:
+    """Trees of the head's own choice, and static ones where children are drawn."""
+    eager, compiled = (make_drafter(f"{head}:own", target) for _ in range(2))
+    compiled.compile()
+    budget = Budget(8, 3)
+    decoders = [Decoder(target, drafter, budget) for drafter in (eager, compiled)]
+
+    def answers(decoder: Decoder, rows: int, length: int, temperature: float) -> list[list[int]]:
+        decoder.end_ids = frozenset()
+        result = decoder.generate(
+            prompts(rows, length), max_new_tokens=40, temperature=temperature, verifier=verifier
+        )
+        steps.append(result.stats.accept_lengths)
+        return result.sequences
+
+    # In the first round all kinds of pass are met; in the second, other lengths of text.
+    for length in (6, 20):
+        before = graphs()
+        for rows, temperature in ((1, 0.0), (3, 0.0), (1, 1.0), (3, 1.0)):
+            verifier = "greedy" if temperature == 0 else "rejection"
+            steps: list[list[list[int]]] = []
+            expected, found = (answers(d, rows, length, temperature) for d in decoders)
+            assert found == expected
+            assert steps[0] == steps[1], "the same proposals are accepted"
+    assert before > 0 and graphs() == before
+
+
 def test_a_second_model_of_the_same_shape_runs_on_its_own_weights(compiled, make_target) -> None:
     Decoder(compiled).generate(prompts(1), max_new_tokens=4)
     other = make_target(seed=2)

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafthead.heads.draft_layers import DecoderLayer, DraftCache, LayerConfig, Rotary
+from drafthead.heads.draft_layers import CacheColumns, DecoderLayer, DraftCache, LayerConfig, Rotary
 from drafthead.heads.target import Target
 
 LLAMA3 = {
@@ -70,7 +70,7 @@ def test_a_shape_keeps_what_is_given_and_takes_the_rest_from_the_target(target) 
 def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
     """Rows advance by different amounts, drafted nodes come and go, one row is dropped."""
     shape, layer, _ = pair
-    rotary, cache = Rotary(shape), DraftCache(num_layers=1)
+    rotary, cache = Rotary(shape), DraftCache([layer])
     length = 300  # past the first capacity
     hidden = torch.randn(3, length, 32)
     causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
@@ -81,7 +81,9 @@ def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
         new = torch.ones(count, count, dtype=torch.bool).tril()[None]
         seen = torch.ones(1, count, cache.pending, dtype=torch.bool)
         mask = cache.mask(torch.cat([seen, new], dim=-1))
-        output = layer(states, rotary(positions), mask, lambda k, v: cache.append(0, k, v))
+        columns = cache.columns(positions)
+        seen_by = CacheColumns(cache.keys, cache.values, columns, mask.shape[-1])
+        output = layer(states, rotary(positions), mask, lambda k, v: seen_by.append(0, k, v))
         cache.stay(count)
         return output
 

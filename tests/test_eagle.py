@@ -60,13 +60,14 @@ def said_afresh(head, target, ids: torch.Tensor, given: int) -> tuple[torch.Tens
     The target has been at `given` positions; the n - 1 ids behind the root are taken as drafted.
     """
     features = features_of(target, ids[:given], head.features_needed)
-    reader = DraftReader(head, target)
+    reader = DraftReader(head.drafter(target))
     read = Committed(ids[None, 1 : given + 1], features, torch.tensor([given]))
-    outputs = [reader.read(read)]
+    said = [reader.read(read)]
     for depth, token in enumerate(ids[given + 1 :], 1):
         above = torch.ones(1, 1, depth, dtype=torch.bool)
-        outputs.append(reader.draft(token[None, None], outputs[-1], depth, above))
-    both = torch.cat(outputs, dim=1)
+        parents = torch.zeros(1, 1, dtype=torch.long)
+        said.append(reader.draft(said[-1], parents, token[None, None], depth, above))
+    both = torch.cat([at.outputs for at in said], dim=1)
     return head.logits(both, target)[0], both[0]
 
 

@@ -193,7 +193,8 @@ class TiedScorer:
 def block_of(target: Target, make_head, kind: str) -> tuple[ParallelHead, Block]:
     head = make_head("parallel", target, correction=kind, seed=3)
     generator = torch.Generator().manual_seed(2)
-    return head, Block(head, target, torch.randn(2, 4, HIDDEN, generator=generator))
+    hidden = torch.randn(2, 4, HIDDEN, generator=generator)
+    return head, Block(head, hidden, target.project(hidden))
 
 
 ROOTS = torch.tensor([9, 10])
@@ -239,7 +240,7 @@ def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -
     if kind == "ties":
         scorer = TiedScorer(2, 4, 5)
     else:
-        scorer = Candidates(block_of(target, make_head, kind)[1], ROOTS)
+        scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
     tree = best_first_tree(ROOTS, scorer, budget)
     for row, root in enumerate(ROOTS.tolist()):
         paths = paths_of(tree, row)
@@ -252,7 +253,7 @@ def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -
 def test_candidates_are_scored_by_the_whole_path_before_them(target, make_head, kind) -> None:
     """The log-probabilities are the corrected logits of the true path, on the candidates."""
     head, block = block_of(target, make_head, kind)
-    scorer = Candidates(block, ROOTS)
+    scorer = Candidates.of(block, ROOTS)
     path = torch.tensor([[9, 20, 21, 22], [10, 30, 31, 32]])
     logits = target.project(block.hidden)
     if head.correction is not None:
@@ -271,7 +272,7 @@ def test_candidates_know_which_tokens_they_follow(target, make_head) -> None:
     block.logits[:, 0, 40] = 1000.0  # certainly the first token
     logits = block.logits[:, 1] + head.correction.output(head.correction.embed(torch.tensor([40])))
     wanted = logits.topk(CANDIDATES).indices.sort().values
-    found = Candidates(block, ROOTS).candidates[:, 1].sort().values
+    found = Candidates.of(block, ROOTS).candidates[:, 1].sort().values
     assert torch.equal(found, wanted)
     assert not torch.equal(found, block.logits[:, 1].topk(CANDIDATES).indices.sort().values)
 

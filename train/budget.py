@@ -25,6 +25,8 @@ class TrainConfig:
     eval_every: int | None = None  # steps between evaluations; there is always one at the end
     overwrite: bool = False  # discard a finished run, or one with other settings, in `output`
     cpu: bool = False  # leave a GPU alone
+    on_policy: bool = False  # at the end, train where decoding with the head would draft
+    on_policy_share: float = 0.3  # of the budget, for that second stage
 
     def __post_init__(self) -> None:
         limits = [self.epochs, self.max_steps, self.max_minutes]
@@ -33,6 +35,8 @@ class TrainConfig:
         counts = [self.batch_rows, self.micro_batch_rows, self.save_every, self.eval_every]
         if any(n is not None and n <= 0 for n in [*limits, *counts, self.save_minutes]):
             raise ValueError("all numbers but the seed must be positive")
+        if not 0 < self.on_policy_share <= 1:
+            raise ValueError(f"on_policy_share must lie in (0, 1], got {self.on_policy_share}")
 
     def accumulation(self, num_processes: int) -> int:
         """Micro-batches of a step in each process; raises UserError when rows would be left."""

@@ -1,7 +1,8 @@
 """The training loop: features from the frozen target, the head's own loss, exact resume.
 
 The loss of a step is the mean over the supervised tokens of all its rows, however they are shared
-among micro-batches and processes, so their number does not change what is learnt.
+among micro-batches and processes, so their number does not change what is learnt. (In the on-policy
+stage each micro-batch replays decoding with a tree of its own.)
 """
 
 import logging
@@ -31,6 +32,7 @@ from drafthead.train.optimizers import (
     lr_share,
     set_learning_rates,
 )
+from drafthead.train.replay import replayed
 from drafthead.train.run_folder import (
     EVALUATION_FILE,
     METRICS_FILE,
@@ -118,6 +120,7 @@ class Trainer:
         self.fingerprint = task.train.fingerprint()
         self.progress = Progress()
         self.step_seconds = 0.0
+        self.on_policy = False  # in the second stage
         self.grad_norm: float | None = None
 
     def fit(self) -> bool:
@@ -193,6 +196,7 @@ class Trainer:
         """One optimiser step; also whether any process was asked to stop."""
         began = time.perf_counter()
         share = self.budget.share_at_next_step(self.progress, self.step_seconds)
+        self._enter_stage(share)
         rates = set_learning_rates(
             self.optimizers, self.peaks, lr_share(self.optimizer_config, share)
         )
@@ -219,6 +223,24 @@ class Trainer:
             )
         return record, stopping > 0
 
+    def _enter_stage(self, share: float) -> None:
+        """Begin the on-policy stage when its share of the budget is all that is left."""
+        config = self.config
+        if config.on_policy and not self.on_policy and share >= 1 - config.on_policy_share:
+            self.on_policy = True
+            logger.info("from step %d on: on-policy, behind what the head misses",
+                        self.progress.step + 1)  # fmt: skip
+
+    def _replay(self, batch: HeadBatch) -> tuple[HeadBatch, float]:
+        """The batch with the roots of decoding; how many supervised places each stands for."""
+        self.model.eval()
+        with torch.no_grad():
+            _, loss = self.model(batch)
+        self.model.train()
+        found = replayed(batch, loss.ranks)
+        assert found.roots is not None
+        return found, loss.ranks.shape[0] / max(1, int(found.roots.sum()))
+
     def _accumulate(
         self, rows: list[int], num_supervised: int
     ) -> tuple[torch.Tensor, tuple[float, float]]:
@@ -238,19 +260,22 @@ class Trainer:
             spec = self.task.head.features_needed
             batch = read_features(self.task.target, tokens, spec, self.config.mixed_precision)
             in_target += self._now() - began
+            weight = 1.0
+            if self.on_policy:
+                batch, weight = self._replay(batch)
             # Random choices of a head depend on the step alone, not on what ran before it.
             torch.manual_seed(self._seed_of(index))
             with accelerator.accumulate(self.model):
                 total, loss = self.model(batch)
                 began = self._now()
-                accelerator.backward(total * scale)
+                accelerator.backward(total * (scale * weight))
                 in_backward += self._now() - began
                 if accelerator.sync_gradients:
                     self.grad_norm = self._clip()
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            sums.append(loss_sums(loss, num_supervised))
+            sums.append(loss_sums(loss, num_supervised, weight))
         return torch.stack(sums).sum(dim=0), (in_target, in_backward)
 
     def _clip(self) -> float | None:
@@ -370,14 +395,14 @@ class Trainer:
         logger.info("the head is in %s", self.folder.path)
 
 
-def loss_sums(loss: HeadLoss, num_supervised: int) -> torch.Tensor:
-    """What is summed over micro-batches and processes, [3 + 3K].
+def loss_sums(loss: HeadLoss, num_supervised: int, weight: float = 1.0) -> torch.Tensor:
+    """What is summed over micro-batches and processes, [3 + 3K]; `weight` is that of the loss.
 
     Loss per supervised token of the step, anchors, right guesses in a row; and for each depth the
     loss, the positions and the right first guesses.
     """
     scalars = [
-        loss.total.detach() / num_supervised,
+        weight * loss.total.detach() / num_supervised,
         torch.tensor(loss.ranks.shape[0]),
         chain_lengths(loss.ranks).sum(),
     ]

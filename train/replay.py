@@ -1,0 +1,66 @@
+"""The second, on-policy stage of training: what decoding with the head would draft behind.
+
+Lossless decoding says what the target says, so on the target's own answers it can only go along
+the answer: from a root it accepts as many tokens as the head's tree holds of what follows, the
+target puts in the next token, which the head had missed, and that is the next root. The ranks of
+the true tokens tell how far each step goes, so that one pass over packed rows replays it all.
+Where answers are others' text, this is decoding under the `match` rule with a target that had
+said them. (Draft-OPD, arXiv 2605.29343, trains from such rejections, replayed from rollouts.)
+"""
+
+from dataclasses import replace
+
+import torch
+
+from drafthead.heads.anchors import anchor_positions
+from drafthead.heads.base import HeadBatch
+from drafthead.heads.tree import Path, grow_tree
+from drafthead.train.evaluation import count_paths
+
+REPLAY_NODES = 16  # of the tree that is drafted behind each root, the root included
+
+
+def replayed(batch: HeadBatch, ranks: torch.Tensor) -> HeadBatch:
+    """The batch with `roots` where decoding drafts: after each token that was missed.
+
+    `ranks` [A, K] are the head's ranks of the true tokens behind all A positions that have a root,
+    row by row. The tree is the best of `REPLAY_NODES` nodes for these ranks.
+    """
+    ranks = ranks.cpu()
+    counts = count_paths(ranks)
+    tree = {(), *grow_tree(counts, REPLAY_NODES).paths}
+    rows, anchors = anchor_positions(batch)
+    conversations = batch.segments[rows, anchors].tolist()
+    keys = list(zip(rows.tolist(), conversations, strict=True))
+    accepted = [accepted_in(tree, tuple(row)) for row in ranks.tolist()]
+    chosen = torch.tensor(roots_of_steps(keys, anchors.tolist(), accepted), dtype=torch.long)
+    chosen = chosen.to(rows.device)
+    roots = torch.zeros_like(batch.supervised)
+    roots[rows[chosen], anchors[chosen] + 1] = True
+    return replace(batch, roots=roots)
+
+
+def accepted_in(tree: set[Path], ranks: Path) -> int:
+    """How many true tokens with these ranks a tree holds in a row: (0, 1) of a chain, 1."""
+    depth = 0
+    while depth < len(ranks) and ranks[: depth + 1] in tree:
+        depth += 1
+    return depth
+
+
+def roots_of_steps(
+    conversations: list[tuple[int, int]], anchors: list[int], accepted: list[int]
+) -> list[int]:
+    """Which of the anchors, in order, decoding drafts from.
+
+    The first of each conversation, and then again and again the one that many accepted tokens and
+    one more behind. Of a conversation with anchors 3 4 5 6 7 and accepted 2 0 0 0 0 those are
+    anchors 3, 6 and 7, so numbers 0, 3 and 4.
+    """
+    chosen: list[int] = []
+    current, next_place = None, 0
+    for number, (conversation, anchor) in enumerate(zip(conversations, anchors, strict=True)):
+        if conversation != current or anchor >= next_place:
+            chosen.append(number)
+            current, next_place = conversation, anchor + accepted[number] + 1
+    return chosen
