@@ -150,7 +150,8 @@ class BlockTransformer(nn.Module):
         hidden = torch.cat([first[:, :, None], others], dim=2).flatten(1, 2)
         for layer, store in zip(self.layers, stores, strict=True):
             hidden = layer(hidden, rotation, mask, store)
-        return self.norm(hidden).unflatten(1, (-1, size))[:, :, size - self.config.depth :]
+        blocks = self.norm(hidden).view(hidden.shape[0], -1, size, hidden.shape[-1])
+        return blocks[:, :, size - self.config.depth :]
 
     def _mask_vector(self, target: Target) -> torch.Tensor:
         if self.mask is not None:

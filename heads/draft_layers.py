@@ -187,7 +187,7 @@ class Attention(nn.Module):
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         """[B, T, heads x head_dim] as [B, heads, T, head_dim]."""
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return states.view(*states.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
 class GatedMlp(nn.Module):
