@@ -22,7 +22,9 @@ from torch._inductor.codegen.cpp_micro_gemm import (
 )
 from torch._inductor.cpu_vec_isa import VecAVX512VNNI, pick_vec_isa
 from torch._inductor.ir import ChoiceCaller
-from torch._inductor.select_algorithm import add_preprocessing_fn
+from torch._inductor.select_algorithm import ExternKernelCaller, add_preprocessing_fn
+
+from drafthead.heads.compilation import CACHE_TAG
 
 # Rows and columns of a block of sums, 8 x 32 in 16 of the 32 registers; values multiplied at once.
 BLOCK = (8, 32, 2)
@@ -153,9 +155,14 @@ inline void {{kernel_name}}_rows(
         return LayoutType.VNNI2
 
 
-def prefer_few_rows(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
-    """The kernel alone where it is among the choices, so that no time is spent on trying them."""
-    return [choice for choice in choices if FewRowsBf16.__name__ in choice.name] or choices
+def chosen(choices: list[ChoiceCaller]) -> list[ChoiceCaller]:
+    """For our graphs the kernel where it is among the choices, and else what torch calls by
+    default: trying them out would take seconds for each product.
+    """
+    if torch.compiler.config.cache_key_tag != CACHE_TAG:
+        return choices
+    ours = [choice for choice in choices if FewRowsBf16.__name__ in choice.name]
+    return ours or [c for c in choices if isinstance(c, ExternKernelCaller)] or choices
 
 
-add_preprocessing_fn(prefer_few_rows)
+add_preprocessing_fn(chosen)

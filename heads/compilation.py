@@ -32,7 +32,7 @@ CPU_OPTIONS: dict[str, Any] = {
 GENERATED_PRODUCTS = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP,ATEN"}
 GPU_OPTIONS = {"triton.cudagraphs": True}
 # Compiled code of an older version of our kernels is not to be taken from torch's cache.
-CACHE_TAG = "drafthead kernels 2"
+CACHE_TAG = "drafthead kernels 3"
 # A process may compile several models and kinds of shape through the same code. Beyond its own,
 # smaller number of graphs torch would refuse.
 MOST_GRAPHS = 256
