@@ -48,9 +48,9 @@ def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
     For root "a", accepted "b c" and bonus "d" the path is a b c and the tokens are b c d.
     """
     path_tokens = tree.tokens.gather(1, acceptance.path)
-    following = torch.cat([path_tokens[:, 1:], acceptance.bonus[:, None]], dim=1)
     last = acceptance.length[:, None] - 1
-    return following.scatter(1, last, acceptance.bonus[:, None])
+    # Rolled and not cut by its first: a compiled graph for any P has no dimension that may be 1.
+    return path_tokens.roll(-1, dims=1).scatter(1, last, acceptance.bonus[:, None])
 
 
 def to_host(

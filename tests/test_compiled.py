@@ -37,8 +37,9 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
     for rows in (1, 3):
         expected = plain.generate(prompts(rows), max_new_tokens=40).sequences
         assert Decoder(compiled).generate(prompts(rows), max_new_tokens=40).sequences == expected
-        decoder = Decoder(compiled, drafter, Budget(8, 3))
-        assert decoder.generate(prompts(rows), max_new_tokens=40).sequences == expected
+        for budget in (Budget(2, 1), Budget(8, 3)):  # the smallest tree first
+            decoder = Decoder(compiled, drafter, budget)
+            assert decoder.generate(prompts(rows), max_new_tokens=40).sequences == expected
     before = graphs()
     assert before > 0
     for nodes, rows in ((8, 1), (16, 1), (4, 3), (6, 2), (12, 5)):
