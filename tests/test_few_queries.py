@@ -37,8 +37,11 @@ def attention() -> Compiled:
         attend,
         torch.device("cpu"),
         torch.bfloat16,
-        kind=lambda query, keys, values, mask: (query.shape, keys.shape, mask.dtype),
-        sizes=lambda query, keys, values, mask: [[(mask, 3)]],
+        kind=lambda query, keys, values, mask: (
+            (query.shape[1], query.shape[2] == 1),
+            (keys.shape, mask.dtype),
+        ),
+        sizes=lambda query, keys, values, mask: [[(mask, 3)], [(query, 2), (mask, 2)]],
     )
 
 
