@@ -58,7 +58,7 @@ def test_static_trees_are_numbered_and_filled_as_medusas(case: Case) -> None:
         assert torch.equal(shape.ancestors.float(), io[f"{name}.medusa_attn_mask"][0, 0])
         assert torch.equal(shape.depths, io[f"{name}.medusa_position_ids"])
         assert leaf_rows(shape) == io[f"{name}.retrieve_indices"].tolist()
-        layout = MedusaLayout(shape, shape.depth, torch.device("cpu"))
+        layout = MedusaLayout(shape, torch.device("cpu"))
         places = 1 + 10 * layout.head_of_node + layout.ranks  # behind the root, 10 for each head
         assert torch.equal(places, io[f"{name}.tree_indices"][1:])
         best = io[f"{name}.in_medusa_logits"][:, 0, 0].topk(10).indices
