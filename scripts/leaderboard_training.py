@@ -18,7 +18,6 @@ from drafthead.scripts.leaderboard_config import Board, Entry
 from drafthead.scripts.measuring import prompt_ids
 from drafthead.train.conversations import read_conversations
 from drafthead.train.features import check_row_length
-from drafthead.train.run_folder import RunFolder
 
 STOPPED = 130  # exit status of a training that was stopped and can be continued
 
@@ -58,7 +57,7 @@ def check_entry(entry: Entry, target: Target) -> int:
     try:
         run.train.accumulation(1)
         check_row_length(target, run.target.name, run.data.max_length)
-        RunFolder(entry.folder, run.settings()).status(run.train.overwrite)
+        run.folder().status(run.train.overwrite)
         family = head_family(run.family)
         with torch.device("meta"):
             head = family(family.sized(run.head, target))
@@ -79,7 +78,7 @@ def train_entries(board: Board, say: Callable[[str], None]) -> Trained:
     """Train what is not finished, one after the other; `say` is told what begins."""
     anew = False
     for number, entry in enumerate(board.entries, 1):
-        folder = RunFolder(entry.folder, entry.run.settings())
+        folder = entry.run.folder()
         status = folder.status(entry.run.train.overwrite)
         about = f"entry {number} of {len(board.entries)}, {entry.name}"
         if status == "finished":

@@ -44,7 +44,7 @@ from drafthead.train.head_data import (
     pack_sequences,
 )
 from drafthead.train.run_config import load_run_config
-from drafthead.train.run_folder import cut_log, first_difference
+from drafthead.train.run_folder import RunFolder, cut_log, first_difference
 from drafthead.train.train_heads import train
 
 ROOT = Path(__file__).parent.parent
@@ -547,3 +547,13 @@ def test_overwriting_is_no_difference_between_runs():
     old, new = {"train": {"overwrite": False}}, {"train": {"overwrite": True}}
     assert first_difference(old, new) is None
     assert first_difference(old, {"train": {"seed": 1}}) == "train.seed was None and is now 1"
+
+
+def test_a_run_recorded_before_a_setting_existed_goes_on_with_its_default(tmp_path: Path):
+    recorded, defaults = {"train": {"seed": 1}}, {"train": {"on_policy": False}}
+    RunFolder(tmp_path, recorded, defaults={}).finish()
+    now = {"train": {"seed": 1, "on_policy": False}}
+    assert RunFolder(tmp_path, now, defaults).status(overwrite=False) == "finished"
+    other = {"train": {"seed": 1, "on_policy": True}}
+    with pytest.raises(UserError, match="on_policy was False and is now True"):
+        RunFolder(tmp_path, other, defaults).status(overwrite=False)

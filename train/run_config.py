@@ -6,7 +6,7 @@ its family. Nothing is loaded before the whole configuration is known to make se
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from drafthead.train.budget import TrainConfig
 from drafthead.train.features import TargetConfig
 from drafthead.train.head_data import DataConfig
 from drafthead.train.optimizers import OptimizerConfig
-from drafthead.train.run_folder import Settings
+from drafthead.train.run_folder import RunFolder, Settings
 
 DEFAULT_FAMILY = "medusa"
 
@@ -47,15 +47,29 @@ class RunConfig:
         if self.data.validation == self.data.train:
             raise UserError(f"data.validation is the training data itself: {self.data.train}")
 
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The dataclass of each section."""
+        return {
+            "target": self.target,
+            "head": self.head,
+            "data": self.data,
+            "optimizer": self.optimizer,
+            "train": self.train,
+        }
+
     def settings(self) -> Settings:
         """The resolved configuration as a YAML or JSON file would say it."""
-        return {
-            "target": asdict(self.target),
-            "head": {"family": self.family, **asdict(self.head)},
-            "data": asdict(self.data),
-            "optimizer": asdict(self.optimizer),
-            "train": asdict(self.train),
+        written = {name: asdict(section) for name, section in self.sections.items()}
+        return written | {"head": {"family": self.family, **written["head"]}}
+
+    def folder(self) -> RunFolder:
+        """Where the run's files are, with what older versions of them mean."""
+        defaults = {
+            name: {f.name: f.default for f in fields(section) if f.default is not MISSING}
+            for name, section in self.sections.items()
         }
+        return RunFolder(Path(self.train.output), self.settings(), defaults)
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,11 @@ def first_difference(old: Settings, new: Settings) -> str | None:
 class RunFolder:
     """One run's folder. Reading is for every process, writing for the main one alone."""
 
-    def __init__(self, path: Path, settings: Settings):
+    def __init__(self, path: Path, settings: Settings, defaults: Settings):
+        """`defaults` is what a run did for a setting that its record does not know yet."""
         # What JSON gives back is compared with what JSON gave, so tuples and lists are alike.
         self.path, self.settings = path, json.loads(json.dumps(settings))
+        self.defaults: Settings = json.loads(json.dumps(defaults))
         self.states = path / "state"
 
     def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
@@ -83,7 +85,7 @@ class RunFolder:
         finished = record.get("finished", False)
         if not finished and self.latest_state() is None:
             return "new"
-        difference = first_difference(record["settings"], self.settings)
+        difference = first_difference(self._completed(record["settings"]), self.settings)
         if overwrite and (finished or difference):
             return "new"
         if difference:
@@ -92,6 +94,10 @@ class RunFolder:
                 "train.output, or discard that run with train.overwrite=true"
             )
         return "finished" if finished else "resumable"
+
+    def _completed(self, recorded: Settings) -> Settings:
+        """Recorded settings, and the defaults of those that came with a later version."""
+        return {name: {**self.defaults.get(name, {}), **recorded[name]} for name in recorded}
 
     def begin(self, resumed: Progress | None) -> None:
         """Write `run.json` and remove what lies beyond the state that the run continues from."""

@@ -18,7 +18,6 @@ from drafthead.train.features import load_target
 from drafthead.train.head_data import load_packed
 from drafthead.train.loop import Trainer, TrainingTask
 from drafthead.train.run_config import RunConfig, load_run_config
-from drafthead.train.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ SECONDS_FOR_MAIN = 15
 def train(config: RunConfig) -> bool:
     """Train a head as configured; False when it was interrupted and can be continued."""
     accelerator = build_accelerator(config)
-    folder = RunFolder(Path(config.train.output), config.settings())
+    folder = config.folder()
     if folder.status(config.train.overwrite) == "finished":
         logger.info("%s holds this very run, finished: nothing to do", folder.path)
         return True
