@@ -20,7 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 
-from drafthead.heads.cpu_attention import CpuAttention
+from drafthead.heads.cpu_kernels import CpuKernels
 from drafthead.heads.errors import UserError
 
 CPU_OPTIONS: dict[str, Any] = {
@@ -28,11 +28,7 @@ CPU_OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
     "cpp.enable_concat_linear": True,
 }
-# Matrix products by generated code where heads.bf16_gemm has a kernel for them, else by oneDNN.
-GENERATED_PRODUCTS = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP,ATEN"}
 GPU_OPTIONS = {"triton.cudagraphs": True}
-# Compiled code of an older version of our kernels is not to be taken from torch's cache.
-CACHE_TAG = "drafthead kernels 3"
 # A process may compile several models and kinds of shape through the same code. Beyond its own,
 # smaller number of graphs torch would refuse.
 MOST_GRAPHS = 256
@@ -69,7 +65,12 @@ class Compiled:
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
         if self.has_kernels:
-            self.options = self.options | GENERATED_PRODUCTS
+            from drafthead.heads.kernels.few_rows import TogetherOnOneInput
+
+            self.options = self.options | {
+                "joint_custom_post_pass": TogetherOnOneInput(),
+                "epilogue_fusion": False,  # into our kernels, which store what they compute
+            }
         self.graphs: dict[Hashable, Callable[..., Any]] = {}
         self.seconds = 0.0
 
@@ -92,7 +93,6 @@ class Compiled:
             with (
                 torch._inductor.config.patch(self.options),
                 torch._dynamo.config.patch(automatic_dynamic_shapes=False),
-                torch.compiler.config.patch(cache_key_tag=CACHE_TAG),  # type: ignore[attr-defined]
             ):
                 result = graph(*arguments)
         except (TorchDynamoException, InductorError) as error:
@@ -113,7 +113,7 @@ class Compiled:
             first, first_dim = place[0]
             for tensor, dim in place[1:]:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
-        with CpuAttention(self.has_kernels) if self.on_cpu else nullcontext():
+        with CpuKernels(self.has_kernels) if self.on_cpu else nullcontext():
             return self.function(*arguments)
 
 
@@ -121,7 +121,7 @@ def has_kernels() -> bool:
     """Whether our own kernels can be compiled for this processor, by this version of torch."""
     try:
         # Importing them takes seconds, is needed only here, and makes them known to torch.
-        from drafthead.heads import bf16_gemm, few_queries  # noqa: F401
+        from drafthead.heads.kernels import few_rows
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "
@@ -129,7 +129,7 @@ def has_kernels() -> bool:
             stacklevel=2,
         )
         return False
-    return bf16_gemm.has_kernel()
+    return few_rows.has_kernel()
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

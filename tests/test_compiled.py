@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from drafthead.heads.cpu_attention import attention_of_one
+from drafthead.heads.cpu_kernels import attention_of_one
 from drafthead.heads.errors import UserError
 from drafthead.heads.tree import Budget
 from drafthead.infer.compiled import CompiledTarget

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from drafthead.heads import bf16_gemm, few_queries
 from drafthead.heads.compilation import Compiled
+from drafthead.heads.kernels import few_queries, few_rows
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.pass_times import endless, pass_alone
 from drafthead.infer.run import Run
 
 pytestmark = pytest.mark.skipif(
-    not bf16_gemm.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 CAPACITY = 96  # columns of the cache, of which a pass sees a part
 SIZES = [  # rows, heads, heads of keys, queries, columns, size of a head, type of the mask

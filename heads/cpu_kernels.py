@@ -1,24 +1,27 @@
-"""Attention in passes that are compiled for a CPU, where torch's own kernel wastes its time.
+"""What compiled passes run on a CPU instead of torch's own products and attention.
 
-It works through blocks of queries: with few of them its time is spent on preparations, and with one
-query it grows five times as fast with the number of keys.
+torch's attention works through blocks of queries: with few of them its time is spent on
+preparations, and with one query it grows five times as fast with the number of keys.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
-class CpuAttention(TorchFunctionMode):
-    """Replaces torch's attention: by ours in bfloat16, by plain products for a single query."""
+class CpuKernels(TorchFunctionMode):
+    """Replaces torch's products and attention: by ours in bfloat16, by simple ones where those
+    are faster.
+    """
 
-    def __init__(self, has_kernel: bool):
-        """`has_kernel` says whether `few_queries` is there to be compiled."""
+    def __init__(self, has_kernels: bool):
+        """`has_kernels` says whether `few_rows` and `few_queries` are there to be compiled."""
         super().__init__()
-        self.has_kernel = has_kernel
+        self.has_kernels = has_kernels
 
     def __torch_function__(
         self,
@@ -27,9 +30,11 @@ class CpuAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace `scaled_dot_product_attention`, and nothing else."""
+        """Replace `linear` and `scaled_dot_product_attention`, and nothing else."""
         if func is functional.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
+        if func is functional.linear and self.has_kernels:
+            return product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def attention(
@@ -48,13 +53,28 @@ class CpuAttention(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             blocked = torch.finfo(query.dtype).min
             attn_mask = query.new_zeros(attn_mask.shape).masked_fill(~attn_mask, blocked)
-        if self.has_kernel and attn_mask is not None and query.shape[-1] % 32 == 0:
+        if self.has_kernels and attn_mask is not None and query.shape[-1] % 32 == 0:
             return torch.ops.drafthead.attend(query, key, value, attn_mask, scale)
         if query.shape[2] == 1:
             return attention_of_one(query, key, value, attn_mask, scale, enable_gqa)
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+
+def product(
+    x: torch.Tensor,  # [..., K]
+    weight: torch.Tensor,  # [N, K]
+    bias: torch.Tensor | None = None,  # [N]
+) -> torch.Tensor:
+    """x weight^T + bias [..., N], from packed weights where the weights stay as they are."""
+    even = weight.shape[1] % 2 == 0  # values are multiplied in pairs
+    if not (
+        isinstance(weight, nn.Parameter) and x.dtype == weight.dtype == torch.bfloat16 and even
+    ):
+        return functional.linear(x, weight, bias)
+    packed = torch.ops.drafthead.pack([weight])
+    return torch.ops.drafthead.linear(x, packed, weight.shape[0], bias)
 
 
 def attention_of_one(

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.heads import bf16_gemm
 from drafthead.heads.compilation import Compiled
+from drafthead.heads.kernels import few_rows
 
 pytestmark = pytest.mark.skipif(
-    not bf16_gemm.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 CPU = torch.device("cpu")
 
@@ -45,17 +45,49 @@ def inputs(layers: nn.ModuleList, rows: int) -> list[torch.Tensor]:
     return [torch.randn(rows, layer.in_features).bfloat16() for layer in layers]
 
 
-def test_generated_code_uses_the_kernel(layers, monkeypatch) -> None:
+def made_by(call, monkeypatch) -> list[int]:
+    """Columns of the products that are compiled when `call` is called."""
     made = []
-    define = bf16_gemm.FewRowsBf16.codegen_define
+    render = few_rows.LinearTemplate.render
     monkeypatch.setattr(
-        bf16_gemm.FewRowsBf16,
-        "codegen_define",
-        lambda self, kernel: made.append(self) or define(self, kernel),
+        few_rows.LinearTemplate,
+        "render",
+        lambda self, **given: made.append(int(self.layout.size[1])) or render(self, **given),
     )
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
-        compiled(layers)(*inputs(layers, 1))
-    assert made
+        call()
+    return made
+
+
+def test_generated_code_uses_the_kernel(layers, monkeypatch) -> None:
+    made = made_by(lambda: compiled(layers)(*inputs(layers, 1)), monkeypatch)
+    assert set(made) == {128, 40, 33}
+
+
+def test_products_of_one_input_are_one_product(layers, monkeypatch) -> None:
+    """Such as queries, keys and values; a product with a bias is not joined to one without."""
+    torch.manual_seed(0)
+    others = [nn.Linear(96, n, bias=bias).bfloat16() for n, bias in ((40, False), (8, True))]
+    alike = nn.ModuleList([*layers[:2], *others]).requires_grad_(False)
+    x = torch.randn(3, 96).bfloat16()
+    found: list[torch.Tensor] = []
+    made = made_by(lambda: found.extend(compiled(alike)(*[x] * 4)), monkeypatch)
+    assert set(made) == {128 + 40, 40 + 8}
+    for layer, result in zip(alike, found, strict=True):
+        torch.testing.assert_close(result, layer(x), rtol=2**-7, atol=1e-3)
+
+
+def test_graphs_share_one_packed_copy_of_a_weight(monkeypatch) -> None:
+    packed = []
+    in_blocks = few_rows.in_blocks
+    monkeypatch.setattr(few_rows, "in_blocks", lambda w: packed.append(w) or in_blocks(w))
+    layer = nn.Linear(64, 32, bias=False).bfloat16().requires_grad_(False)
+    layers = nn.ModuleList([layer])
+    product = compiled(layers)
+    with torch.inference_mode():
+        for rows in (1, 5):  # a graph each
+            product(*inputs(layers, rows))
+    assert len(product.graphs) == 2 and len(packed) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 21])

@@ -14,6 +14,7 @@ A query's sums are taken in the order of the columns and do not depend on the ot
 from typing import Any
 
 import torch
+import torch._inductor.lowering  # first: the parts of the code generator import each other
 from torch._inductor import ir
 from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.lowering import register_lowering

@@ -1,0 +1,257 @@
+"""Matrix products of few bfloat16 rows, for processors with AVX512-BF16.
+
+Decoding multiplies each weight matrix with one row, or with one row a tree node, so a pass is as
+fast as weights come from memory. oneDNN, which torch calls by default, spends about 20 us on each
+call and reads at half of the memory's speed. Here weights are packed once in the order in which
+they are read, and one function, which torch's code generator compiles into the graph of a pass,
+multiplies up to eight rows at a time with a block of 32 columns.
+
+Every row is summed in the same order whatever the number of rows, so a product gives a row the
+same bits in a pass over one token as in a pass over a tree.
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch._inductor.lowering  # first: the parts of the code generator import each other
+from torch._inductor import ir
+from torch._inductor.codegen.cpp_template import CppTemplate
+from torch._inductor.cpu_vec_isa import VecAVX512VNNI, pick_vec_isa
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.utils import parallel_num_threads
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from drafthead.heads.kernels import few_queries
+
+ROWS, COLUMNS = 8, 32  # of a block of sums, which fill 16 of the 32 registers
+
+# Packed weights by the first of them: the graphs of a model share one copy.
+packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def has_kernel() -> bool:
+    """Whether this processor runs the kernel below and has nothing better (such as AMX)."""
+    return (
+        torch.cpu.get_capabilities().get("avx512_bf16", False)
+        and type(pick_vec_isa()) is VecAVX512VNNI
+    )
+
+
+@torch.library.custom_op("drafthead::pack", mutates_args=())
+def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Weights [N, K], one below the other, in the order in which the kernel reads them.
+
+    [N / 32, K / 2, 32, 2]: blocks of 32 columns of the product, with the values that are
+    multiplied together next to each other. Columns are filled up with zeros.
+    """
+    known = packed_weights.setdefault(weights[0], {})
+    others = tuple(weight.data_ptr() for weight in weights[1:])
+    if others not in known:
+        known[others] = in_blocks(torch.cat(list(weights)))
+    return known[others]
+
+
+def in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """`pack` of one weight [N, K]."""
+    missing = -weight.shape[0] % COLUMNS
+    columns = functional.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
+    return columns.unflatten(-1, (-1, 2)).transpose(1, 2).contiguous()
+
+
+@pack.register_fake
+def _(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    columns, inner = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return weights[0].new_empty(-(-columns // COLUMNS), inner // 2, COLUMNS, 2)
+
+
+@torch.library.custom_op("drafthead::linear", mutates_args=())
+def linear(
+    x: torch.Tensor,  # [..., K]
+    packed: torch.Tensor,  # [N / 32, K / 2, 32, 2], from `pack`
+    size: int,  # N
+    bias: torch.Tensor | None,  # [N]
+) -> torch.Tensor:
+    """x weight^T + bias [..., N]."""
+    weight = packed.transpose(1, 2).flatten(2).flatten(0, 1)[:size]
+    return functional.linear(x, weight, bias)
+
+
+@linear.register_fake
+def _(x: torch.Tensor, packed: torch.Tensor, size: int, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], size)
+
+
+@register_lowering(torch.ops.drafthead.linear.default, type_promotion_kind=None)
+def _lower(x: Any, packed: Any, size: int, bias: Any) -> Any:
+    """The operation in the code generator's graph: a call of the function below."""
+    *outer, inner = x.get_size()
+    view = lowerings[torch.ops.aten.view.default]
+    rows = ir.ExternKernel.require_contiguous(view(x, [prod(outer), inner]))
+    nodes = [rows, *(ir.ExternKernel.realize_input(part) for part in (packed, bias) if part)]
+    layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [prod(outer), size], [size, 1])
+    template = LinearTemplate("linear", nodes, layout, parallel_num_threads())
+    return view(template.generate().output_node(), [*outer, size])
+
+
+class TogetherOnOneInput(CustomGraphPass):
+    """Products of one input, such as queries, keys and values, become one product."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Change the graph of a pass before its weights are packed."""
+        product = torch.ops.drafthead.linear.default
+        alike = defaultdict(list)
+        for node in graph.find_nodes(op="call_function", target=product):
+            alike[node.args[0], node.args[3] is None].append(node)
+        for nodes in alike.values():
+            if len(nodes) > 1:
+                self.join(graph, nodes)
+
+    def join(self, graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
+        """Put one product and its parts in the place of several."""
+        x, biases = nodes[0].args[0], [node.args[3] for node in nodes]
+        sizes: list[int] = [node.args[2] for node in nodes]  # type: ignore[misc]
+        weights = [weight for node in nodes for weight in node.args[1].args[0]]  # type: ignore
+        with graph.inserting_before(nodes[0]):
+            packed = graph.call_function(torch.ops.drafthead.pack.default, (weights,))
+            bias = None
+            if biases[0] is not None:
+                bias = graph.call_function(torch.ops.aten.cat.default, (biases,))
+            arguments = (x, packed, sum(sizes), bias)
+            whole = graph.call_function(torch.ops.drafthead.linear.default, arguments)
+            parts = graph.call_function(torch.ops.aten.split_with_sizes.default, (whole, sizes, -1))
+            for index, node in enumerate(nodes):
+                part = graph.call_function(operator.getitem, (parts, index))
+                node.replace_all_uses_with(part)
+                part.meta.update(node.meta)
+        for node in nodes:
+            graph.erase_node(node)
+
+    def uuid(self) -> Any:
+        """Compiled code of another version of the kernels is not to be taken from torch's cache."""
+        return get_hash_for_files((__file__, few_queries.__file__))
+
+
+class LinearTemplate(CppTemplate):
+    """The source of the function, for the code generator."""
+
+    SOURCE = r"""
+{{template.header().getvalue()}}
+
+#ifndef DRAFTHEAD_LINEAR  // one file may hold this for inputs of several sizes
+#define DRAFTHEAD_LINEAR
+namespace {
+#define INLINE __attribute__((always_inline))
+
+// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored
+template <int R>
+inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* block,
+                     const at::BFloat16* bias, at::BFloat16* out, int64_t size, int columns) {
+    const __mmask16 some[2] = {
+        (__mmask16)((1u << std::min(columns, 16)) - 1),
+        (__mmask16)((1u << std::max(columns - 16, 0)) - 1),
+    };
+    __m512 sums[2 * R];
+    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
+        if (bias) {
+            auto half = _mm256_maskz_loadu_epi16(some[i % 2], bias + i % 2 * 16);
+            sums[i] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+        } else {
+            sums[i] = _mm512_setzero_ps();
+        }
+    });
+    // One instruction multiplies a pair of x, repeated 16 times, with the pairs of 16 columns.
+    auto pair = [&](int64_t k) INLINE {
+        auto weights = [&](int c) INLINE {
+            return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
+        };
+        __m512bh left = weights(0), right = weights(1);
+        if constexpr (R <= 4) {  // with few rows the wait is for memory; else for arithmetic
+            _mm_prefetch((const char*)(block + (k + 64) * 32), _MM_HINT_T0);
+            _mm_prefetch((const char*)(block + (k + 65) * 32), _MM_HINT_T0);
+        }
+        c10::ForcedUnroll<R>{}([&](auto r) INLINE {
+            auto both = *reinterpret_cast<const int32_t*>(x + r * inner + k);
+            __m512bh a = (__m512bh)_mm512_set1_epi32(both);
+            sums[2 * r] = _mm512_dpbf16_ps(sums[2 * r], a, left);
+            sums[2 * r + 1] = _mm512_dpbf16_ps(sums[2 * r + 1], a, right);
+        });
+    };
+    int64_t k = 0;
+    for (; k + 8 <= inner; k += 8) {
+        pair(k);
+        pair(k + 2);
+        pair(k + 4);
+        pair(k + 6);
+    }
+    for (; k < inner; k += 2) {
+        pair(k);
+    }
+    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
+        auto half = (__m256i)_mm512_cvtneps_pbh(sums[i]);
+        _mm256_mask_storeu_epi16(out + i / 2 * size + i % 2 * 16, some[i % 2], half);
+    });
+}
+#undef INLINE
+
+template <int R>
+inline void multiply_rest(int64_t rows, const at::BFloat16* x, int64_t inner,
+                          const at::BFloat16* block, const at::BFloat16* bias,
+                          at::BFloat16* out, int64_t size, int columns) {
+    if constexpr (R > 0) {
+        if (rows == R) multiply<R>(x, inner, block, bias, out, size, columns);
+        else multiply_rest<R - 1>(rows, x, inner, block, bias, out, size, columns);
+    }
+}
+
+void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat16* bias,
+            at::BFloat16* out, int64_t rows, int64_t inner, int64_t size, int threads) {
+    constexpr int ROWS = {{rows}};
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < size; first += 32) {
+        const auto* block = packed + first * inner;
+        const auto* biases = bias ? bias + first : nullptr;
+        const int columns = std::min<int64_t>(32, size - first);
+        int64_t r = 0;
+        for (; r + ROWS <= rows; r += ROWS) {
+            multiply<ROWS>(x + r * inner, inner, block, biases, out + r * size + first, size,
+                           columns);
+        }
+        multiply_rest<ROWS - 1>(rows - r, x + r * inner, inner, block, biases,
+                                out + r * size + first, size, columns);
+    }
+}
+}  // namespace
+#endif
+
+extern "C"
+{{kernel.def_kernel(inputs=inputs, outputs={"output": output})}}
+{
+    {{kernel.maybe_codegen_profile("linear")}}
+    linear(&{{kernel.index(x, [0, 0])}}, packed, {{"bias" if bias else "nullptr"}}, output,
+           {{kernel.size(x, 0)}}, {{kernel.size(x, 1)}}, {{kernel.size(output, 1)}},
+           {{num_threads}});
+}
+"""
+
+    def render(self, **given: Any) -> str:
+        """The source for the inputs at hand; nothing is fused behind it."""
+        assert not given.get("epilogue_nodes")
+        kernel = given["kernel"]
+        inputs = dict(zip(("x", "packed", "bias"), self.input_nodes, strict=False))
+        options = {
+            "template": self,
+            "kernel": kernel,
+            "inputs": inputs,
+            "x": inputs["x"],
+            "bias": "bias" in inputs,
+            "output": given.get("template_buffer_node") or self.output_node,
+            "rows": ROWS,
+            "num_threads": self.num_threads,
+        }
+        return self._template_from_string(self.SOURCE).render(**options)
