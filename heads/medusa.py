@@ -123,14 +123,15 @@ class MedusaHeads(AnchoredHead):
 class MedusaLayout:
     """A static tree as the index tables that fill it.
 
-    A node of depth d is the `rank`-th guess of head d - 1 under its parent.
+    A node of depth d is the `rank`-th guess of head d - 1 under its parent. The root is counted to
+    the first head and replaced, so that all tables are as long as the tree.
     """
 
     def __init__(self, shape: TreeShape, device: torch.device):
         self.shape = shape
         self.parents = shape.parents[1:].to(device)  # [N - 1]
-        self.ranks = shape.ranks[1:].to(device)  # [N - 1]
-        self.head_of_node = (shape.depths[1:] - 1).to(device)  # [N - 1]
+        self.ranks = shape.ranks.to(device)  # [N]
+        self.head_of_node = (shape.depths - 1).clamp_min(0).to(device)  # [N]
         # Under which head's distribution a node's children stand; leaves of full depth have none.
         self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
 
@@ -142,13 +143,32 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         """Raises UserError when the tree is deeper than the number of heads."""
         super().__init__(head, target, shape)
         self.layouts: dict[TreeShape, MedusaLayout] = {}
-        self.guess: Callable[[torch.Tensor], Guesses] = self._guess
+        self.guess: Callable[..., Guesses] = self._guess
+        self.fill: Callable[..., torch.Tensor] = self._fill
 
-    def _guess(self, hidden: torch.Tensor) -> Guesses:
-        """Logits and ids [B, K, k] of each head's best guesses behind hidden states [B, D]."""
-        heads = range(self.head.depth)
-        logits = [self.head.logits(hidden, index, self.target) for index in heads]
+    def _guess(
+        self,
+        hidden: torch.Tensor,  # [B, T, D] where tokens were predicted
+        lengths: torch.Tensor,  # [B] how many of them count
+    ) -> Guesses:
+        """Logits and ids [B, K, k] of each head's best guesses behind each row's last token."""
+        last = last_of(hidden, lengths)
+        logits = [self.head.logits(last, index, self.target) for index in range(self.head.depth)]
         return best_guesses(torch.stack(logits, dim=1))
+
+    def _fill(
+        self,
+        hidden: torch.Tensor,  # [B, T, D]
+        lengths: torch.Tensor,  # [B]
+        tokens: torch.Tensor,  # [B, T]
+        head_of_node: torch.Tensor,  # [N]
+        ranks: torch.Tensor,  # [N]
+    ) -> torch.Tensor:
+        """Tokens [B, N] of the tree: each node the guess of its rank of its depth's head."""
+        _, ids = self._guess(hidden, lengths)
+        is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
+        roots = last_of(tokens, lengths)[:, None]
+        return torch.where(is_root, roots, ids[:, head_of_node, ranks])
 
     def compile(self) -> None:
         """Compile the heads."""
@@ -156,8 +176,21 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             self._guess,
             self.target.device,
             self.target.dtype,
-            kind=lambda hidden: hidden.shape[0] == 1,
-            sizes=lambda hidden: [[(hidden, 0)]],
+            kind=lambda hidden, lengths: (hidden.shape[0] == 1, hidden.shape[1] == 1),
+            sizes=lambda hidden, lengths: [[(hidden, 0), (lengths, 0)], [(hidden, 1)]],
+        )
+        self.fill = Compiled(
+            self._fill,
+            self.target.device,
+            self.target.dtype,
+            kind=lambda hidden, lengths, tokens, heads, ranks: (
+                (hidden.shape[0] == 1, hidden.shape[1] == 1, ranks.shape[0] == 1)
+            ),
+            sizes=lambda hidden, lengths, tokens, heads, ranks: [
+                [(hidden, 0), (lengths, 0), (tokens, 0)],
+                [(hidden, 1), (tokens, 1)],
+                [(heads, 0), (ranks, 0)],
+            ],
         )
 
     def layout(self, budget: Budget, drawn: bool) -> MedusaLayout:
@@ -174,42 +207,41 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
 
 class MedusaSession(DraftSession):
-    """Medusa heads at work: the state is one hidden state a row."""
+    """Medusa heads at work: the state is what was committed last."""
 
     def __init__(self, drafter: MedusaDrafter):
         self.drafter = drafter
-        self.hidden: torch.Tensor | None = None  # [B, D], where the root was predicted
-        self.roots: torch.Tensor | None = None  # [B]
+        self.hidden: torch.Tensor | None = None  # [B, T, D], where tokens were predicted
+        self.tokens: torch.Tensor | None = None  # [B, T]
+        self.lengths: torch.Tensor | None = None  # [B]; the last of each row is its root
 
     def commit(self, committed: Committed) -> None:
-        """Keep the root and the hidden state that predicted it."""
-        rows = torch.arange(committed.lengths.shape[0], device=committed.tokens.device)
-        last = committed.lengths - 1
+        """Keep the tokens and the hidden states that predicted them."""
         assert committed.features.last is not None
-        self.hidden = committed.features.last[rows, last]
-        self.roots = committed.tokens[rows, last]
+        # Parts of longer rows would need graphs of their own.
+        self.hidden = committed.features.last.contiguous()
+        self.tokens, self.lengths = committed.tokens.contiguous(), committed.lengths
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
-        assert self.hidden is not None and self.roots is not None
-        self.hidden, self.roots = self.hidden[rows], self.roots[rows]
+        assert self.hidden is not None and self.tokens is not None and self.lengths is not None
+        self.hidden, self.tokens = self.hidden[rows], self.tokens[rows]
+        self.lengths = self.lengths[rows]
 
     @torch.no_grad()
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
-        assert self.hidden is not None and self.roots is not None
+        assert self.tokens is not None and self.lengths is not None
         layout = self.drafter.layout(budget, drawn=random is not None)
-        logits, ids = self.drafter.guess(self.hidden)
-        if random is None:
-            return self._best(layout, ids)
-        return self._drawn(layout, logits, ids, sampling, random)
-
-    def _best(self, layout: MedusaLayout, ids: torch.Tensor) -> TokenTree:
-        """Each node is the guess of its rank of its depth's head; ids [B, K, k]."""
-        drafted = ids[:, layout.head_of_node, layout.ranks]  # [B, N - 1]
-        return TokenTree.from_shape(layout.shape, self._with_root(drafted))
+        if random is not None:
+            logits, ids = self.drafter.guess(self.hidden, self.lengths)
+            return self._drawn(layout, logits, ids, sampling, random)
+        tokens = self.drafter.fill(
+            self.hidden, self.lengths, self.tokens, layout.head_of_node, layout.ranks
+        )
+        return TokenTree.from_shape(layout.shape, tokens)
 
     def _drawn(
         self,
@@ -220,16 +252,18 @@ class MedusaSession(DraftSession):
         random: RowRandom,
     ) -> TokenTree:
         """Children drawn without replacement, anew under each parent."""
+        assert self.tokens is not None and self.lengths is not None
         probs = probabilities(logits, sampling)  # [B, K, k]
         draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
         draft_probs = probs[:, layout.head_of_children]
         uniform = random.uniform(*draft_probs.shape[1:])
         order = draw_without_replacement(draft_probs, layout.shape.width, uniform)
         drawn = draft_ids.gather(-1, order)  # [B, N, width]
-        drafted = drawn[:, layout.parents, layout.ranks]  # [B, N - 1]
-        return TokenTree.from_shape(layout.shape, self._with_root(drafted), draft_ids, draft_probs)
+        drafted = drawn[:, layout.parents, layout.ranks[1:]]  # [B, N - 1]
+        tokens = torch.cat([last_of(self.tokens, self.lengths)[:, None], drafted], dim=1)
+        return TokenTree.from_shape(layout.shape, tokens, draft_ids, draft_probs)
 
-    def _with_root(self, drafted: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, N] from the drafted [B, N - 1]."""
-        assert self.roots is not None
-        return torch.cat([self.roots[:, None], drafted], dim=1)
+
+def last_of(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """What stands last in each row: of values [B, T, ...] with lengths [B], [B, ...]."""
+    return values[torch.arange(values.shape[0], device=values.device), lengths - 1]

@@ -1,10 +1,25 @@
 """What becomes of a verified tree: the rule's verdict, and the tokens that it commits."""
 
+from dataclasses import dataclass
+
 import torch
 
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
+from drafthead.heads.target import Features
 from drafthead.heads.tree import TokenTree
-from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier
+from drafthead.infer.verifiers import Acceptance, Verifier
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step commits: the accepted path of each row's tree, and a token behind each node."""
+
+    acceptance: Acceptance
+    tokens: torch.Tensor  # [B, P] behind the path's nodes
+    features: Features  # [B, P, D] at the path's nodes
+    answers: list[list[int]]  # the tokens as lists of each row's accept length
+    paths: list[list[int]]
+    in_place: bool  # whether the path's cache columns stand behind the committed ones
 
 
 def accept(
@@ -23,25 +38,6 @@ def accept(
     return acceptance, following_tokens(tree, acceptance)
 
 
-def accept_greedily(
-    logits: torch.Tensor,  # [B, N, V]
-    tokens: torch.Tensor,  # [B, N]
-    parents: torch.Tensor,  # [B, N]
-    depths: torch.Tensor,  # [B, N]
-    ancestors: torch.Tensor,  # [B, N, N]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`accept` by the greedy rule, on tensors alone so that it can be compiled.
-
-    Returns path [B, N], length [B], bonus [B] and following tokens [B, N]: as long as the tree has
-    nodes, so that one graph serves trees of any depth.
-    """
-    most = tokens.shape[1] - 1
-    tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
-    acceptance = VERIFIERS["greedy"].rule(tree, logits, None)
-    following = following_tokens(tree, acceptance)
-    return acceptance.path, acceptance.length, acceptance.bonus, following
-
-
 def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
     """The token [B, P] behind each node of the accepted path.
 
@@ -53,13 +49,18 @@ def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
     return path_tokens.roll(-1, dims=1).scatter(1, last, acceptance.bonus[:, None])
 
 
-def to_host(
+def in_one_table(
     tokens: torch.Tensor,  # [B, P]
     acceptance: Acceptance,
-) -> tuple[list[list[int]], list[list[int]]]:
+) -> torch.Tensor:
+    """Accept lengths, tokens and paths as one tensor [B, 1 + 2P], for one copy to the host."""
+    return torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1)
+
+
+def to_host(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
     """Each row's tokens and path as lists of its accept length: the step's one synchronisation."""
-    everything = torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1).tolist()
-    width = tokens.shape[1]
-    answers = [row[1 : 1 + row[0]] for row in everything]
-    paths = [row[1 + width : 1 + width + row[0]] for row in everything]
+    width = table.shape[1] // 2
+    rows = table.tolist()
+    answers = [row[1 : 1 + row[0]] for row in rows]
+    paths = [row[1 + width : 1 + width + row[0]] for row in rows]
     return answers, paths

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache
 from drafthead.heads.compilation import Compiled, Sizes
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
-from drafthead.infer.acceptance import accept_greedily
+from drafthead.infer.acceptance import Outcome
+from drafthead.infer.greedy_step import GreedyStep
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
-from drafthead.infer.verifiers import Acceptance
 
 # Columns that attention reads are rounded up to these. A graph for CPUs takes any number of them; a
 # CUDA graph is recorded for one number, so there are to be few.
@@ -28,31 +28,26 @@ class CompiledTarget(Target):
     def __init__(self, target: Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
+        self.steps: dict[FeatureSpec, GreedyStep] = {}
         self.move = Compiled(move_columns, target.device, target.dtype, kind_of_move, sizes_of_move)
-        self.accept = Compiled(
-            accept_greedily, target.device, target.dtype, kind_of_tree, sizes_of_tree
-        )
 
     @property
     def compile_seconds(self) -> float:
         """Time spent on compiling so far."""
-        passes = (made.graphs for made in self.passes.values())
-        return sum(made.seconds for made in (self.move, self.accept, *passes))
+        passes = [made.graphs for made in self.passes.values()]
+        steps = [made.graphs for made in self.steps.values()]
+        return sum(made.seconds for made in (self.move, *passes, *steps))
 
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other."""
         return TreeCache(COLUMNS_A_GRAPH[self.device.type == "cuda"], self.move)
 
-    def accept_greedily(
-        self,
-        tree: TokenTree,
-        logits: torch.Tensor,  # [B, N, V]
-    ) -> tuple[Acceptance, torch.Tensor]:
-        """The greedy rule's verdict, and the token [B, P] behind each accepted node."""
-        path, length, bonus, following = self.accept(
-            logits, tree.tokens, tree.parents, tree.depths, tree.ancestors
-        )
-        return Acceptance(path, length, bonus), following
+    @torch.no_grad()
+    def greedy_step(self, tree: TokenTree, features: FeatureSpec, cache: TreeCache) -> Outcome:
+        """Verify a tree behind a committed prompt and put the accepted path in place."""
+        if features not in self.steps:
+            self.steps[features] = GreedyStep(self, features)
+        return self.steps[features](tree, cache)
 
     @torch.no_grad()
     def run(
@@ -162,33 +157,6 @@ def sizes_of_move(
         [(tensor, 0) for tensor in (*layers, *moves)],
         [(tensor, 1) for tensor in moves],
         [(tensor, 2) for tensor in layers],
-    ]
-
-
-def kind_of_tree(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,  # [B, N]
-    parents: torch.Tensor,
-    depths: torch.Tensor,
-    ancestors: torch.Tensor,
-) -> tuple[bool, ...]:
-    """One row or several; whether rows share their tables or have their own."""
-    shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
-    return tokens.shape[0] == 1, *shared
-
-
-def sizes_of_tree(
-    logits: torch.Tensor,  # [B, N, V]
-    tokens: torch.Tensor,  # [B, N]
-    parents: torch.Tensor,
-    depths: torch.Tensor,
-    ancestors: torch.Tensor,  # [B, N, N]
-) -> Sizes:
-    """The sizes of trees that change: rows and nodes."""
-    tensors = (logits, tokens, parents, depths, ancestors)
-    return [
-        [(tensor, 0) for tensor in tensors],
-        [*((tensor, 1) for tensor in tensors), (ancestors, 2)],
     ]
 
 

@@ -6,13 +6,12 @@ import torch
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom
-from drafthead.heads.target import Features
 from drafthead.heads.tree import Budget
-from drafthead.infer.acceptance import to_host
+from drafthead.infer.acceptance import Outcome
 from drafthead.infer.autoregressive import plain_step
 from drafthead.infer.planner import Planner
 from drafthead.infer.run import Emitted, Run
-from drafthead.infer.verifiers import Acceptance, Verifier
+from drafthead.infer.verifiers import Verifier
 
 
 @torch.inference_mode()
@@ -50,37 +49,22 @@ def step(
     with stats.phase("draft"):
         run.begin_random_step()
         tree = session.propose(budget, run.request.draft_sampling, draws)
-    with stats.phase("verify"):
-        output = run.verify(tree)
-        stats.verified_nodes += tree.num_nodes
-    with stats.phase("accept"):
-        logits = output.logits
-        if run.processing is not None:
-            logits = run.processing.behind_nodes(tree, logits)
-        acceptance, tokens = run.accept(verifier, tree, logits)
-        answers, paths = to_host(tokens, acceptance)
+    stats.verified_nodes += tree.num_nodes
+    outcome = run.judge(tree, verifier)
     with stats.phase("commit"):
-        commit(run, session, acceptance, tokens, output.features, paths)
-        run.roots = acceptance.bonus
-        emitted = run.take_step(answers)
+        commit(run, session, outcome)
+        emitted = run.take_step(outcome.answers)
         run.keep_active(session)
     return emitted
 
 
-def commit(
-    run: Run,
-    session: DraftSession,
-    acceptance: Acceptance,
-    tokens: torch.Tensor,  # [B, P]
-    features: Features,  # of [B, N] nodes
-    paths: list[list[int]],
-) -> None:
+def commit(run: Run, session: DraftSession, outcome: Outcome) -> None:
     """Keep the accepted path in the cache and tell the drafter."""
+    paths, accepted = outcome.paths, outcome.acceptance
     run.lengths = [old + len(path) for old, path in zip(run.lengths, paths, strict=True)]
     width = max(map(len, paths))
-    path = acceptance.path[:, :width]
-    in_place = len(paths) == 1 and paths[0] == list(range(width))
-    run.cache.commit(path, acceptance.length, max(run.lengths), in_place)
-    rows = torch.arange(path.shape[0], device=path.device)[:, None]
-    kept = features.map(lambda hidden: hidden[rows, path])
-    session.commit(Committed(tokens[:, :width], kept, acceptance.length))
+    path = accepted.path[:, :width]
+    run.cache.commit(path, accepted.length, max(run.lengths), outcome.in_place)
+    kept = outcome.features.map(lambda hidden: hidden[:, :width])
+    session.commit(Committed(outcome.tokens[:, :width], kept, accepted.length))
+    run.roots = accepted.bonus

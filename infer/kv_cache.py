@@ -80,6 +80,7 @@ class TreeCache(Cache):
         self.lengths: torch.Tensor | None = None  # [B] committed positions
         self.longest = 0  # max of lengths, known to the host
         self.pending = 0  # nodes written behind the committed positions
+        self.numbers = torch.arange(0)  # of the columns
 
     # ---- what transformers' models call -------------------------------------------------------
 
@@ -148,6 +149,16 @@ class TreeCache(Cache):
         mask[..., end:] = blocked
         return mask
 
+    def make_room(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns [S] that a pass over N new nodes sees, and those [N] that it writes."""
+        assert self.lengths is not None
+        start = self.longest + self.pending
+        width = rounded(start + num_nodes, self.bucket)
+        self._ensure(width)
+        if self.numbers.shape[0] < width:
+            self.numbers = torch.arange(self.keys[0].shape[2], device=self.lengths.device)
+        return self.numbers[:width], self.numbers[start : start + num_nodes]
+
     def next_columns(self, num_nodes: int) -> torch.Tensor:
         """Columns [N] that a pass over N new nodes writes."""
         assert self.lengths is not None
@@ -175,7 +186,7 @@ class TreeCache(Cache):
         path: torch.Tensor,  # [B, P] nodes to keep, in order; anything behind a row's length
         lengths: torch.Tensor,  # [B] how many of them
         longest: int,  # the new maximum of committed positions
-        in_place: bool = False,  # a single row whose kept nodes are 0, 1, 2, ...
+        in_place: bool = False,  # they already are where they belong
     ) -> None:
         """Keep the nodes on the accepted path and forget the others.
 

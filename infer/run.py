@@ -10,13 +10,13 @@ from drafthead.heads.base import Committed, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
-from drafthead.infer.acceptance import accept
+from drafthead.infer.acceptance import Outcome, accept, in_one_table, to_host
 from drafthead.infer.compiled import CompiledTarget, new_cache
 from drafthead.infer.logits_processing import PathProcessing
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
 from drafthead.infer.stopping import Stop
-from drafthead.infer.verifiers import Acceptance, Verifier
+from drafthead.infer.verifiers import Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
@@ -57,7 +57,6 @@ class Run:
         self.features = features.with_last()  # so that plain steps and trees share compiled passes
         self.max_nodes = max_nodes
         self.cache = new_cache(target)
-        self.batch = Batch(request.limits, request.end_ids)
         self.batch = Batch(request.limits, request.end_ids, request.stops)
         self.stats = DecodeStats(
             accept_lengths=[row.accept_lengths for row in self.batch.rows],
@@ -124,16 +123,27 @@ class Run:
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
 
-    def accept(
-        self,
-        verifier: Verifier,
-        tree: TokenTree,
-        logits: torch.Tensor,  # [B, N, V]
-    ) -> tuple[Acceptance, torch.Tensor]:
-        """The rule's verdict on a tree, and the token [B, P] behind each accepted node."""
-        if verifier.name == "greedy" and isinstance(self.target, CompiledTarget):
-            return self.target.accept_greedily(tree, logits)
-        return accept(verifier, tree, logits, self.request.sampling, self.random)
+    def judge(self, tree: TokenTree, verifier: Verifier) -> Outcome:
+        """Verify a tree and apply a rule to what the target says."""
+        if isinstance(self.target, CompiledTarget) and self.is_simple(verifier):
+            with self.stats.phase("verify"):
+                return self.target.greedy_step(tree, self.features, self.cache)
+        with self.stats.phase("verify"):
+            output = self.verify(tree)
+        with self.stats.phase("accept"):
+            logits = output.logits
+            if self.processing is not None:
+                logits = self.processing.behind_nodes(tree, logits)
+            acceptance, tokens = accept(verifier, tree, logits, self.request.sampling, self.random)
+            answers, paths = to_host(in_one_table(tokens, acceptance))
+            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+            features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
+            in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
+            return Outcome(acceptance, tokens, features, answers, paths, in_place)
+
+    def is_simple(self, verifier: Verifier) -> bool:
+        """Whether a step is the greedy rule on the target's logits as they are."""
+        return verifier.name == "greedy" and self.processing is None
 
     def legal(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions within the context: what lies past its end is never kept, but is computed."""

@@ -1,5 +1,7 @@
 """Attention of few queries, compiled: right in every layout, alike for any number of queries."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional
@@ -76,15 +78,16 @@ def test_a_query_has_the_same_bits_alone_and_among_others(attention) -> None:
             assert torch.equal(some, together[:, :count])
 
 
-def test_compiled_bfloat16_passes_agree_with_eager_ones(make_target) -> None:
+def test_compiled_bfloat16_passes_are_as_near_to_float32_as_eager_ones(make_target) -> None:
     """Passes over one token and over several, behind the same text."""
-    eager = Target(make_target(hidden=128).model.to(torch.bfloat16))
+    exact = make_target(hidden=128)
+    rounded = Target(copy.deepcopy(exact.model).to(torch.bfloat16))
     logits = []
-    for target in (eager, CompiledTarget(eager)):
+    for target in (exact, rounded, CompiledTarget(rounded)):
         run = Run(target, endless([list(range(8, 30))], 1), FeatureSpec((), last=False), 16)
         with torch.inference_mode():
             run.prefill()
             logits.append([pass_alone(run, nodes)().logits.float() for nodes in (1, 5, 11)])
-    for expected, found in zip(*logits, strict=True):
-        near = 0.02 * float(expected.abs().max())
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=near)
+    for expected, eager, found in zip(*logits, strict=True):
+        distances = [float((given - expected).norm()) for given in (eager, found)]
+        assert 0 < distances[1] < 1.2 * distances[0]

@@ -1,0 +1,141 @@
+"""What a greedy step does behind its draft, as one graph: pass, verdict, accepted path in place.
+
+Each of these is short, but the pass has just read all weights, so that nothing of the program that
+comes next is left in the processor's caches: a dozen small calls would take longer than their work.
+"""
+
+import torch
+
+from drafthead.heads.compilation import Compiled, Sizes
+from drafthead.heads.target import Features, FeatureSpec, Taps, Target
+from drafthead.heads.tree import TokenTree
+from drafthead.infer.acceptance import Outcome, following_tokens, in_one_table, to_host
+from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
+from drafthead.infer.verifiers import VERIFIERS, Acceptance
+
+
+class GreedyStep:
+    """The greedy steps of a target that keep the same features."""
+
+    def __init__(self, target: Target, features: FeatureSpec):
+        self.target = target
+        # The hooks must be there at every call, as they were when the graph was made.
+        self.taps = Taps(target, features)
+        self.graphs = Compiled(self._step, target.device, target.dtype, self._kind, sizes_of_step)
+
+    def __call__(self, tree: TokenTree, cache: TreeCache) -> Outcome:
+        """Verify the tree behind what the cache has committed, and put the accepted path there.
+
+        The cache is not told yet how long the path is.
+        """
+        seen, columns = cache.make_room(tree.num_nodes)
+        with self.taps:
+            acceptance, tokens, table, last, taps = self.graphs(
+                tree.tokens,
+                tree.parents,
+                tree.depths,
+                tree.ancestors,
+                cache.lengths,
+                seen,
+                columns,
+                cache.keys,
+                cache.values,
+            )
+        answers, paths = to_host(table)
+        return Outcome(acceptance, tokens, Features(last, taps), answers, paths, in_place=True)
+
+    def _step(
+        self,
+        tokens: torch.Tensor,  # [B, N]
+        parents: torch.Tensor,  # [B, N]
+        depths: torch.Tensor,  # [B, N]
+        ancestors: torch.Tensor,  # [B, N, N]
+        lengths: torch.Tensor,  # [B] committed positions
+        seen: torch.Tensor,  # [S] the numbers of the columns in use
+        columns: torch.Tensor,  # [N] that the nodes are written to
+        keys: Layers,  # of each layer [B, H, capacity, D]
+        values: Layers,
+    ) -> tuple[
+        Acceptance, torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]
+    ]:
+        """What is traced into a graph: acceptance, tokens and features of an outcome, the first
+        two in one table as well.
+
+        All are as long as the tree has nodes, so that one graph serves trees of any depth.
+        """
+        positions = lengths[:, None] + depths
+        if self.target.max_length is not None:
+            # What lies past the end of the context is never kept, but is computed.
+            positions = positions.clamp_max(self.target.max_length - 1)
+        mask = mask_of_nodes(ancestors, lengths, seen, columns, self.target.dtype)
+        cache = StepCache(keys, values, columns, seen.shape[0])
+        logits = self.target.forward(tokens.clamp_min(0), positions, mask, cache)
+        features = self.taps.features()
+        most = tokens.shape[1] - 1
+        tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
+        found = VERIFIERS["greedy"].rule(tree, logits, None)
+        if tokens.shape[1] > 1:
+            steps = torch.arange(tokens.shape[1], device=tokens.device)
+            move_columns(keys, values, columns[found.path], lengths[:, None] + steps)
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        kept = features.map(lambda hidden: hidden[rows, found.path])
+        following = following_tokens(tree, found)
+        return found, following, in_one_table(following, found), kept.last, kept.taps
+
+    def _kind(
+        self,
+        tokens: torch.Tensor,  # [B, N]
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        ancestors: torch.Tensor,
+        lengths: torch.Tensor,
+        seen: torch.Tensor,  # [S]
+        *_: object,
+    ) -> tuple[bool, ...]:
+        """One row or several, one node or several, whether rows share their tables or have their
+        own, and which layers look at a part of the columns only.
+        """
+        shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
+        cut = (seen.shape[0] > kind.reach for kind in self.target.layer_kinds)
+        return tokens.shape[0] == 1, tokens.shape[1] == 1, *shared, *cut
+
+
+def mask_of_nodes(
+    ancestors: torch.Tensor,  # [B, N, N]
+    lengths: torch.Tensor,  # [B]
+    seen: torch.Tensor,  # [S]
+    columns: torch.Tensor,  # [N]
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The additive mask [B, 1, N, S]: a node sees what its row has committed, and its ancestors.
+
+    `TreeCache.mask` in a form without parts of other sizes, for graphs: with 3 positions committed
+    and nodes at columns 3 and 4, column 4 is node 1, and columns from 5 on are nobody's.
+    """
+    nodes = seen - columns[0]
+    is_node = (nodes >= 0) & (nodes < columns.shape[0])
+    above = ancestors.index_select(-1, nodes.clamp(0, columns.shape[0] - 1)) & is_node
+    visible = above | (seen < lengths[:, None])[:, None]
+    blocked = torch.finfo(dtype).min
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, blocked)[:, None]
+
+
+def sizes_of_step(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    lengths: torch.Tensor,
+    seen: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Layers,
+    values: Layers,
+) -> Sizes:
+    """The sizes of a step that change: rows, nodes, columns in use, columns there are."""
+    layers, tables = (*keys, *values), (tokens, parents, depths, ancestors)
+    return [
+        [(tensor, 0) for tensor in (*tables, lengths, *layers)],
+        [*((tensor, 1) for tensor in tables), (ancestors, 2), (columns, 0)],
+        [(seen, 0)],
+        [(tensor, 2) for tensor in layers],
+    ]
