@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -38,7 +39,6 @@ from drafthead.infer.results import DecodeResult
 from drafthead.train.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)
-LONG_ANSWERS = 3  # prompts whose answers are made longer than the others'
 
 
 def random_llama(device: torch.device) -> Target:
@@ -66,30 +66,43 @@ def random_llama(device: torch.device) -> Target:
     return Target(model.to(device, torch.bfloat16))
 
 
+Rates = dict[str, list[list[float]]]  # of each contestant, by round and item
+
+
 def interleaved(
     contestants: dict[str, Callable[[int], float]], rounds: int, items: int, title: str
-) -> dict[str, list[float]]:
-    """Rates of each contestant, a median over items for every round, in random order."""
+) -> Rates:
+    """Rates of each contestant; the contestants take turns on every item, in random order."""
     order = random.Random(0)
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    rates: Rates = {name: [] for name in contestants}
     for name in contestants:  # warm-up: compiling, planning
         contestants[name](0)
     with tqdm(total=rounds * items * len(contestants), desc=title) as bar:
         for _ in range(rounds):
-            found: dict[str, list[float]] = {name: [] for name in contestants}
+            for name in contestants:
+                rates[name].append([])
             for item in range(items):
                 for name in order.sample(list(contestants), len(contestants)):
-                    found[name].append(contestants[name](item))
+                    rates[name][-1].append(contestants[name](item))
                     bar.update()
-            for name, values in found.items():
-                rates[name].append(median(values))
     return rates
 
 
-def ratios(rates: dict[str, list[float]], of: str, over: str) -> dict[str, float]:
-    """Median and extremes over rounds of one contestant's rate by another's."""
-    found = [a / b for a, b in zip(rates[of], rates[over], strict=True)]
-    return {"median": median(found), "least": min(found), "most": max(found)}
+def middle(rates: list[list[float]]) -> float:
+    """Median over rounds and items."""
+    return median(chain.from_iterable(rates))
+
+
+def ratios(rates: Rates, of: str, over: str) -> dict[str, float]:
+    """One contestant's rate by another's on the same item right before or after it: the median of
+    all pairs, and the extremes of the rounds' medians.
+    """
+    found = [
+        [a / b for a, b in zip(*pair, strict=True)]
+        for pair in zip(rates[of], rates[over], strict=True)
+    ]
+    rounds = [median(pairs) for pairs in found]
+    return {"median": middle(found), "least": min(rounds), "most": max(rounds)}
 
 
 def decoded(decoder: Decoder, prompts: Any, tokens: int, **options: Any) -> DecodeResult:
@@ -146,14 +159,14 @@ class Bench:
         rates = interleaved(contestants, self.rounds, len(self.prompts), "plain decoding")
         copied = copy_bandwidth(self.target.device)
         weights = weight_bytes(self.eager, tokens=1)
-        best = max(rates["plain, compiled"])
+        best = max(median(values) for values in rates["plain, compiled"])
         return {
-            "tokens_per_second": {name: median(values) for name, values in rates.items()},
+            "tokens_per_second": {name: middle(values) for name, values in rates.items()},
             "compiled_over_generate": ratios(rates, "plain, compiled", "generate"),
             "compiled_over_eager": ratios(rates, "plain, compiled", "plain, eager"),
             "weight_bytes": weights,
             "copy_bytes_per_second": copied,
-            "share_of_copy_bandwidth": weights * median(rates["plain, compiled"]) / copied,
+            "share_of_copy_bandwidth": weights * middle(rates["plain, compiled"]) / copied,
             "share_of_copy_bandwidth_best_round": weights * best / copied,
         }
 
@@ -168,7 +181,7 @@ class Bench:
         groups = [
             list(self.prompts[start : start + rows])
             for start in range(0, len(self.prompts) - rows + 1, rows)
-        ][: None if tokens is None else LONG_ANSWERS]
+        ]
         decoders = {"plain": self.decoder(None, ends=ends)} | {
             name: self.decoder(drafter, ends=ends) for name, drafter in drafters.items()
         }
@@ -190,9 +203,9 @@ class Bench:
                 "tau": tau,
                 "efficiency": speedup["median"] / tau,
                 "nodes_per_step": mean(r.stats.nodes_per_step for r in accounts[name]),
-                "tokens_per_second": median(rates[name]),
+                "tokens_per_second": middle(rates[name]),
             }
-        return {"plain_tokens_per_second": median(rates["plain"]), **report}
+        return {"plain_tokens_per_second": middle(rates["plain"]), **report}
 
     def against_script(
         self, alpha: float, rows: int = 1, tokens: int | None = None

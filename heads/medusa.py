@@ -148,47 +148,42 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     def _guess(
         self,
-        hidden: torch.Tensor,  # [B, T, D] where tokens were predicted
-        lengths: torch.Tensor,  # [B] how many of them count
+        hidden: torch.Tensor,  # [B, D] where the roots were predicted
+        depth: int,  # d, of the tree that is to be filled
     ) -> Guesses:
-        """Logits and ids [B, K, k] of each head's best guesses behind each row's last token."""
-        last = last_of(hidden, lengths)
-        logits = [self.head.logits(last, index, self.target) for index in range(self.head.depth)]
+        """Logits and ids [B, d, k] of the first heads' best guesses behind the roots."""
+        logits = [self.head.logits(hidden, index, self.target) for index in range(depth)]
         return best_guesses(torch.stack(logits, dim=1))
 
     def _fill(
         self,
-        hidden: torch.Tensor,  # [B, T, D]
-        lengths: torch.Tensor,  # [B]
-        tokens: torch.Tensor,  # [B, T]
+        hidden: torch.Tensor,  # [B, D]
+        depth: int,
+        roots: torch.Tensor,  # [B]
         head_of_node: torch.Tensor,  # [N]
         ranks: torch.Tensor,  # [N]
     ) -> torch.Tensor:
         """Tokens [B, N] of the tree: each node the guess of its rank of its depth's head."""
-        _, ids = self._guess(hidden, lengths)
+        _, ids = self._guess(hidden, depth)
         is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
-        roots = last_of(tokens, lengths)[:, None]
-        return torch.where(is_root, roots, ids[:, head_of_node, ranks])
+        return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
 
     def compile(self) -> None:
-        """Compile the heads."""
+        """Compile the heads, a graph for each number of heads that a tree needs."""
         self.guess = Compiled(
             self._guess,
             self.target.device,
             self.target.dtype,
-            kind=lambda hidden, lengths: (hidden.shape[0] == 1, hidden.shape[1] == 1),
-            sizes=lambda hidden, lengths: [[(hidden, 0), (lengths, 0)], [(hidden, 1)]],
+            kind=lambda hidden, depth: (hidden.shape[0] == 1, depth),
+            sizes=lambda hidden, depth: [[(hidden, 0)]],
         )
         self.fill = Compiled(
             self._fill,
             self.target.device,
             self.target.dtype,
-            kind=lambda hidden, lengths, tokens, heads, ranks: (
-                (hidden.shape[0] == 1, hidden.shape[1] == 1, ranks.shape[0] == 1)
-            ),
-            sizes=lambda hidden, lengths, tokens, heads, ranks: [
-                [(hidden, 0), (lengths, 0), (tokens, 0)],
-                [(hidden, 1), (tokens, 1)],
+            kind=lambda hidden, depth, *_: (hidden.shape[0] == 1, depth),
+            sizes=lambda hidden, depth, roots, heads, ranks: [
+                [(hidden, 0), (roots, 0)],
                 [(heads, 0), (ranks, 0)],
             ],
         )
@@ -207,63 +202,60 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
 
 class MedusaSession(DraftSession):
-    """Medusa heads at work: the state is what was committed last."""
+    """Medusa heads at work: the state is one hidden state a row."""
 
     def __init__(self, drafter: MedusaDrafter):
         self.drafter = drafter
-        self.hidden: torch.Tensor | None = None  # [B, T, D], where tokens were predicted
-        self.tokens: torch.Tensor | None = None  # [B, T]
-        self.lengths: torch.Tensor | None = None  # [B]; the last of each row is its root
+        self.hidden: torch.Tensor | None = None  # [B, D], where the root was predicted
+        self.roots: torch.Tensor | None = None  # [B]
 
     def commit(self, committed: Committed) -> None:
-        """Keep the tokens and the hidden states that predicted them."""
-        assert committed.features.last is not None
-        # Parts of longer rows would need graphs of their own.
-        self.hidden = committed.features.last.contiguous()
-        self.tokens, self.lengths = committed.tokens.contiguous(), committed.lengths
+        """Keep the root and the hidden state that predicted it."""
+        hidden, tokens = committed.features.last, committed.tokens
+        assert hidden is not None
+        if tokens.shape[1] == 1:  # nothing to look for
+            self.hidden, self.roots = hidden[:, 0], tokens[:, 0]
+            return
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
+        last = committed.lengths - 1
+        self.hidden, self.roots = hidden[rows, last], tokens[rows, last]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
-        assert self.hidden is not None and self.tokens is not None and self.lengths is not None
-        self.hidden, self.tokens = self.hidden[rows], self.tokens[rows]
-        self.lengths = self.lengths[rows]
+        assert self.hidden is not None and self.roots is not None
+        self.hidden, self.roots = self.hidden[rows], self.roots[rows]
 
     @torch.no_grad()
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
-        assert self.tokens is not None and self.lengths is not None
+        assert self.hidden is not None and self.roots is not None
         layout = self.drafter.layout(budget, drawn=random is not None)
+        depth = layout.shape.depth
         if random is not None:
-            logits, ids = self.drafter.guess(self.hidden, self.lengths)
+            logits, ids = self.drafter.guess(self.hidden, depth)
             return self._drawn(layout, logits, ids, sampling, random)
-        tokens = self.drafter.fill(
-            self.hidden, self.lengths, self.tokens, layout.head_of_node, layout.ranks
-        )
+        tables = layout.head_of_node, layout.ranks
+        tokens = self.drafter.fill(self.hidden, depth, self.roots, *tables)
         return TokenTree.from_shape(layout.shape, tokens)
 
     def _drawn(
         self,
         layout: MedusaLayout,
-        logits: torch.Tensor,  # [B, K, k]
-        ids: torch.Tensor,  # [B, K, k]
+        logits: torch.Tensor,  # [B, d, k]
+        ids: torch.Tensor,  # [B, d, k]
         sampling: SamplingConfig,
         random: RowRandom,
     ) -> TokenTree:
         """Children drawn without replacement, anew under each parent."""
-        assert self.tokens is not None and self.lengths is not None
-        probs = probabilities(logits, sampling)  # [B, K, k]
+        assert self.roots is not None
+        probs = probabilities(logits, sampling)  # [B, d, k]
         draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
         draft_probs = probs[:, layout.head_of_children]
         uniform = random.uniform(*draft_probs.shape[1:])
         order = draw_without_replacement(draft_probs, layout.shape.width, uniform)
         drawn = draft_ids.gather(-1, order)  # [B, N, width]
         drafted = drawn[:, layout.parents, layout.ranks[1:]]  # [B, N - 1]
-        tokens = torch.cat([last_of(self.tokens, self.lengths)[:, None], drafted], dim=1)
+        tokens = torch.cat([self.roots[:, None], drafted], dim=1)
         return TokenTree.from_shape(layout.shape, tokens, draft_ids, draft_probs)
-
-
-def last_of(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """What stands last in each row: of values [B, T, ...] with lengths [B], [B, ...]."""
-    return values[torch.arange(values.shape[0], device=values.device), lengths - 1]

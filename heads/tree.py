@@ -6,7 +6,7 @@ before its children and a chain is the tree whose parents are -1, 0, 1, 2, ...
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import torch
@@ -66,6 +66,15 @@ TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 def tree_budgets(depth: int) -> tuple[Budget, ...]:
     """Budgets of a drafter whose cost does not depend on how deep its trees are."""
     return tuple(Budget(nodes, min(depth, nodes - 1)) for nodes in TREE_SIZES)
+
+
+def shallow_budgets(depth: int) -> tuple[Budget, ...]:
+    """As `tree_budgets`, with small trees of one and two levels for a drafter whose cost grows with
+    the depth.
+    """
+    shallow = [Budget(nodes, d) for d in (1, 2) for nodes in TREE_SIZES if d < nodes <= 4 * d]
+    deep = tree_budgets(depth)
+    return tuple(sorted({*deep, *(b for b in shallow if b.depth <= depth)}, key=astuple))
 
 
 def chain_budgets(depth: int) -> tuple[Budget, ...]:
@@ -266,7 +275,7 @@ class StaticTrees:
         if fixed is not None:
             self.budgets: tuple[Budget, ...] = (fixed.budget,)
         else:
-            self.budgets = (tree_budgets if path_counts else chain_budgets)(max_depth)
+            self.budgets = (shallow_budgets if path_counts else chain_budgets)(max_depth)
 
     def shape(self, budget: Budget) -> TreeShape:
         """The tree for a budget; a fixed tree is given whatever the budget."""

@@ -29,7 +29,8 @@ from drafthead.infer.verifiers import VERIFIERS, Verifier
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 64
-TIMED_STEPS = 8  # of each kind, after UNTIMED_STEPS that are not counted
+VISITS = 2  # of each budget, some time apart: what else runs on a machine comes in bursts
+TIMED_STEPS = 5  # of each visit, after UNTIMED_STEPS that are not counted
 UNTIMED_STEPS = 2
 
 StepSeconds = dict[Budget | None, float]  # None: a step without a draft
@@ -43,7 +44,7 @@ class Tour(Planner):
     """
 
     def __init__(self, stops: list[Budget | None], steps: int):
-        self.order = [stop for stop in stops for _ in range(steps)]
+        self.order = [stop for _ in range(VISITS) for stop in stops for _ in range(steps)]
         self.place = 0
 
     def choose(self) -> Budget | None:
@@ -75,7 +76,11 @@ def time_steps(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
     waiting = tqdm(clocked, "timing steps", len(tour.order), unit="step", delay=3, leave=False)
     for stop, seconds in waiting:  # the bar shows when it takes longer than a few seconds
         taken[stop].append(seconds)
-    return {stop: min(seconds[UNTIMED_STEPS:]) for stop, seconds in taken.items()}
+    visit = UNTIMED_STEPS + TIMED_STEPS
+    return {
+        stop: min(took for step, took in enumerate(seconds) if step % visit >= UNTIMED_STEPS)
+        for stop, seconds in taken.items()
+    }
 
 
 def clock(steps: Iterator[object], device: torch.device) -> Iterator[float]:

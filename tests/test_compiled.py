@@ -37,7 +37,7 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
     for rows in (1, 3):
         expected = plain.generate(prompts(rows), max_new_tokens=40).sequences
         assert Decoder(compiled).generate(prompts(rows), max_new_tokens=40).sequences == expected
-        for budget in (Budget(2, 1), Budget(8, 3)):  # the smallest tree first
+        for budget in (Budget(2, 1), Budget(6, 2), Budget(8, 3)):  # a graph for each depth
             decoder = Decoder(compiled, drafter, budget)
             assert decoder.generate(prompts(rows), max_new_tokens=40).sequences == expected
     before = graphs()

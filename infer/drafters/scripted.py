@@ -61,19 +61,24 @@ class ScriptedSession(DraftSession):
         self.said = [0] * len(self.answers)
         self.roots: list[int] = []
         self.coins = random.Random(drafter.seed)
+        self.unread: list[Committed] = []
 
     def commit(self, committed: Committed) -> None:
+        """Note what was committed; it is read when a proposal needs it."""
+        self.unread.append(committed)
+
+    def _read(self) -> None:
         """Advance each row; the prompt pass commits the first token of the answer alone."""
-        lengths = committed.lengths.tolist()
-        if not self.roots:
-            self.said = [1] * len(lengths)
-        else:
+        for committed in self.unread:
+            lengths = committed.lengths.tolist() if self.roots else [1] * len(self.said)
             self.said = [old + new for old, new in zip(self.said, lengths, strict=True)]
-        rows = torch.arange(len(lengths), device=committed.tokens.device)
-        self.roots = committed.tokens[rows, committed.lengths - 1].tolist()
+            rows = torch.arange(len(lengths), device=committed.tokens.device)
+            self.roots = committed.tokens[rows, committed.lengths - 1].tolist()
+        self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
+        self._read()
         kept = rows.tolist()
         self.answers = [self.answers[row] for row in kept]
         self.said = [self.said[row] for row in kept]
@@ -83,6 +88,7 @@ class ScriptedSession(DraftSession):
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """The known answer with its mistakes, and wrong tokens beside it."""
+        self._read()
         shape = stem_and_leaves(budget)
         rows = [self._fill(row, shape) for row in range(len(self.answers))]
         return TokenTree.from_shape(shape, torch.tensor(rows, device=self.device))
