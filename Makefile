@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(READY)
 
-demo: $(READY)  ## Distil, train Medusa heads, compare: under ten minutes on 2 cores.
+demo: $(READY)  ## Distil, train a head, compare: about ten minutes on 2 cores.
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh $(RUN)
 
 test: $(READY)  ## Run the tests.
