@@ -90,6 +90,16 @@ def test_graphs_share_one_packed_copy_of_a_weight(monkeypatch) -> None:
     assert len(product.graphs) == 2 and len(packed) == 1
 
 
+def test_weights_that_were_changed_in_place_are_packed_anew() -> None:
+    layers = nn.ModuleList([nn.Linear(64, 32, bias=False)]).bfloat16().requires_grad_(False)
+    x = inputs(layers, 1)
+    with torch.inference_mode():
+        (before,) = compiled(layers)(*x)
+        layers[0].weight.data *= 2
+        (after,) = compiled(layers)(*x)
+    assert torch.equal(after, 2 * before) and before.any()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 21])
 def test_products_equal_float64_up_to_the_rounding_of_the_result(layers, products, rows) -> None:
     x = inputs(layers, rows)

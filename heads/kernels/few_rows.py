@@ -51,10 +51,16 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     multiplied together next to each other. Columns are filled up with zeros.
     """
     known = packed_weights.setdefault(weights[0], {})
-    others = tuple(weight.data_ptr() for weight in weights[1:])
-    if others not in known:
-        known[others] = in_blocks(torch.cat(list(weights)))
-    return known[others]
+    # Weights may have been changed in place since a graph of theirs was made.
+    key = tuple((weight.data_ptr(), checksum(weight)) for weight in weights)
+    if key not in known:
+        known[key] = in_blocks(torch.cat(list(weights)))
+    return known[key]
+
+
+def checksum(weight: torch.Tensor) -> int:
+    """The sum of a weight's values, read as whole numbers."""
+    return int(weight.view(torch.int16).sum(dtype=torch.int64))
 
 
 def in_blocks(weight: torch.Tensor) -> torch.Tensor:
