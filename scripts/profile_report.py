@@ -76,6 +76,8 @@ def ledger_notes(profile: Profile) -> list[str]:
         f"{profile.warm_up_seconds:.1f} s, of which compiling the target's passes "
         f"{profile.compile_seconds:.1f} s"
     ]
+    if profile.compile_seconds:
+        notes.append("compiled greedy steps accept and move within the pass: it is all verify")
     if profile.on_gpu:
         notes.append("on a GPU a phase ends before its kernels do: accept waits for verify's")
     return notes
