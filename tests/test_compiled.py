@@ -72,8 +72,8 @@ def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
         steps.append(result.stats.accept_lengths)
         return result.sequences
 
-    # In the first round all kinds of pass are met; in the second, other lengths of text.
-    for length in (6, 20):
+    # In the first rounds all kinds of pass are met; in the last, other lengths of text.
+    for length in (6, 9, 20):
         before = graphs()
         for rows, temperature in ((1, 0.0), (3, 0.0), (1, 1.0), (3, 1.0)):
             verifier = "greedy" if temperature == 0 else "rejection"
