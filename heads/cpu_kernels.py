@@ -63,18 +63,18 @@ class CpuKernels(TorchFunctionMode):
 
 
 def product(
-    x: torch.Tensor,  # [..., K]
+    input: torch.Tensor,  # [..., K]
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None = None,  # [N]
 ) -> torch.Tensor:
-    """x weight^T + bias [..., N], from packed weights where the weights stay as they are."""
+    """input weight^T + bias [..., N], from packed weights where they stay as they are."""
     even = weight.shape[1] % 2 == 0  # values are multiplied in pairs
     if not (
-        isinstance(weight, nn.Parameter) and x.dtype == weight.dtype == torch.bfloat16 and even
+        isinstance(weight, nn.Parameter) and input.dtype == weight.dtype == torch.bfloat16 and even
     ):
-        return functional.linear(x, weight, bias)
+        return functional.linear(input, weight, bias)
     packed = torch.ops.drafthead.pack([weight])
-    return torch.ops.drafthead.linear(x, packed, weight.shape[0], bias)
+    return torch.ops.drafthead.linear(input, packed, weight.shape[0], bias)
 
 
 def attention_of_one(

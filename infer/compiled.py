@@ -88,7 +88,7 @@ class CompiledPass:
         cache: TreeCache,
     ) -> TargetOutput:
         """Run the pass and write its keys and values into `cache`."""
-        columns = cache.next_columns(input_ids.shape[1])
+        _, columns = cache.make_room(input_ids.shape[1])
         with self.taps:
             logits, last, taps = self.graphs(
                 input_ids, position_ids, attention_mask, columns, cache.keys, cache.values

@@ -159,12 +159,6 @@ class TreeCache(Cache):
             self.numbers = torch.arange(self.keys[0].shape[2], device=self.lengths.device)
         return self.numbers[:width], self.numbers[start : start + num_nodes]
 
-    def next_columns(self, num_nodes: int) -> torch.Tensor:
-        """Columns [N] that a pass over N new nodes writes."""
-        assert self.lengths is not None
-        start = self.longest + self.pending
-        return torch.arange(start, start + num_nodes, device=self.lengths.device)
-
     def _ensure(self, columns: int) -> None:
         capacity = self.keys[0].shape[2]
         if columns <= capacity:

@@ -97,7 +97,10 @@ class RunFolder:
 
     def _completed(self, recorded: Settings) -> Settings:
         """Recorded settings, and the defaults of those that came with a later version."""
-        return {name: {**self.defaults.get(name, {}), **recorded[name]} for name in recorded}
+        return {
+            name: {**self.defaults.get(name, {}), **recorded.get(name, {})}
+            for name in {*self.defaults, *recorded}
+        }
 
     def begin(self, resumed: Progress | None) -> None:
         """Write `run.json` and remove what lies beyond the state that the run continues from."""

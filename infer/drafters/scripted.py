@@ -61,19 +61,19 @@ class ScriptedSession(DraftSession):
         self.said = [0] * len(self.answers)
         self.roots: list[int] = []
         self.coins = random.Random(drafter.seed)
-        self.unread: list[Committed] = []
+        self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens and lengths
 
     def commit(self, committed: Committed) -> None:
         """Note what was committed; it is read when a proposal needs it."""
-        self.unread.append(committed)
+        self.unread.append((committed.tokens, committed.lengths))
 
     def _read(self) -> None:
         """Advance each row; the prompt pass commits the first token of the answer alone."""
-        for committed in self.unread:
-            lengths = committed.lengths.tolist() if self.roots else [1] * len(self.said)
-            self.said = [old + new for old, new in zip(self.said, lengths, strict=True)]
-            rows = torch.arange(len(lengths), device=committed.tokens.device)
-            self.roots = committed.tokens[rows, committed.lengths - 1].tolist()
+        for tokens, lengths in self.unread:
+            gained = lengths.tolist() if self.roots else [1] * len(self.said)
+            self.said = [old + new for old, new in zip(self.said, gained, strict=True)]
+            rows = torch.arange(len(gained), device=tokens.device)
+            self.roots = tokens[rows, lengths - 1].tolist()
         self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
