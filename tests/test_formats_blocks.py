@@ -131,16 +131,18 @@ def test_blocks_are_those_of_z_lab(case: Case) -> None:
     head = load_head(case.path, case.target)
     found = rounds(head, case.target, case.io, (11, 14))
     for name in ("round1_expected_hidden", "round2_expected_hidden"):
-        compare(case, found[name], case.io[name][:, 1:])  # their first slot drafts nothing
+        assert_as_recorded(
+            case, found[name], case.io[name][:, 1:]
+        )  # their first slot drafts nothing
     for number in (1, 2):
         logits = case.io[f"round{number}_expected_logits"]
-        compare(case, found[f"round{number}_expected_base_logits"], logits[:, 1:])
+        assert_as_recorded(case, found[f"round{number}_expected_base_logits"], logits[:, 1:])
     assert torch.equal(
         found["round1_expected_draft_tokens"], case.io["round1_expected_draft_tokens"]
     )
 
 
-def compare(case: Case, found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_as_recorded(case: Case, found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, **case.about["tolerance"])
 
 
@@ -245,7 +247,7 @@ def test_blocks_are_those_of_speculators(case: Case) -> None:
     unused = head.config.block_size - head.depth  # the anchor's slot of DFlash drafts nothing
     for name, value in found.items():
         theirs = case.io[name].reshape(2, head.config.block_size, *value.shape[2:])[:, unused:]
-        compare(case, value, theirs.reshape(value.shape))
+        assert_as_recorded(case, value, theirs.reshape(value.shape))
 
 
 # What we write

@@ -24,7 +24,7 @@ from drafthead.heads.target import Features, FeatureSpec, Target
 from drafthead.heads.tree import TreeShape
 
 
-def compare(case: Case, found: Outputs) -> None:
+def assert_as_recorded(case: Case, found: Outputs) -> None:
     assert found
     for name, tensor in found.items():
         case.assert_close(tensor, name)
@@ -67,7 +67,7 @@ def test_medusa_heads_are_those_of_the_authors(case: Case) -> None:
     head = load_head(case.path, target)
     expected = [name for name in case.io if name.startswith("expected_logits_head")]
     assert not expected or len(expected) == head.depth, "heads are counted, not believed"
-    compare(case, medusa_outputs(head, target, case.io))
+    assert_as_recorded(case, medusa_outputs(head, target, case.io))
 
 
 # Hydra
@@ -181,7 +181,7 @@ def mlp_outputs(head: MlpSpeculator, target: Target, io: Outputs) -> Outputs:
 def test_mlp_speculators_are_those_of_the_authors(case: Case) -> None:
     target = target_of(case)
     head = load_head(case.path, target)
-    compare(case, mlp_outputs(head, target, case.io))
+    assert_as_recorded(case, mlp_outputs(head, target, case.io))
 
 
 @pytest.mark.parametrize("case", cases("mlp_speculator/*"), ids=name_of)
@@ -262,4 +262,4 @@ def test_heads_survive_export_and_import(written: Written, tmp_path: Path) -> No
     compute = COMPUTE[written.family]
     case = written.build(tmp_path / "head", inputs, compute)
     head = load_head(case.path, case.target)
-    compare(case, compute(head, case.target, case.io))
+    assert_as_recorded(case, compute(head, case.target, case.io))
