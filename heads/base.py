@@ -7,7 +7,8 @@ family's name; training, decoding, tests and comparison find it in `HEADS`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,13 @@ UNMEASURED_ALPHA = 0.6
 MAX_RANK = 10
 
 
+class Ends(NamedTuple):
+    """What stands at the last committed position of each row."""
+
+    roots: torch.Tensor  # [B] the tokens that follow
+    hidden: torch.Tensor | None  # [B, D] of the target's last hidden state, where it is kept
+
+
 @dataclass(frozen=True)
 class Committed:
     """What the target committed in one pass, as a drafter needs it to go on.
@@ -37,6 +45,33 @@ class Committed:
     tokens: torch.Tensor  # [B, T]
     features: Features  # of [B, T] positions
     lengths: torch.Tensor  # [B], at least 1
+    width: int | None = None  # the largest length, where T may be larger
+    known_ends: Ends | None = None
+
+    @cached_property
+    def ends(self) -> Ends:
+        """The next roots and what predicted them; no work where the pass itself has told."""
+        if self.known_ends is not None:
+            return self.known_ends
+        rows, last = torch.arange(len(self.lengths), device=self.lengths.device), self.lengths - 1
+        hidden = self.features.last
+        return Ends(self.tokens[rows, last], None if hidden is None else hidden[rows, last])
+
+    def cut(self) -> "Committed":
+        """The same without the positions that are padding in every row.
+
+        In memory of its own, for compiled drafters: otherwise the distance from row to row would be
+        that of the larger table, and its every size would need another graph, if only for one row.
+        """
+        if self.width in (None, self.tokens.shape[1]):
+            return self
+
+        def cut(part: torch.Tensor) -> torch.Tensor:
+            return part[:, : self.width].clone(memory_format=torch.contiguous_format)
+
+        return Committed(
+            cut(self.tokens), self.features.map(cut), self.lengths, None, self.known_ends
+        )
 
 
 class DraftSession(ABC):

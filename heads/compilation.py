@@ -10,13 +10,14 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 
@@ -29,10 +30,13 @@ CPU_OPTIONS: dict[str, Any] = {
     "cpp.enable_concat_linear": True,
 }
 GPU_OPTIONS = {"triton.cudagraphs": True}
-# A process may compile several models and kinds of shape through the same code. Beyond its own,
-# smaller number of graphs torch would refuse.
-MOST_GRAPHS = 256
-
+# A graph that torch makes anew for other arguments is made without our settings, and many times
+# slower. Older versions of torch cannot be told not to.
+ONE_GRAPH: dict[str, Any] = (
+    {"recompile_limit": 1} if "recompile_limit" in signature(torch.compile).parameters else {}
+)
+# Graphs of one kind; a need for more means that arguments differ in ways that kinds do not tell.
+MOST_GRAPHS = 8
 
 # Dimensions that may change from call to call; those of one inner list are always equal.
 Sizes = Sequence[Sequence[tuple[torch.Tensor, int]]]
@@ -59,7 +63,6 @@ class Compiled:
         changes within a kind. `dtype` is that of the weights.
         """
         keep_compiled_code()
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS
         self.function, self.kind, self.sizes = function, kind, sizes
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
@@ -71,21 +74,35 @@ class Compiled:
                 "joint_custom_post_pass": TogetherOnOneInput(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
-        self.graphs: dict[Hashable, Callable[..., Any]] = {}
+        self.graphs: dict[Hashable, list[Callable[..., Any]]] = {}
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value; raises UserError for code that cannot be compiled."""
-        kind = self.kind(*arguments)
-        if kind in self.graphs:
-            return self.graphs[kind](*arguments)
+        graphs = self.graphs.setdefault(self.kind(*arguments), [])
+        for graph in graphs:
+            try:
+                return graph(*arguments)
+            except FailOnRecompileLimitHit:
+                continue  # made for arguments of another layout, which torch has just logged
+        if len(graphs) == MOST_GRAPHS:
+            raise UserError(
+                f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
+                "one kind: decode without compile"
+            )
+        graph, result = self._compiled(arguments)
+        graphs.append(graph)
+        return result
+
+    def _compiled(self, arguments: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
+        """A graph for calls of the kind of `arguments`, and its value for them."""
         for tensor, dim in chain.from_iterable(self.sizes(*arguments)):
             if tensor.shape[dim] != 1:
                 torch._dynamo.mark_dynamic(tensor, dim)
         started = time.perf_counter()
         guards = {"guard_filter_fn": guards_of_arguments}
         graph = torch.compile(
-            with_own_code(self._call), fullgraph=True, options=self.options | guards
+            with_own_code(self._call), fullgraph=True, options=self.options | guards, **ONE_GRAPH
         )
         try:
             # Tracing too must know that weights will be frozen: it then takes them for constants.
@@ -101,8 +118,7 @@ class Compiled:
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
         self.seconds += time.perf_counter() - started
-        self.graphs[kind] = graph
-        return result
+        return graph, result
 
     def _call(self, *arguments: Any) -> Any:
         """What is traced: the function, behind the news that sizes of one place are one size.

@@ -211,14 +211,7 @@ class MedusaSession(DraftSession):
 
     def commit(self, committed: Committed) -> None:
         """Keep the root and the hidden state that predicted it."""
-        hidden, tokens = committed.features.last, committed.tokens
-        assert hidden is not None
-        if tokens.shape[1] == 1:  # nothing to look for
-            self.hidden, self.roots = hidden[:, 0], tokens[:, 0]
-            return
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        last = committed.lengths - 1
-        self.hidden, self.roots = hidden[rows, last], tokens[rows, last]
+        self.roots, self.hidden = committed.ends
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""

@@ -187,6 +187,7 @@ class ParallelSession(DraftSession):
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
         """Add what was committed to the context and keep the root."""
+        committed = committed.cut()
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
         is_prompt = cache.lengths is None  # prompts are seldom of one length
         read = self.drafter.read_eagerly if is_prompt else self.drafter.read
@@ -194,9 +195,8 @@ class ParallelSession(DraftSession):
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
         cache.stay(tokens.shape[1])
         cache.commit(lengths)
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        self.roots = tokens[rows, lengths - 1]
-        self.before = fused[rows, lengths - 1]
+        self.roots = committed.ends.roots
+        self.before = fused[torch.arange(len(lengths), device=lengths.device), lengths - 1]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""

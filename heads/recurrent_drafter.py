@@ -280,15 +280,13 @@ class RecurrentSession(DraftSession):
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
         """Read the prompt at once; what follows is read when it is needed."""
-        self.unread.append(committed)
+        self.unread.append(committed.cut())
         if self.roots is None:
             self._read()
 
     def _read(self) -> None:
         for committed in self.unread:
-            self.said = self.reader.read(committed)
-            rows = torch.arange(committed.tokens.shape[0], device=committed.tokens.device)
-            self.roots = committed.tokens[rows, committed.lengths - 1]
+            self.said, self.roots = self.reader.read(committed), committed.ends.roots
         self.unread.clear()
 
     def keep_rows(self, rows: torch.Tensor) -> None:

@@ -172,18 +172,17 @@ class SequentialSession(DraftSession):
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
         """Keep the root and the first state where it was predicted."""
-        rows = torch.arange(committed.lengths.shape[0], device=committed.tokens.device)
-        hidden, last = committed.features.last, committed.lengths - 1
-        assert hidden is not None
+        self.roots, hidden = committed.ends
         if self.cache is None:
-            self.state = self.drafter.head.start(hidden[rows, last])
+            assert hidden is not None
+            self.state = self.drafter.head.start(hidden)
         else:
-            self.state = self._read(self.cache, hidden, committed.lengths)[rows, last]
-        self.roots = committed.tokens[rows, last]
+            self.state = self._read(self.cache, committed.cut())
 
-    def _read(self, cache: DraftCache, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """First states [B, T, S] of newly committed hidden [B, T, D]."""
-        nodes = hidden[..., 0]
+    def _read(self, cache: DraftCache, committed: Committed) -> torch.Tensor:
+        """First states [B, S] behind what was committed."""
+        hidden, nodes, lengths = committed.features.last, committed.tokens, committed.lengths
+        assert hidden is not None
         steps = torch.arange(nodes.shape[1], device=nodes.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
         drafter, is_prompt = self.drafter, cache.lengths is None
@@ -192,7 +191,7 @@ class SequentialSession(DraftSession):
         states = read(hidden, positions, mask, columns, cache.keys, cache.values)
         cache.stay(nodes.shape[1])
         cache.commit(lengths)
-        return states
+        return states[torch.arange(len(lengths), device=lengths.device), lengths - 1]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""

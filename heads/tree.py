@@ -167,6 +167,24 @@ class TreeShape:
         """`ancestor_mask` of the parents, [N, N]."""
         return ancestor_mask(self.parents)
 
+    def tables(
+        self, rows: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Parents [B, N], depths [B, N] and ancestors [B, N, N] for a batch; made once."""
+        if (rows, device) not in self._tables:
+            of_a_row = (self.parents, self.depths, self.ancestors)
+            parents, depths, ancestors = (
+                table.to(device).expand(rows, *table.shape) for table in of_a_row
+            )
+            self._tables[rows, device] = parents, depths, ancestors
+        return self._tables[rows, device]
+
+    @cached_property
+    def _tables(
+        self,
+    ) -> dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return {}
+
     @cached_property
     def width(self) -> int:
         """Most guesses that are looked at for the children of one node."""
@@ -203,21 +221,8 @@ class TokenTree:
         draft_probs: torch.Tensor | None = None,  # [B, N, k]
     ) -> "TokenTree":
         """A tree of the given shape on the device of `tokens`."""
-        batch, device = tokens.shape[0], tokens.device
-
-        def for_each_row(table: torch.Tensor) -> torch.Tensor:
-            return table.to(device).expand(batch, *table.shape)
-
-        return cls(
-            tokens=tokens,
-            parents=for_each_row(shape.parents),
-            depths=for_each_row(shape.depths),
-            ancestors=for_each_row(shape.ancestors),
-            max_depth=shape.depth,
-            width=shape.width,
-            draft_ids=draft_ids,
-            draft_probs=draft_probs,
-        )
+        tables = shape.tables(tokens.shape[0], tokens.device)
+        return cls(tokens, *tables, shape.depth, shape.width, draft_ids, draft_probs)
 
     @classmethod
     def from_parents(

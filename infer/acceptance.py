@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from drafthead.heads.base import Committed, Ends
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
 from drafthead.heads.target import Features
 from drafthead.heads.tree import TokenTree
@@ -18,8 +19,20 @@ class Outcome:
     tokens: torch.Tensor  # [B, P] behind the path's nodes
     features: Features  # [B, P, D] at the path's nodes
     answers: list[list[int]]  # the tokens as lists of each row's accept length
-    paths: list[list[int]]
+    lengths: torch.Tensor  # [B] committed positions, these included
     in_place: bool  # whether the path's cache columns stand behind the committed ones
+    hidden: torch.Tensor | None = None  # [B, D] last hidden state at the path's end, where known
+
+    @property
+    def width(self) -> int:
+        """The largest accept length."""
+        return max(map(len, self.answers))
+
+    def committed(self) -> Committed:
+        """As drafters are told."""
+        accepted = self.acceptance
+        ends = None if self.hidden is None else Ends(accepted.bonus, self.hidden)
+        return Committed(self.tokens, self.features, accepted.length, self.width, ends)
 
 
 def accept(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.base import Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.tree import Budget
 from drafthead.infer.acceptance import Outcome
@@ -14,7 +14,7 @@ from drafthead.infer.run import Emitted, Run
 from drafthead.infer.verifiers import Verifier
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def speculate(
     run: Run, drafter: Drafter, planner: Planner, verifier: Verifier
 ) -> Iterator[Emitted]:
@@ -60,11 +60,8 @@ def step(
 
 def commit(run: Run, session: DraftSession, outcome: Outcome) -> None:
     """Keep the accepted path in the cache and tell the drafter."""
-    paths, accepted = outcome.paths, outcome.acceptance
-    run.lengths = [old + len(path) for old, path in zip(run.lengths, paths, strict=True)]
-    width = max(map(len, paths))
-    path = accepted.path[:, :width]
-    run.cache.commit(path, accepted.length, max(run.lengths), outcome.in_place)
-    kept = outcome.features.map(lambda hidden: hidden[:, :width])
-    session.commit(Committed(outcome.tokens[:, :width], kept, accepted.length))
-    run.roots = accepted.bonus
+    run.lengths = [old + len(new) for old, new in zip(run.lengths, outcome.answers, strict=True)]
+    path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
+    run.cache.commit(path, outcome.lengths, max(run.lengths))
+    session.commit(outcome.committed())
+    run.roots = outcome.acceptance.bonus

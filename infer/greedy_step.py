@@ -13,6 +13,17 @@ from drafthead.infer.acceptance import Outcome, following_tokens, in_one_table, 
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 
+# Acceptance, tokens, both in one table, committed lengths, features (last, taps), last at the end.
+Parts = tuple[
+    Acceptance,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    tuple[torch.Tensor, ...],
+    torch.Tensor | None,
+]
+
 
 class GreedyStep:
     """The greedy steps of a target that keep the same features."""
@@ -30,7 +41,7 @@ class GreedyStep:
         """
         seen, columns = cache.make_room(tree.num_nodes)
         with self.taps:
-            acceptance, tokens, table, last, taps = self.graphs(
+            acceptance, tokens, table, lengths, last, taps, hidden = self.graphs(
                 tree.tokens,
                 tree.parents,
                 tree.depths,
@@ -41,8 +52,9 @@ class GreedyStep:
                 cache.keys,
                 cache.values,
             )
-        answers, paths = to_host(table)
-        return Outcome(acceptance, tokens, Features(last, taps), answers, paths, in_place=True)
+        answers, _ = to_host(table)
+        features = Features(last, taps)
+        return Outcome(acceptance, tokens, features, answers, lengths, in_place=True, hidden=hidden)
 
     def _step(
         self,
@@ -55,11 +67,8 @@ class GreedyStep:
         columns: torch.Tensor,  # [N] that the nodes are written to
         keys: Layers,  # of each layer [B, H, capacity, D]
         values: Layers,
-    ) -> tuple[
-        Acceptance, torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]
-    ]:
-        """What is traced into a graph: acceptance, tokens and features of an outcome, the first
-        two in one table as well.
+    ) -> Parts:
+        """What is traced into a graph: the parts of an outcome, some in one table as well.
 
         All are as long as the tree has nodes, so that one graph serves trees of any depth.
         """
@@ -74,13 +83,16 @@ class GreedyStep:
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
         found = VERIFIERS["greedy"].rule(tree, logits, None)
-        if tokens.shape[1] > 1:
+        if tokens.shape != (1, 1):  # a single root is where it belongs
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             move_columns(keys, values, columns[found.path], lengths[:, None] + steps)
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         kept = features.map(lambda hidden: hidden[rows, found.path])
+        end = found.path.gather(1, found.length[:, None] - 1)
+        hidden = None if features.last is None else features.last[rows, end].squeeze(1)
         following = following_tokens(tree, found)
-        return found, following, in_one_table(following, found), kept.last, kept.taps
+        table = in_one_table(following, found)
+        return found, following, table, lengths + found.length, kept.last, kept.taps, hidden
 
     def _kind(
         self,

@@ -177,23 +177,20 @@ class TreeCache(Cache):
 
     def commit(
         self,
-        path: torch.Tensor,  # [B, P] nodes to keep, in order; anything behind a row's length
-        lengths: torch.Tensor,  # [B] how many of them
-        longest: int,  # the new maximum of committed positions
-        in_place: bool = False,  # they already are where they belong
+        path: torch.Tensor | None,  # [B, P] nodes to keep, in order; anything behind a row's length
+        lengths: torch.Tensor,  # [B] of the rows from now on
+        longest: int,  # their maximum
     ) -> None:
         """Keep the nodes on the accepted path and forget the others.
 
-        With 4 positions committed, nodes at columns 4 5 6 7 and path (0, 2), columns 4 and 6 move
-        to 4 and 5, and 6 positions are committed.
+        With 4 positions committed, nodes at columns 4 5 6 7, path (0, 2) and length 6, columns 4
+        and 6 move to 4 and 5. Without a path the nodes to keep already stand where they belong.
         """
         assert self.lengths is not None
-        if not in_place:
+        if path is not None:
             steps = torch.arange(path.shape[1], device=path.device)
             self.move(self.keys, self.values, self.longest + path, self.lengths[:, None] + steps)
-        self.lengths = self.lengths + lengths
-        self.longest = longest
-        self.pending = 0
+        self.lengths, self.longest, self.pending = lengths, longest, 0
 
     def keep_rows(self, rows: torch.Tensor, longest: int) -> None:
         """Go on with the rows [R] of the batch only; `longest` is the maximum of their lengths."""

@@ -44,7 +44,7 @@ class PassTimes:
     draft: dict[Budget, float]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def time_passes(
     target: Target,
     drafter: Drafter | None = None,
@@ -84,14 +84,10 @@ def time_proposals(drafter: Drafter, run: Run, prompt: Committed) -> dict[Budget
     session = drafter.start(run.prompt_ids, run.prompt_lengths)
     session.commit(prompt)
     session.propose(drafter.budgets[0], GREEDY, None)  # reads what of the prompt was left to read
-    last = Committed(
-        prompt.tokens[:, -1:],
-        prompt.features.map(lambda hidden: hidden[:, -1:]),
-        torch.ones_like(prompt.lengths),
-    )
+    one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
     taken = {}
     for budget in drafter.budgets:
-        session.commit(last)
+        session.commit(one)
         propose = partial(session.propose, budget, GREEDY, None)
         taken[budget] = seconds_of(propose, run.target.device)
     return taken
@@ -142,7 +138,7 @@ class StepOverhead:
         return self.seconds / self.step_seconds
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def step_overhead(
     target: Target,
     drafter: Drafter,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.base import Committed, DraftSession
+from drafthead.heads.base import Committed, DraftSession, Ends
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
@@ -92,14 +92,16 @@ class Run:
         )
         assert output.features.last is not None
         # The last positions differ from row to row, so their logits are computed on their own.
-        logits = self.target.project(output.features.last[rows, lengths - 1])
+        hidden = output.features.last[rows, lengths - 1]
+        logits = self.target.project(hidden)
         room = min(max(self.request.limits), FIRST_ROOM) + self.max_nodes
         self.cache.commit_prompt(lengths, longest, room)
         self.roots = self.pick(logits)
         following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
         following[rows, lengths - 1] = self.roots
         emitted = self.batch.take([[token] for token in self.roots.tolist()])
-        return Committed(following, output.features, lengths), emitted
+        ends = Ends(self.roots, hidden)
+        return Committed(following, output.features, lengths, known_ends=ends), emitted
 
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
@@ -125,9 +127,9 @@ class Run:
 
     def judge(self, tree: TokenTree, verifier: Verifier) -> Outcome:
         """Verify a tree and apply a rule to what the target says."""
-        if isinstance(self.target, CompiledTarget) and self.is_simple(verifier):
+        if self.graphs is not None:
             with self.stats.phase("verify"):
-                return self.target.greedy_step(tree, self.features, self.cache)
+                return self.graphs.greedy_step(tree, self.features, self.cache)
         with self.stats.phase("verify"):
             output = self.verify(tree)
         with self.stats.phase("accept"):
@@ -139,11 +141,15 @@ class Run:
             rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
             in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
-            return Outcome(acceptance, tokens, features, answers, paths, in_place)
+            assert self.cache.lengths is not None
+            lengths = self.cache.lengths + acceptance.length
+            return Outcome(acceptance, tokens, features, answers, lengths, in_place)
 
-    def is_simple(self, verifier: Verifier) -> bool:
-        """Whether a step is the greedy rule on the target's logits as they are."""
-        return verifier.name == "greedy" and self.processing is None
+    @property
+    def graphs(self) -> CompiledTarget | None:
+        """The target, if steps are greedy on its logits as they are and it has them as graphs."""
+        simple = self.random is None and self.processing is None
+        return self.target if simple and isinstance(self.target, CompiledTarget) else None
 
     def legal(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions within the context: what lies past its end is never kept, but is computed."""

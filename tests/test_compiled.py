@@ -1,9 +1,13 @@
 """Compiled passes: the output of the eager ones, and no graph made twice."""
 
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from drafthead.heads.compilation import Compiled
 from drafthead.heads.cpu_kernels import attention_of_one
 from drafthead.heads.errors import UserError
 from drafthead.heads.tree import Budget
@@ -21,6 +25,22 @@ def prompts(rows: int, length: int = 6) -> list[list[int]]:
     return [
         torch.randint(8, 60, (length + row,), generator=generator).tolist() for row in range(rows)
     ]
+
+
+@pytest.fixture(autouse=True)
+def no_kind_needs_two_graphs(monkeypatch) -> Iterator[None]:
+    """What differs within a kind is no reason to compile again, in the first steps or later."""
+    made: set[tuple[int, Hashable]] = set()
+    compile = Compiled._compiled
+
+    def once(self: Compiled, arguments: Sequence[Any]) -> Any:
+        which = id(self), self.kind(*arguments)
+        assert which not in made
+        made.add(which)
+        return compile(self, arguments)
+
+    monkeypatch.setattr(Compiled, "_compiled", once)
+    yield
 
 
 def graphs() -> int:

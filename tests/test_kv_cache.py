@@ -27,7 +27,7 @@ def test_commit_moves_each_rows_path_behind_its_own_positions() -> None:
         seen, _ = cache.update(nodes + 100 * layer, -nodes, layer)
         assert seen.shape[2] == 3 + 4
     # Row 0 keeps nodes 0 and 2, row 1 keeps nodes 0, 1 and 3.
-    cache.commit(torch.tensor([[0, 2, 0], [0, 1, 3]]), torch.tensor([2, 3]), longest=5)
+    cache.commit(torch.tensor([[0, 2, 0], [0, 1, 3]]), torch.tensor([5, 5]), longest=5)
     assert cache.keys[0][0, 0, :5, 0].tolist() == [0, 1, 2, 3, 5]
     assert cache.keys[0][1, 0, :5, 0].tolist() == [10, 11, 13, 14, 16]
     assert cache.keys[1][1, 0, :5, 0].tolist() == [110, 111, 113, 114, 116]

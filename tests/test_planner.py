@@ -8,6 +8,7 @@ from drafthead.heads.tree import Budget, StaticTrees, tree_budgets
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.planner import Acceptance, AdaptivePlan
+from drafthead.infer.step_costs import least_of_larger
 
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
@@ -79,6 +80,20 @@ def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
     for _ in range(10_000):
         acceptance.add([0.5, 0.25], [2, 1])  # depth 1 in one row of two, depth 2 never
     assert acceptance.tokens([0.6, 0.3]) == pytest.approx(1.6)
+
+
+def test_a_smaller_tree_is_taken_to_last_no_longer_than_a_larger_one() -> None:
+    """Nodes and depth both count: 3 nodes in a chain may well be slower than 8 side by side."""
+    seconds = {
+        None: 1.9,
+        Budget(2, 1): 2.4,
+        Budget(3, 2): 2.6,
+        Budget(8, 1): 2.2,
+        Budget(8, 2): 2.7,
+    }
+    mended = {budget: least_of_larger(budget, seconds) for budget in seconds}
+    assert mended == seconds | {Budget(2, 1): 2.2}
+    assert least_of_larger(None, seconds | {None: 2.5}) == 2.2
 
 
 def test_chances_of_static_trees_are_shares_of_all_positions() -> None:

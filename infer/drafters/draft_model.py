@@ -84,10 +84,10 @@ class DraftModelSession(DraftSession):
     def commit(self, committed: Committed) -> None:
         """Keep the committed tokens to be read; of the prompt pass only the first new token."""
         if self.unread is None:
-            rows = torch.arange(committed.lengths.shape[0], device=committed.tokens.device)
-            self.unread = committed.tokens[rows, committed.lengths - 1][:, None]
+            self.unread = committed.ends.roots[:, None]
             self.unread_lengths = torch.ones_like(committed.lengths)
         else:
+            committed = committed.cut()
             self.unread, self.unread_lengths = joined(
                 self.unread, self.unread_lengths, committed.tokens, committed.lengths
             )
@@ -142,9 +142,9 @@ class DraftModelSession(DraftSession):
         self.host_lengths = [
             old + new for old, new in zip(self.host_lengths, lengths.tolist(), strict=True)
         ]
-        path = steps.expand(len(self.host_lengths), -1)
-        in_place = len(self.host_lengths) == 1
-        self.cache.commit(path, lengths, max(self.host_lengths), in_place)
+        # A single row is in order already.
+        path = steps.expand(len(lengths), -1) if len(lengths) > 1 else None
+        self.cache.commit(path, self.cache.lengths + lengths, max(self.host_lengths))
         self.unread_lengths = torch.zeros_like(lengths)
         return output.logits[rows, lengths - 1]
 

@@ -61,19 +61,18 @@ class ScriptedSession(DraftSession):
         self.said = [0] * len(self.answers)
         self.roots: list[int] = []
         self.coins = random.Random(drafter.seed)
-        self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens and lengths
+        self.unread: list[Committed] = []
 
     def commit(self, committed: Committed) -> None:
         """Note what was committed; it is read when a proposal needs it."""
-        self.unread.append((committed.tokens, committed.lengths))
+        self.unread.append(committed)
 
     def _read(self) -> None:
         """Advance each row; the prompt pass commits the first token of the answer alone."""
-        for tokens, lengths in self.unread:
-            gained = lengths.tolist() if self.roots else [1] * len(self.said)
+        for committed in self.unread:
+            gained = committed.lengths.tolist() if self.roots else [1] * len(self.said)
             self.said = [old + new for old, new in zip(self.said, gained, strict=True)]
-            rows = torch.arange(len(gained), device=tokens.device)
-            self.roots = tokens[rows, lengths - 1].tolist()
+            self.roots = committed.ends.roots.tolist()
         self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
