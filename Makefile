@@ -23,8 +23,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Distil, train a head, compare: about ten minutes on 2 cores.
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh $(RUN)
 
-test: $(READY)  ## Run the tests.
-	$(BIN)/python -m pytest
+test: $(READY)  ## Run the tests, file by file on up to four cores.
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: lint types test  ## Lint, types and tests.
 

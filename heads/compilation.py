@@ -14,7 +14,7 @@ from inspect import signature
 from itertools import chain
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -50,6 +50,8 @@ class Compiled:
     its arguments, such as a model, is taken to stay as it was when the graph was made: checking
     each part of a model at every call would cost more than a drafting pass.
     """
+
+    made: ClassVar[int] = 0  # graphs, by this process
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class Compiled:
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
         self.seconds += time.perf_counter() - started
+        Compiled.made += 1
         return graph, result
 
     def _call(self, *arguments: Any) -> Any:

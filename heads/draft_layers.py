@@ -313,7 +313,7 @@ class DraftCache:
         start = self.longest + self.pending
         end = start + nodes.shape[1]
         capacity = self.keys[0].shape[2] if self.keys else 0
-        if capacity < end:
+        if capacity <= end:  # never full: compiled passes would take that for another layout
             capacity = -(-int(end * GROWTH) // BLOCK) * BLOCK
             self.keys, self.values = (
                 self._enlarged(old, nodes.shape[0], capacity) for old in (self.keys, self.values)

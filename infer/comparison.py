@@ -15,6 +15,7 @@ from statistics import median
 import psutil
 import torch
 
+from drafthead.heads.compilation import Compiled
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.infer.contestants import Answer, Contestant
@@ -122,7 +123,7 @@ def race(
                     torch.cuda.reset_peak_memory_stats()
                 # At a temperature each round draws other answers, alike for all contestants.
                 row_seed = seed + number * len(prompts) + index
-                answer = record.contestant.decode(prompt, max_new_tokens, row_seed)
+                answer = undisturbed(record.contestant, prompt, max_new_tokens, row_seed)
                 record.answers[-1].append(answer)
                 record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
                 on_answer()
@@ -133,6 +134,17 @@ def race(
                     "is no decoding to time: allow more new tokens, or use other prompts"
                 )
     return records
+
+
+def undisturbed(
+    contestant: Contestant, prompt: list[int], max_new_tokens: int, seed: int
+) -> Answer:
+    """The answer to a prompt, and once more if a graph had to be compiled for it."""
+    while True:
+        before = Compiled.made
+        answer = contestant.decode(prompt, max_new_tokens, seed)
+        if Compiled.made == before:
+            return answer
 
 
 def memory_in_use() -> int:

@@ -269,7 +269,7 @@ class Decoder:
         rows = rows_timed(rule, len(run.lengths))
         key = (rule.name, run.request.sampling.temperature, rows)
         if key not in self.plans:
-            seconds = step_seconds(self.target, self.drafter, rows)
+            seconds = step_seconds(self.target, self.drafter, rows, rule)
             chances = {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
             self.plans[key] = AdaptivePlan(seconds, chances)
         plan = self.plans[key]

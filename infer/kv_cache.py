@@ -160,10 +160,13 @@ class TreeCache(Cache):
         return self.numbers[:width], self.numbers[start : start + num_nodes]
 
     def _ensure(self, columns: int) -> None:
+        """Room for `columns` and one more: a full cache is laid out in memory as no part of it is,
+        and would need compiled passes of its own.
+        """
         capacity = self.keys[0].shape[2]
-        if columns <= capacity:
+        if columns < capacity:
             return
-        larger = rounded(max(columns, int(capacity * GROWTH)), max(BLOCK, self.bucket))
+        larger = rounded(max(columns + 1, int(capacity * GROWTH)), max(BLOCK, self.bucket))
         self.keys = [enlarged(keys, larger) for keys in self.keys]
         self.values = [enlarged(values, larger) for values in self.values]
 

@@ -24,7 +24,7 @@ from drafthead.infer.engine import speculate
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.planner import Planner
 from drafthead.infer.run import Request, Run
-from drafthead.infer.verifiers import VERIFIERS, Verifier
+from drafthead.infer.verifiers import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Tour(Planner):
         self.place += 1
 
 
-def time_steps(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
-    """Seconds of a step for each budget of the drafter, and of a plain one.
+def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> StepSeconds:
+    """Seconds of a step under `rule` for each budget of the drafter, and of a plain one.
 
     The quickest of several counts: what else runs on a machine only ever adds time.
     """
@@ -67,9 +67,10 @@ def time_steps(target: Target, drafter: Drafter, batch: int) -> StepSeconds:
         target.vocab_size, (batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     ).tolist()
     most = sum(1 + (stop.depth if stop else 0) for stop in tour.order) + 1
-    request = Request(prompts, [most] * batch, SamplingConfig(), [0] * batch, frozenset())
+    sampling = SamplingConfig(temperature=0.0 if rule.greedy else 1.0)
+    request = Request(prompts, [most] * batch, sampling, [0] * batch, frozenset())
     run = Run(target, request, drafter.features, drafter.budgets[-1].nodes)
-    steps = speculate(run, drafter, tour, VERIFIERS["greedy"])
+    steps = speculate(run, drafter, tour, rule)
     next(steps)  # the prompt
     taken: dict[Budget | None, list[float]] = {stop: [] for stop in stops}
     clocked = zip(tour.order, clock(steps, target.device), strict=False)
@@ -108,15 +109,17 @@ def clock(steps: Iterator[object], device: torch.device) -> Iterator[float]:
         yield time.perf_counter() - started
 
 
-def step_seconds(target: Target, drafter: Drafter, batch: int, fresh: bool = False) -> StepSeconds:
+def step_seconds(
+    target: Target, drafter: Drafter, batch: int, rule: Verifier, fresh: bool = False
+) -> StepSeconds:
     """`time_steps`, from the last time if the same was timed before and is not wanted `fresh`."""
-    kept = cost_file(target, drafter, batch)
+    kept = cost_file(target, drafter, batch, rule)
     if kept.exists() and not fresh:
         try:
             return read_costs(kept)
         except (ValueError, TypeError):
             logger.warning("%s cannot be read; steps are timed anew", kept)
-    costs = time_steps(target, drafter, batch)
+    costs = time_steps(target, drafter, batch, rule)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_text(kept, json.dumps([[_fields(stop), seconds] for stop, seconds in costs.items()]))
     return costs
@@ -142,8 +145,8 @@ def _fields(stop: Budget | None) -> list[int] | None:
     return None if stop is None else [stop.nodes, stop.depth]
 
 
-def cost_file(target: Target, drafter: Drafter, batch: int) -> Path:
-    """Where the costs of these models on this machine are kept."""
+def cost_file(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> Path:
+    """Where the costs of these models under a rule on this machine are kept."""
     about = [
         describe_machine(),
         describe_versions(),
@@ -153,6 +156,7 @@ def cost_file(target: Target, drafter: Drafter, batch: int) -> Path:
         drafter.identity(),
         [_fields(budget) for budget in drafter.budgets],
         batch,
+        rule.name,
     ]
     digest = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"

@@ -60,11 +60,11 @@ def main(
     drafter = decoder.drafter
     assert drafter is not None
     timed = rows_timed(rule, batch)
-    kept = cost_file(decoder.target, drafter, timed)
+    kept = cost_file(decoder.target, drafter, timed, rule)
     remembered = kept.exists() and not fresh
     if not remembered:
         logger.info("timing steps of %d sizes of tree", len(drafter.budgets))
-    seconds = step_seconds(decoder.target, drafter, timed, fresh)
+    seconds = step_seconds(decoder.target, drafter, timed, rule, fresh)
     plan = AdaptivePlan(seconds, {budget: drafter.chances(budget) for budget in drafter.budgets})
     rows, why = plan_rows(plan), reason(plan_rows(plan))
     notes = [why, timing_note(timed, batch, remembered, kept)]

@@ -1,5 +1,6 @@
 """The tree cache, on keys that are their own column numbers."""
 
+import pytest
 import torch
 
 from drafthead.infer.kv_cache import StepCache, TreeCache
@@ -33,6 +34,14 @@ def test_commit_moves_each_rows_path_behind_its_own_positions() -> None:
     assert cache.keys[1][1, 0, :5, 0].tolist() == [110, 111, 113, 114, 116]
     assert cache.values[0][0, 0, :5, 0].tolist() == [0, -1, -2, -3, -5]
     assert cache.lengths.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("nodes", [1, 123, 124, 125, 300])
+def test_the_columns_that_a_pass_sees_are_never_all_there_are(nodes) -> None:
+    cache = filled_cache()
+    seen, written = cache.make_room(nodes)
+    assert len(seen) == 3 + nodes < cache.keys[0].shape[2]
+    assert written.tolist() == list(range(3, 3 + nodes))
 
 
 def test_mask_hides_the_gap_between_a_rows_positions_and_its_nodes() -> None:
