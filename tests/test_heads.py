@@ -4,6 +4,7 @@ conftest.py runs what asks for a `family` once for each head family, and what as
 `drafter_name` once for each drafter.
 """
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from conftest import NO_HEADS, VOCAB
 
-from drafthead.heads.base import HEADS, MAX_RANK, Committed, Drafter, DraftHead, HeadBatch
+from drafthead.heads.base import HEADS, MAX_RANK, Committed, Drafter, DraftHead, Ends, HeadBatch
 from drafthead.heads.checkpoint import load_head, save_head
 from drafthead.heads.losses import TOKEN_LOSSES
 from drafthead.heads.sampling import RowRandom, SamplingConfig
@@ -267,3 +268,19 @@ def test_a_saved_and_loaded_head_proposes_the_same(
         session = start(drafter, target, [0, 1, 2], PLACES[0])
         trees.append(propose(drafter, session, sampling, [1, 2, 3]))
     assert_same_tree(trees[1], trees[0])
+
+
+def test_what_was_committed_knows_its_ends_and_can_be_cut_to_what_is_used() -> None:
+    tokens = torch.tensor([[1, 2, 3, 0, 0], [4, 5, 0, 0, 0]])
+    hidden = torch.arange(20.0).view(2, 5, 2)
+    committed = Committed(tokens, Features(hidden), torch.tensor([3, 2]), width=3)
+    cut = committed.cut()
+    assert cut.tokens.tolist() == [[1, 2, 3], [4, 5, 0]]
+    assert cut.features.last is not None and cut.features.last.stride() == (6, 2, 1)
+    assert cut.cut() is cut
+    for part in (committed, cut):
+        assert part.ends.roots.tolist() == [3, 5]
+        assert part.ends.hidden is not None
+        assert part.ends.hidden.tolist() == [[4.0, 5.0], [12.0, 13.0]]
+    told = Ends(torch.tensor([8, 9]), None)
+    assert replace(committed, known_ends=told).cut().ends is told
