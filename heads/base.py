@@ -25,6 +25,15 @@ UNMEASURED_ALPHA = 0.6
 MAX_RANK = 10
 
 
+def at_last(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Of table [B, T, ...] what stands at each row's last position, [B, ...].
+
+    Lengths 3 and 1 take place 2 of the first row and place 0 of the second.
+    """
+    rows = torch.arange(lengths.shape[0], device=lengths.device)
+    return table[rows, lengths - 1]
+
+
 class Ends(NamedTuple):
     """What stands at the last committed position of each row."""
 
@@ -53,9 +62,9 @@ class Committed:
         """The next roots and what predicted them; no work where the pass itself has told."""
         if self.known_ends is not None:
             return self.known_ends
-        rows, last = torch.arange(len(self.lengths), device=self.lengths.device), self.lengths - 1
-        hidden = self.features.last
-        return Ends(self.tokens[rows, last], None if hidden is None else hidden[rows, last])
+        last = self.features.last
+        hidden = None if last is None else at_last(last, self.lengths)
+        return Ends(at_last(self.tokens, self.lengths), hidden)
 
     def cut(self) -> "Committed":
         """The same without the positions that are padding in every row.

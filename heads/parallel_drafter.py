@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drafthead.heads.base import Committed, DraftSession
+from drafthead.heads.base import Committed, DraftSession, at_last
 from drafthead.heads.best_first import best_first_tree
 from drafthead.heads.compilation import Compiled, Sizes
 from drafthead.heads.draft_layers import CacheColumns, DraftCache, Store
@@ -196,7 +196,7 @@ class ParallelSession(DraftSession):
         cache.stay(tokens.shape[1])
         cache.commit(lengths)
         self.roots = committed.ends.roots
-        self.before = fused[torch.arange(len(lengths), device=lengths.device), lengths - 1]
+        self.before = at_last(fused, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""

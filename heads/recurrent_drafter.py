@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from drafthead.heads.base import Committed, DraftSession
+from drafthead.heads.base import Committed, DraftSession, at_last
 from drafthead.heads.compilation import Compiled, Sizes
 from drafthead.heads.draft_layers import CacheColumns, DraftCache
 from drafthead.heads.dynamic_tree import TreeGrowth
@@ -66,8 +66,7 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
         embeds = self.head.embed(tokens, self.target)
         outputs = self._pass(embeds, states, positions, mask, cached)
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        return self._said(outputs[rows, lengths - 1][:, None])
+        return self._said(at_last(outputs, lengths)[:, None])
 
     def _draft(
         self,

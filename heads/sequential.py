@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from drafthead.heads.anchors import AnchoredHead, tokens_at
-from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch
+from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, at_last
 from drafthead.heads.compilation import Compiled, Sizes
 from drafthead.heads.draft_layers import CacheColumns, DraftCache
 from drafthead.heads.head_drafter import HeadDrafter
@@ -191,7 +191,7 @@ class SequentialSession(DraftSession):
         states = read(hidden, positions, mask, columns, cache.keys, cache.values)
         cache.stay(nodes.shape[1])
         cache.commit(lengths)
-        return states[torch.arange(len(lengths), device=lengths.device), lengths - 1]
+        return at_last(states, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""

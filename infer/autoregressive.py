@@ -70,6 +70,5 @@ def graph_of_roots(run: Run, target: CompiledTarget) -> tuple[list[list[int]], C
     with run.stats.phase("verify"):
         tree = TokenTree.from_shape(ROOT, run.roots[:, None])
         outcome = target.greedy_step(tree, run.features, run.cache)
-        run.lengths = [length + 1 for length in run.lengths]
-        run.cache.commit(None, outcome.lengths, max(run.lengths))
+        run.commit(outcome)
     return outcome.answers, outcome.committed()

@@ -7,7 +7,6 @@ import torch
 from drafthead.heads.base import Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.tree import Budget
-from drafthead.infer.acceptance import Outcome
 from drafthead.infer.autoregressive import plain_step
 from drafthead.infer.planner import Planner
 from drafthead.infer.run import Emitted, Run
@@ -52,16 +51,8 @@ def step(
     stats.verified_nodes += tree.num_nodes
     outcome = run.judge(tree, verifier)
     with stats.phase("commit"):
-        commit(run, session, outcome)
+        run.commit(outcome)
+        session.commit(outcome.committed())
         emitted = run.take_step(outcome.answers)
         run.keep_active(session)
     return emitted
-
-
-def commit(run: Run, session: DraftSession, outcome: Outcome) -> None:
-    """Keep the accepted path in the cache and tell the drafter."""
-    run.lengths = [old + len(new) for old, new in zip(run.lengths, outcome.answers, strict=True)]
-    path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
-    run.cache.commit(path, outcome.lengths, max(run.lengths))
-    session.commit(outcome.committed())
-    run.roots = outcome.acceptance.bonus

@@ -120,7 +120,7 @@ class TreeCache(Cache):
         `room` is the number of columns to allocate beside the prompt.
         """
         self.lengths, self.longest = lengths, longest
-        capacity = rounded(longest + room, max(BLOCK, self.bucket))
+        capacity = rounded(longest + room + 1, max(BLOCK, self.bucket))
         for layer in range(len(self.prompt_states)):
             keys, values = self.prompt_states.pop(layer)
             self.keys.append(enlarged(keys, capacity))
@@ -160,8 +160,8 @@ class TreeCache(Cache):
         return self.numbers[:width], self.numbers[start : start + num_nodes]
 
     def _ensure(self, columns: int) -> None:
-        """Room for `columns` and one more: a full cache is laid out in memory as no part of it is,
-        and would need compiled passes of its own.
+        """Make room for `columns` and one more: a full cache is laid out in memory as no part of
+        it is, and would need compiled passes of its own.
         """
         capacity = self.keys[0].shape[2]
         if columns < capacity:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.base import Committed, DraftSession, Ends
+from drafthead.heads.base import Committed, DraftSession, Ends, at_last
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
@@ -92,7 +92,7 @@ class Run:
         )
         assert output.features.last is not None
         # The last positions differ from row to row, so their logits are computed on their own.
-        hidden = output.features.last[rows, lengths - 1]
+        hidden = at_last(output.features.last, lengths)
         logits = self.target.project(hidden)
         room = min(max(self.request.limits), FIRST_ROOM) + self.max_nodes
         self.cache.commit_prompt(lengths, longest, room)
@@ -127,7 +127,7 @@ class Run:
 
     def judge(self, tree: TokenTree, verifier: Verifier) -> Outcome:
         """Verify a tree and apply a rule to what the target says."""
-        if self.graphs is not None:
+        if self.graphs is not None and verifier.name == "greedy":
             with self.stats.phase("verify"):
                 return self.graphs.greedy_step(tree, self.features, self.cache)
         with self.stats.phase("verify"):
@@ -144,6 +144,14 @@ class Run:
             assert self.cache.lengths is not None
             lengths = self.cache.lengths + acceptance.length
             return Outcome(acceptance, tokens, features, answers, lengths, in_place)
+
+    def commit(self, outcome: Outcome) -> None:
+        """Keep the accepted path in the cache; its last token is the next root."""
+        both = zip(self.lengths, outcome.answers, strict=True)
+        self.lengths = [old + len(new) for old, new in both]
+        path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
+        self.cache.commit(path, outcome.lengths, max(self.lengths))
+        self.roots = outcome.acceptance.bonus
 
     @property
     def graphs(self) -> CompiledTarget | None:

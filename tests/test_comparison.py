@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
+from drafthead.heads.compilation import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.comparison import divergences, race, rows_of
-from drafthead.infer.contestants import Ours, Transformers
+from drafthead.infer.contestants import Answer, Contestant, Ours, Transformers
 from drafthead.infer.results import DecodeStats, repeated_ngram_share
 from drafthead.infer.speedup_model import chain_speedup, predict_chain, speedup_bound
 from drafthead.scripts.comparison_report import markdown_table, write_report
@@ -121,3 +122,18 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
     assert all(wanted <= set(row) for row in content["rows"])
     assert markdown_table(rows) in (tmp_path / "out" / "comparison.md").read_text()
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_that_had_to_be_compiled_for_is_timed_again(monkeypatch) -> None:
+    class Compiling(Contestant):
+        def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
+            seeds.append(seed)
+            if len(seeds) == 2:  # the first is the warm-up
+                monkeypatch.setattr(Compiled, "made", Compiled.made + 1)
+            return Answer([1, 2], 1, float(len(seeds)), 0.0)
+
+    seeds: list[int] = []
+    contestant = Compiling("ours", "none", SamplingConfig())
+    (record,) = race([contestant], [[1]], 2, 8, seed=5, on_answer=lambda: None)
+    assert seeds == [5, 5, 5, 6]
+    assert [answers[0].decode_seconds for answers in record.answers] == [3.0, 4.0]

@@ -30,11 +30,11 @@ def prompts(rows: int, length: int = 6) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def no_kind_needs_two_graphs(monkeypatch) -> Iterator[None]:
     """What differs within a kind is no reason to compile again, in the first steps or later."""
-    made: set[tuple[int, Hashable]] = set()
+    made: set[tuple[Compiled, Hashable]] = set()
     compile = Compiled._compiled
 
     def once(self: Compiled, arguments: Sequence[Any]) -> Any:
-        which = id(self), self.kind(*arguments)
+        which = self, self.kind(*arguments)
         assert which not in made
         made.add(which)
         return compile(self, arguments)

@@ -6,7 +6,7 @@ token by token, so K drafted tokens cost K passes (Leviathan et al., 2023, arXiv
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.base import Committed, Drafter, DraftSession, at_last
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
@@ -104,8 +104,7 @@ class DraftModelSession(DraftSession):
     ) -> TokenTree:
         """Read what is new, then draft token by token."""
         assert self.unread is not None
-        rows = torch.arange(self.unread.shape[0], device=self.unread.device)
-        tokens = [self.unread[rows, self.unread_lengths - 1]]
+        tokens = [at_last(self.unread, self.unread_lengths)]
         supports: list[tuple[torch.Tensor, torch.Tensor]] = []
         logits = self._read()
         shape = TreeShape.chain(min(budget.depth, self.drafter.depth))
@@ -137,7 +136,6 @@ class DraftModelSession(DraftSession):
         mask = self.cache.mask(visible, self.model.dtype)
         positions = self._legal(self.cache.lengths[:, None] + steps)
         output = self.model.run(self.unread, positions, mask, NO_FEATURES, self.cache)
-        rows = torch.arange(self.unread.shape[0], device=self.unread.device)
         lengths = self.unread_lengths
         self.host_lengths = [
             old + new for old, new in zip(self.host_lengths, lengths.tolist(), strict=True)
@@ -146,7 +144,7 @@ class DraftModelSession(DraftSession):
         path = steps.expand(len(lengths), -1) if len(lengths) > 1 else None
         self.cache.commit(path, self.cache.lengths + lengths, max(self.host_lengths))
         self.unread_lengths = torch.zeros_like(lengths)
-        return output.logits[rows, lengths - 1]
+        return at_last(output.logits, lengths)
 
     def _say(self, token: torch.Tensor, depth: int) -> torch.Tensor:
         """Pass over the drafted token [B] of a depth, kept pending; logits [B, V] behind it."""

@@ -1,0 +1,34 @@
+"""Graphs of one kind: as many as the layouts of arguments ask for, and no more than a few."""
+
+import pytest
+import torch
+
+from drafthead.heads import compilation
+from drafthead.heads.compilation import Compiled
+from drafthead.heads.errors import UserError
+
+SQUARE = torch.arange(16.0).view(4, 4)
+
+
+@pytest.fixture
+def doubled() -> Compiled:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    made_for = torch.device("cpu"), torch.float32
+    return Compiled(double, *made_for, kind=lambda x: None, sizes=lambda x: [[(x, 0)]])
+
+
+@pytest.mark.skipif(not compilation.ONE_GRAPH, reason="this torch cannot be told to make no other")
+def test_another_layout_gets_a_graph_of_our_making_and_the_first_stays_in_use(
+    doubled, monkeypatch
+) -> None:
+    before = Compiled.made
+    with torch.no_grad():
+        for _ in range(2):
+            for x in (SQUARE, SQUARE.t()):
+                assert torch.equal(doubled(x), 2 * x)
+        assert Compiled.made - before == len(doubled.graphs[None]) == 2
+        monkeypatch.setattr(compilation, "MOST_GRAPHS", 2)
+        with pytest.raises(UserError, match="more than 2 graphs.*decode without compile"):
+            doubled(SQUARE.double())
