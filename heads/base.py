@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.outline import Outline
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Features, FeatureSpec, Target
 from drafthead.heads.tree import Budget, Path, TokenTree, TreeShape
@@ -95,6 +96,10 @@ class DraftSession(ABC):
         With `random`, children are drawn without replacement and the tree carries the
         distributions they were drawn from; without, children are the most probable tokens.
         """
+
+    def outline(self, budget: Budget) -> Outline | None:
+        """`propose` without `random` as a part of the graph of a step, for what can be one."""
+        return None
 
     @abstractmethod
     def commit(self, committed: Committed) -> None:

@@ -22,6 +22,7 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 
 from drafthead.heads.cpu_kernels import CpuKernels
+from drafthead.heads.direct_call import OtherLayoutError, Recorder
 from drafthead.heads.errors import UserError
 
 CPU_OPTIONS: dict[str, Any] = {
@@ -40,6 +41,7 @@ MOST_GRAPHS = 8
 
 # Dimensions that may change from call to call; those of one inner list are always equal.
 Sizes = Sequence[Sequence[tuple[torch.Tensor, int]]]
+Graph = Callable[..., Any]
 
 
 class Compiled:
@@ -63,6 +65,8 @@ class Compiled:
     ):
         """`kind(*arguments)` says which graph a call needs, and `sizes(*arguments)` lists what
         changes within a kind. `dtype` is that of the weights.
+
+        The function returns a tensor, None, a constant number, or a tuple of such values.
         """
         keep_compiled_code()
         self.function, self.kind, self.sizes = function, kind, sizes
@@ -76,7 +80,7 @@ class Compiled:
                 "joint_custom_post_pass": TogetherOnOneInput(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
-        self.graphs: dict[Hashable, list[Callable[..., Any]]] = {}
+        self.graphs: dict[Hashable, list[Graph]] = {}
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
@@ -85,8 +89,8 @@ class Compiled:
         for graph in graphs:
             try:
                 return graph(*arguments)
-            except FailOnRecompileLimitHit:
-                continue  # made for arguments of another layout, which torch has just logged
+            except (OtherLayoutError, FailOnRecompileLimitHit):
+                continue  # made for arguments of another layout
         if len(graphs) == MOST_GRAPHS:
             raise UserError(
                 f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
@@ -96,15 +100,22 @@ class Compiled:
         graphs.append(graph)
         return result
 
-    def _compiled(self, arguments: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
+    def _compiled(self, arguments: Sequence[Any]) -> tuple[Graph, Any]:
         """A graph for calls of the kind of `arguments`, and its value for them."""
         for tensor, dim in chain.from_iterable(self.sizes(*arguments)):
             if tensor.shape[dim] != 1:
                 torch._dynamo.mark_dynamic(tensor, dim)
         started = time.perf_counter()
-        guards = {"guard_filter_fn": guards_of_arguments}
-        graph = torch.compile(
-            with_own_code(self._call), fullgraph=True, options=self.options | guards, **ONE_GRAPH
+        # A CUDA graph is recorded in steps, of which torch's own entry keeps count.
+        recorder = Recorder(self.options) if self.on_cpu else None
+        traced = with_own_code(self._call)
+        guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
+        compiled = torch.compile(
+            traced,
+            fullgraph=True,
+            backend=recorder or "inductor",
+            options=guards if recorder else guards | self.options,
+            **ONE_GRAPH,
         )
         try:
             # Tracing too must know that weights will be frozen: it then takes them for constants.
@@ -113,12 +124,13 @@ class Compiled:
                 torch._inductor.config.patch(self.options),
                 torch._dynamo.config.patch(automatic_dynamic_shapes=False),
             ):
-                result = graph(*arguments)
+                result = compiled(*arguments)
         except (TorchDynamoException, InductorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
+        graph = recorder.direct_call(traced, result) if recorder else compiled
         self.seconds += time.perf_counter() - started
         Compiled.made += 1
         return graph, result

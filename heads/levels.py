@@ -57,12 +57,14 @@ Guesses = tuple[torch.Tensor, torch.Tensor]  # logits and ids [B, n, k] of n nod
 Support = tuple[torch.Tensor, torch.Tensor]  # ids and probabilities [B, n, k] of n nodes' children
 
 
-def best_guesses(logits: torch.Tensor, ids: torch.Tensor | None = None) -> Guesses:
+def best_guesses(
+    logits: torch.Tensor, ids: torch.Tensor | None = None, count: int = DRAFT_SUPPORT
+) -> Guesses:
     """The most probable tokens behind nodes with logits [B, n, Vd], and their logits in float32.
 
     `ids` [Vd] are the tokens that the logits speak of where these are not the whole vocabulary.
     """
-    top = logits.float().topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
+    top = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
     return top.values, top.indices if ids is None else ids[top.indices]
 
 

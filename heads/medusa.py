@@ -13,12 +13,21 @@ from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.heads.anchors import AnchoredHead
-from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, register_head
+from drafthead.heads.base import (
+    MAX_RANK,
+    Committed,
+    Drafter,
+    DraftSession,
+    HeadBatch,
+    register_head,
+)
 from drafthead.heads.compilation import Compiled
 from drafthead.heads.head_drafter import HeadDrafter
 from drafthead.heads.levels import Guesses, best_guesses
 from drafthead.heads.losses import check_depth_decay, check_token_loss
+from drafthead.heads.outline import Filling, Outline
 from drafthead.heads.sampling import (
+    DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draw_without_replacement,
@@ -108,6 +117,16 @@ class MedusaHeads(AnchoredHead):
             return target.project(hidden)
         return target.finish_logits(branch.output(hidden))
 
+    def all_logits(self, state: torch.Tensor, depth: int, target: Target) -> torch.Tensor:
+        """Logits [B, d, V] of the first d heads behind one state [B, D] a row.
+
+        Heads that share the target's output head go through it together, so that it is read once.
+        """
+        if self.config.output == "own":
+            return torch.stack([self.logits(state, k, target) for k in range(depth)], dim=1)
+        hidden = torch.stack([self.branch(k)(state) for k in range(depth)], dim=1)
+        return target.project(hidden)
+
     def states(
         self, batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, target: Target
     ) -> Iterable[torch.Tensor]:
@@ -142,7 +161,9 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the number of heads."""
         super().__init__(head, target, shape)
+        self.widest = MAX_RANK if shape is None else shape.width  # guesses looked at for a node
         self.layouts: dict[TreeShape, MedusaLayout] = {}
+        self.filling = Filling(self._fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill
 
@@ -150,10 +171,10 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         self,
         hidden: torch.Tensor,  # [B, D] where the roots were predicted
         depth: int,  # d, of the tree that is to be filled
+        count: int = DRAFT_SUPPORT,  # k
     ) -> Guesses:
         """Logits and ids [B, d, k] of the first heads' best guesses behind the roots."""
-        logits = [self.head.logits(hidden, index, self.target) for index in range(depth)]
-        return best_guesses(torch.stack(logits, dim=1))
+        return best_guesses(self.head.all_logits(hidden, depth, self.target), count=count)
 
     def _fill(
         self,
@@ -164,9 +185,19 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         ranks: torch.Tensor,  # [N]
     ) -> torch.Tensor:
         """Tokens [B, N] of the tree: each node the guess of its rank of its depth's head."""
-        _, ids = self._guess(hidden, depth)
+        _, ids = self._guess(hidden, depth, self.widest)
         is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
         return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
+
+    def _fill_with_all(
+        self,
+        hidden: torch.Tensor,  # [B, D]
+        roots: torch.Tensor,  # [B]
+        head_of_node: torch.Tensor,  # [N]
+        ranks: torch.Tensor,  # [N]
+    ) -> torch.Tensor:
+        """`_fill` by all heads, so that one graph serves trees of any depth."""
+        return self._fill(hidden, self.head.depth, roots, head_of_node, ranks)
 
     def compile(self) -> None:
         """Compile the heads, a graph for each number of heads that a tree needs."""
@@ -232,6 +263,16 @@ class MedusaSession(DraftSession):
         tables = layout.head_of_node, layout.ranks
         tokens = self.drafter.fill(self.hidden, depth, self.roots, *tables)
         return TokenTree.from_shape(layout.shape, tokens)
+
+    def outline(self, budget: Budget) -> Outline | None:
+        """For heads with one output head, which cost the same whatever the depth of the tree."""
+        if self.drafter.head.config.output == "own":
+            return None
+        assert self.hidden is not None and self.roots is not None
+        layout = self.drafter.layout(budget, drawn=False)
+        arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks
+        rows = self.roots.shape[0]
+        return Outline.from_shape(layout.shape, rows, self.drafter.filling, arguments)
 
     def _drawn(
         self,

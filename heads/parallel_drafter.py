@@ -15,6 +15,7 @@ from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape, tree_budgets
+from drafthead.heads.unread import Unread
 
 if TYPE_CHECKING:
     from drafthead.heads.parallel import ParallelHead
@@ -181,13 +182,22 @@ class ParallelSession(DraftSession):
     def __init__(self, drafter: ParallelDrafter):
         self.drafter = drafter
         self.cache = DraftCache(drafter.head.transformer.layers)
+        self.unread = Unread()
         self.roots: torch.Tensor | None = None  # [B]
         self.before: torch.Tensor | None = None  # [B, D], fused features before the roots
 
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
+        """Read the prompt at once; what follows is read when it is needed."""
+        self.unread.add(committed)
+        if self.roots is None:
+            self._read()
+
+    def _read(self) -> None:
         """Add what was committed to the context and keep the root."""
-        committed = committed.cut()
+        committed = self.unread.take()
+        if committed is None:
+            return
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
         is_prompt = cache.lengths is None  # prompts are seldom of one length
         read = self.drafter.read_eagerly if is_prompt else self.drafter.read
@@ -202,6 +212,7 @@ class ParallelSession(DraftSession):
         """Drop the state of all other rows."""
         assert self.roots is not None and self.before is not None
         self.cache.keep_rows(rows)
+        self.unread.keep_rows(rows)
         self.roots, self.before = self.roots[rows], self.before[rows]
 
     @torch.no_grad()
@@ -209,9 +220,9 @@ class ParallelSession(DraftSession):
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """One pass over the block, then a tree of what it says."""
+        hidden, logits = self._passed()
         assert self.roots is not None
         drafter = self.drafter
-        hidden, logits = self._passed()
         if random is None and drafter.fixed is None:
             return drafter.tree(budget, self.roots, hidden, logits)
         shape = drafter.shape(budget, random)
@@ -232,6 +243,7 @@ class ParallelSession(DraftSession):
 
     def _passed(self) -> Tensors:
         """What a pass over the block gives; its keys and values are not kept."""
+        self._read()
         cache, transformer = self.cache, self.drafter.head.transformer
         assert self.roots is not None and cache.lengths is not None
         mask = cache.mask(transformer.visible(1, self.roots.device)[None])

@@ -14,6 +14,7 @@ from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Features, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.unread import Unread
 
 if TYPE_CHECKING:
     from drafthead.heads.recurrent import RecurrentHead
@@ -271,7 +272,7 @@ class RecurrentSession(DraftSession):
     def __init__(self, drafter: RecurrentDrafter):
         self.drafter = drafter
         self.reader = DraftReader(drafter)
-        self.unread: list[Committed] = []
+        self.unread = Unread()
         self.roots: torch.Tensor | None = None  # [B]
         self.said: Said | None = None  # at the roots
         self.ahead: Said | None = None  # at all depths, of a head that drafts blindly
@@ -279,24 +280,21 @@ class RecurrentSession(DraftSession):
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
         """Read the prompt at once; what follows is read when it is needed."""
-        self.unread.append(committed.cut())
+        self.unread.add(committed)
         if self.roots is None:
             self._read()
 
     def _read(self) -> None:
-        for committed in self.unread:
+        committed = self.unread.take()
+        if committed is not None:
             self.said, self.roots = self.reader.read(committed), committed.ends.roots
-        self.unread.clear()
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
         assert self.roots is not None and self.said is not None
         self.reader.cache.keep_rows(rows)
         self.roots, self.said = self.roots[rows], Said(*(part[rows] for part in self.said))
-        self.unread = [
-            Committed(c.tokens[rows], c.features.map(lambda t: t[rows]), c.lengths[rows])
-            for c in self.unread
-        ]
+        self.unread.keep_rows(rows)
 
     @torch.no_grad()
     def propose(

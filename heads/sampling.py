@@ -47,6 +47,11 @@ class SamplingConfig:
         """Whether every token is the most probable one."""
         return self.temperature == 0
 
+    @property
+    def whole(self) -> bool:
+        """Whether the temperature is all that changes the target's distribution."""
+        return self == SamplingConfig(self.temperature)
+
 
 def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
     """The float32 distribution [..., V] that a sampled token follows.
@@ -158,16 +163,16 @@ def mixed(seed: int, count: int) -> int:
 
 
 def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw a token [B] from unnormalised probs [B, V] by inverting their sum with uniform [B].
+    """Draw tokens [...] from unnormalised probs [..., V], inverting their sums with uniform [...].
 
     The first token at which the cumulative mass exceeds uniform x total mass; a token without mass
     is never drawn.
     """
     cumulative = probs.double().cumsum(-1)
-    threshold = uniform.double()[:, None] * cumulative[:, -1:]
-    drawn = (cumulative <= threshold).sum(-1)
+    total = cumulative[..., -1:]
+    drawn = (cumulative <= uniform.double()[..., None] * total).sum(-1)
     # uniform just below 1 can round to the total: the last token with mass is meant.
-    last_with_mass = (cumulative < cumulative[:, -1:]).sum(-1)
+    last_with_mass = (cumulative < total).sum(-1)
     return torch.minimum(drawn, last_with_mass)
 
 

@@ -20,6 +20,7 @@ from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.unread import Unread
 
 
 class SequentialHead(AnchoredHead):
@@ -166,20 +167,32 @@ class SequentialSession(DraftSession):
     def __init__(self, drafter: SequentialDrafter):
         self.drafter = drafter
         self.cache = drafter.head.new_cache()
+        self.unread = Unread()
         self.state: torch.Tensor | None = None  # [B, S], where the root was predicted
         self.roots: torch.Tensor | None = None  # [B]
 
     @torch.no_grad()
     def commit(self, committed: Committed) -> None:
+        """Read the prompt at once; what follows is read when it is needed."""
+        if self.cache is None:
+            self.unread = Unread()  # only the last position counts
+        self.unread.add(committed)
+        if self.roots is None:
+            self._read()
+
+    def _read(self) -> None:
         """Keep the root and the first state where it was predicted."""
+        committed = self.unread.take()
+        if committed is None:
+            return
         self.roots, hidden = committed.ends
         if self.cache is None:
             assert hidden is not None
             self.state = self.drafter.head.start(hidden)
         else:
-            self.state = self._read(self.cache, committed.cut())
+            self.state = self._remember(self.cache, committed)
 
-    def _read(self, cache: DraftCache, committed: Committed) -> torch.Tensor:
+    def _remember(self, cache: DraftCache, committed: Committed) -> torch.Tensor:
         """First states [B, S] behind what was committed."""
         hidden, nodes, lengths = committed.features.last, committed.tokens, committed.lengths
         assert hidden is not None
@@ -197,6 +210,7 @@ class SequentialSession(DraftSession):
         """Drop the state of all other rows."""
         assert self.state is not None and self.roots is not None
         self.state, self.roots = self.state[rows], self.roots[rows]
+        self.unread.keep_rows(rows)
         if self.cache is not None:
             self.cache.keep_rows(rows)
 
@@ -205,6 +219,7 @@ class SequentialSession(DraftSession):
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """Fill the tree depth by depth with the head's best guesses, or with drawn ones."""
+        self._read()
         assert self.state is not None and self.roots is not None
         drafter, states = self.drafter, self.state[:, None]
 

@@ -1,8 +1,8 @@
 """Plain decoding, one token a pass: the baseline of every speedup and the oracle of every test.
 
 Eagerly it shares prompt pass, cache and sampling with the engine but neither trees nor verifiers,
-so that an error in those cannot hide. Compiled and greedy it takes the engine's own graph of a
-step, for a tree of nothing but a root.
+so that an error in those cannot hide. Compiled it takes the engine's own graph of a step, for a
+tree of nothing but a root, where nothing but a temperature changes the target's scores.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from drafthead.heads.base import Committed, DraftSession, Ends
+from drafthead.heads.outline import Outline
 from drafthead.heads.tree import TokenTree, TreeShape
 from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.run import Emitted, Run
@@ -68,7 +69,8 @@ def feed_roots(run: Run) -> tuple[list[list[int]], Committed]:
 def graph_of_roots(run: Run, target: CompiledTarget) -> tuple[list[list[int]], Committed]:
     """As `feed_roots`, in one graph."""
     with run.stats.phase("verify"):
-        tree = TokenTree.from_shape(ROOT, run.roots[:, None])
-        outcome = target.greedy_step(tree, run.features, run.cache)
+        run.begin_random_step()
+        outline = Outline.of(TokenTree.from_shape(ROOT, run.roots[:, None]))
+        outcome = target.step(outline, run.features, run.cache, run.draws(depth=0))
         run.commit(outcome)
     return outcome.answers, outcome.committed()

@@ -9,10 +9,10 @@ import torch
 from transformers.cache_utils import Cache
 
 from drafthead.heads.compilation import Compiled, Sizes
+from drafthead.heads.outline import Filling, Outline
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target, TargetOutput
-from drafthead.heads.tree import TokenTree
 from drafthead.infer.acceptance import Outcome
-from drafthead.infer.greedy_step import GreedyStep
+from drafthead.infer.graph_step import Draws, GraphStep
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
 
 # Columns that attention reads are rounded up to these. A graph for CPUs takes any number of them; a
@@ -28,7 +28,7 @@ class CompiledTarget(Target):
     def __init__(self, target: Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
-        self.steps: dict[FeatureSpec, GreedyStep] = {}
+        self.steps: dict[tuple[FeatureSpec, Filling], GraphStep] = {}
         self.move = Compiled(move_columns, target.device, target.dtype, kind_of_move, sizes_of_move)
 
     @property
@@ -43,11 +43,14 @@ class CompiledTarget(Target):
         return TreeCache(COLUMNS_A_GRAPH[self.device.type == "cuda"], self.move)
 
     @torch.no_grad()
-    def greedy_step(self, tree: TokenTree, features: FeatureSpec, cache: TreeCache) -> Outcome:
+    def step(
+        self, outline: Outline, features: FeatureSpec, cache: TreeCache, draws: Draws | None
+    ) -> Outcome:
         """Verify a tree behind a committed prompt and put the accepted path in place."""
-        if features not in self.steps:
-            self.steps[features] = GreedyStep(self, features)
-        return self.steps[features](tree, cache)
+        made_for = features, outline.filling
+        if made_for not in self.steps:
+            self.steps[made_for] = GraphStep(self, *made_for)
+        return self.steps[made_for](outline, cache, draws)
 
     @torch.no_grad()
     def run(

@@ -117,8 +117,9 @@ class Decoder:
         """Decode one prompt or a batch.
 
         A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
-        or token ids. Temperature 0 is greedy. `verifier` `auto` is the lossless one for the
-        temperature; lossy ones are used only by name. A row's answer depends on its own seed alone:
+        or token ids. Temperature 0 is greedy. `verifier` `auto` is a lossless one: `greedy`, and
+        above 0 `match` with planned trees, `rejection` with a fixed size; lossy ones are used only
+        by name. A row's answer depends on its own seed alone:
         pass one seed for each row, or an int from which the rows count upwards.
 
         `generation_config` carries everything else under transformers' names: penalties, n-grams,
@@ -251,7 +252,7 @@ class Decoder:
 
     def _decode(self, run: Run, verifier: str) -> Iterator[Emitted]:
         """The loop that suits the drafter; checks the verifier's name even where none is needed."""
-        rule = verifier_for(verifier, run.request.sampling.temperature)
+        rule = verifier_for(verifier, run.request.sampling.temperature, self.adaptive)
         if self.drafter is None:
             return decode_plainly(run)
         return speculate(run, self.drafter, self._planner(run, rule), rule)

@@ -47,9 +47,12 @@ def step(
     stats = run.stats
     with stats.phase("draft"):
         run.begin_random_step()
-        tree = session.propose(budget, run.request.draft_sampling, draws)
-    stats.verified_nodes += tree.num_nodes
-    outcome = run.judge(tree, verifier)
+        in_graph = run.graphs is not None and verifier.follows
+        drafted = (session.outline(budget) if in_graph else None) or session.propose(
+            budget, run.request.draft_sampling, draws
+        )
+    stats.verified_nodes += drafted.num_nodes
+    outcome = run.judge(drafted, verifier)
     with stats.phase("commit"):
         run.commit(outcome)
         session.commit(outcome.committed())

@@ -7,11 +7,13 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.heads.base import Committed, DraftSession, Ends, at_last
+from drafthead.heads.outline import Outline
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
 from drafthead.infer.acceptance import Outcome, accept, in_one_table, to_host
 from drafthead.infer.compiled import CompiledTarget, new_cache
+from drafthead.infer.graph_step import Draws
 from drafthead.infer.logits_processing import PathProcessing
 from drafthead.infer.results import DecodeStats
 from drafthead.infer.rows import Batch
@@ -63,6 +65,7 @@ class Run:
             decoded_tokens=[0] * len(request.prompts),
         )
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, target.device)
+        self.temperature = torch.tensor(float(request.sampling.temperature), device=target.device)
         self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
         self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
         self.roots = self.prompt_ids[:, 0]  # [B] last committed tokens; set by the prompt pass
@@ -125,11 +128,19 @@ class Run:
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
 
-    def judge(self, tree: TokenTree, verifier: Verifier) -> Outcome:
-        """Verify a tree and apply a rule to what the target says."""
-        if self.graphs is not None and verifier.name == "greedy":
+    def judge(self, drafted: TokenTree | Outline, verifier: Verifier) -> Outcome:
+        """Verify a tree and apply a rule to what the target says; outlines are for graphs alone."""
+        if self.graphs is not None and verifier.follows:
+            outline = drafted if isinstance(drafted, Outline) else Outline.of(drafted)
             with self.stats.phase("verify"):
-                return self.graphs.greedy_step(tree, self.features, self.cache)
+                return self.graphs.step(
+                    outline, self.features, self.cache, self.draws(outline.max_depth)
+                )
+        assert isinstance(drafted, TokenTree)
+        return self.judge_known(drafted, verifier)
+
+    def judge_known(self, tree: TokenTree, verifier: Verifier) -> Outcome:
+        """`judge` step by step, for trees whose tokens are known."""
         with self.stats.phase("verify"):
             output = self.verify(tree)
         with self.stats.phase("accept"):
@@ -155,9 +166,15 @@ class Run:
 
     @property
     def graphs(self) -> CompiledTarget | None:
-        """The target, if steps are greedy on its logits as they are and it has them as graphs."""
-        simple = self.random is None and self.processing is None
+        """The target, if it says tokens by its logits as they are and has that as a graph."""
+        simple = self.request.sampling.whole and self.processing is None
         return self.target if simple and isinstance(self.target, CompiledTarget) else None
+
+    def draws(self, depth: int) -> Draws | None:
+        """What the target draws its own tokens of a tree with, the same as in plain decoding."""
+        if self.random is None:
+            return None
+        return Draws(self.temperature, self.random.ahead(depth + 1))
 
     def legal(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions within the context: what lies past its end is never kept, but is computed."""

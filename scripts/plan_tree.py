@@ -55,7 +55,7 @@ def main(
     """
     if batch < 1:
         raise UserError(f"--batch must be at least 1, got {batch}")
-    rule = verifier_for("auto", temperature)
+    rule = verifier_for("auto", temperature, adapts=True)
     decoder = Decoder.from_pretrained(target, head, dtype=dtype, device=device, compile=compile)
     drafter = decoder.drafter
     assert drafter is not None
@@ -75,8 +75,8 @@ def main(
         )
     if temperature > 0:
         notes.append(
-            "expected tokens come from the head's best guesses; guesses that are drawn at a "
-            "temperature are accepted at another rate"
+            "expected tokens are those of greedy decoding; above temperature 0 fewer are accepted, "
+            "and the choice follows what is"
         )
     print_table(f"{head} on {target}", COLUMNS, [cells(row) for row in rows], notes)
     if output is not None:

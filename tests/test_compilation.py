@@ -1,10 +1,11 @@
-"""Graphs of one kind: as many as the layouts of arguments ask for, and no more than a few."""
+"""Graphs of one kind: as many as the layouts of arguments ask for, and called without detours."""
 
 import pytest
 import torch
 
 from drafthead.heads import compilation
 from drafthead.heads.compilation import Compiled
+from drafthead.heads.direct_call import OtherLayoutError, assembly
 from drafthead.heads.errors import UserError
 
 SQUARE = torch.arange(16.0).view(4, 4)
@@ -32,3 +33,23 @@ def test_another_layout_gets_a_graph_of_our_making_and_the_first_stays_in_use(
         monkeypatch.setattr(compilation, "MOST_GRAPHS", 2)
         with pytest.raises(UserError, match="more than 2 graphs.*decode without compile"):
             doubled(SQUARE.double())
+
+
+def test_graphs_are_called_directly_under_the_conditions_that_they_were_made_under(doubled) -> None:
+    """torch's own entry would run the function as it is, while it is told to."""
+    with torch.no_grad():
+        doubled(SQUARE)
+        doubled.function = None  # what is called now can only be the graph
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(doubled(SQUARE), 2 * SQUARE)
+            assert torch.equal(doubled(SQUARE[:3]), 2 * SQUARE[:3])
+    [graph] = doubled.graphs[None]
+    with pytest.raises(OtherLayoutError), torch.enable_grad():
+        graph(SQUARE)
+
+
+def test_values_are_put_together_from_the_outputs_of_a_graph() -> None:
+    a, b, x, y = torch.arange(4.0)[:, None]
+    assert assembly((b, (a, None), 7), (a, b))((x, y)) == (y, (x, None), 7)
+    with pytest.raises(TypeError, match="cannot return list"):
+        assembly([a], (a,))

@@ -10,9 +10,12 @@ from torch._dynamo.utils import counters
 from drafthead.heads.compilation import Compiled
 from drafthead.heads.cpu_kernels import attention_of_one
 from drafthead.heads.errors import UserError
+from drafthead.heads.medusa import MedusaSession
 from drafthead.heads.tree import Budget
 from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.decoder import Decoder, decoder_for
+
+RULES = {False: "greedy", True: "match"}  # above temperature 0
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,27 @@ def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
             assert found == expected
             assert steps[0] == steps[1], "the same proposals are accepted"
     assert before > 0 and graphs() == before
+
+
+def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
+    compiled, target, make_head, monkeypatch
+) -> None:
+    """Greedy and matched, one row and several, from one graph each; seeded texts are the same."""
+    head = make_head("medusa", compiled, output="shared")
+    head.path_counts = {(): 9, (0,): 6, (1,): 3, (0, 0): 2, (0, 1): 1, (0, 0, 0): 1}
+    drafter = head.drafter(compiled)
+    drafter.compile()
+    monkeypatch.setattr(MedusaSession, "propose", None)
+    plain = Decoder(target)
+    made = Compiled.made
+    for rows, temperature in ((1, 0.0), (3, 0.0), (1, 1.3), (3, 1.3)):
+        ask = {"max_new_tokens": 40, "temperature": temperature, "seed": 5}
+        expected = plain.generate(prompts(rows), **ask).sequences
+        for nodes in (2, 5):
+            decoder = Decoder(compiled, drafter, Budget(nodes, min(3, nodes - 1)))
+            found = decoder.generate(prompts(rows), **ask, verifier=RULES[temperature > 0])
+            assert found.sequences == expected
+    assert Compiled.made == made + 4
 
 
 def test_a_second_model_of_the_same_shape_runs_on_its_own_weights(compiled, make_target) -> None:

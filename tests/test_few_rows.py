@@ -23,8 +23,8 @@ def layers() -> nn.ModuleList:
 
 
 def compiled(layers: nn.ModuleList) -> Compiled:
-    def multiply(*rows: torch.Tensor) -> list[torch.Tensor]:
-        return [layer(x) for layer, x in zip(layers, rows, strict=True)]
+    def multiply(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer, x in zip(layers, rows, strict=True))
 
     return Compiled(
         multiply,

@@ -15,8 +15,9 @@ from drafthead.heads.sampling import (
     draw_without_replacement,
     probabilities,
 )
-from drafthead.heads.target import FeatureSpec, Target
+from drafthead.heads.target import Features, FeatureSpec, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
+from drafthead.heads.unread import Unread
 from drafthead.infer.compiled import CompiledTarget, new_cache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
@@ -77,36 +78,33 @@ class DraftModelSession(DraftSession):
         self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
         self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
         self.host_lengths: list[int] = lengths.tolist()
-        # Committed tokens that the model has not read yet, right-padded [B, n], and how many.
-        self.unread: torch.Tensor | None = None
-        self.unread_lengths = torch.zeros_like(lengths)
+        self.unread: Unread | None = None  # until the commit of the prompt
 
     def commit(self, committed: Committed) -> None:
         """Keep the committed tokens to be read; of the prompt pass only the first new token."""
+        tokens, lengths = committed.tokens, committed.lengths
         if self.unread is None:
-            self.unread = committed.ends.roots[:, None]
-            self.unread_lengths = torch.ones_like(committed.lengths)
-        else:
-            committed = committed.cut()
-            self.unread, self.unread_lengths = joined(
-                self.unread, self.unread_lengths, committed.tokens, committed.lengths
-            )
+            self.unread = Unread()
+            tokens, lengths = committed.ends.roots[:, None], torch.ones_like(lengths)
+        self.unread.add(Committed(tokens, Features(last=None), lengths, committed.width))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
         assert self.unread is not None
         self.host_lengths = [self.host_lengths[row] for row in rows.tolist()]
         self.cache.keep_rows(rows, max(self.host_lengths))
-        self.unread, self.unread_lengths = self.unread[rows], self.unread_lengths[rows]
+        self.unread.keep_rows(rows)
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """Read what is new, then draft token by token."""
         assert self.unread is not None
-        tokens = [at_last(self.unread, self.unread_lengths)]
+        committed = self.unread.take()
+        assert committed is not None
+        tokens = [committed.ends.roots]
         supports: list[tuple[torch.Tensor, torch.Tensor]] = []
-        logits = self._read()
+        logits = self._read(committed)
         shape = TreeShape.chain(min(budget.depth, self.drafter.depth))
         for depth in range(shape.depth):
             if depth > 0:
@@ -127,23 +125,21 @@ class DraftModelSession(DraftSession):
         draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), draft_ids, draft_probs)
 
-    def _read(self) -> torch.Tensor:
-        """Read and commit the unread tokens; logits [B, V] behind the last of each row."""
-        assert self.unread is not None and self.cache.lengths is not None
-        count = self.unread.shape[1]
-        steps = torch.arange(count, device=self.unread.device)
+    def _read(self, committed: Committed) -> torch.Tensor:
+        """Read and commit tokens; logits [B, V] behind the last of each row."""
+        assert self.cache.lengths is not None
+        tokens, lengths = committed.tokens, committed.lengths
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
         visible = (steps[:, None] >= steps)[None]
         mask = self.cache.mask(visible, self.model.dtype)
         positions = self._legal(self.cache.lengths[:, None] + steps)
-        output = self.model.run(self.unread, positions, mask, NO_FEATURES, self.cache)
-        lengths = self.unread_lengths
+        output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)
         self.host_lengths = [
             old + new for old, new in zip(self.host_lengths, lengths.tolist(), strict=True)
         ]
         # A single row is in order already.
         path = steps.expand(len(lengths), -1) if len(lengths) > 1 else None
         self.cache.commit(path, self.cache.lengths + lengths, max(self.host_lengths))
-        self.unread_lengths = torch.zeros_like(lengths)
         return at_last(output.logits, lengths)
 
     def _say(self, token: torch.Tensor, depth: int) -> torch.Tensor:
@@ -161,22 +157,3 @@ class DraftModelSession(DraftSession):
         if self.model.max_length is None:
             return positions
         return positions.clamp_max(self.model.max_length - 1)
-
-
-def joined(
-    first: torch.Tensor,  # [B, T1]
-    first_lengths: torch.Tensor,  # [B]
-    second: torch.Tensor,  # [B, T2]
-    second_lengths: torch.Tensor,  # [B]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's tokens of `first` and then of `second`, right-padded, and their lengths [B].
-
-    ``a b .`` of length 2 and ``c .`` of length 1 make ``a b c`` of length 3.
-    """
-    lengths = first_lengths + second_lengths
-    width = int(lengths.max())
-    steps = torch.arange(width, device=first.device).expand(first.shape[0], width)
-    from_second = (steps - first_lengths[:, None]).clamp(0, second.shape[1] - 1)
-    early = steps.clamp_max(first.shape[1] - 1)
-    in_first = steps < first_lengths[:, None]
-    return torch.where(in_first, first.gather(1, early), second.gather(1, from_second)), lengths

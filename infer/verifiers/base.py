@@ -50,6 +50,7 @@ class Verifier:
     reads: Literal["logits", "probs"]
     greedy: bool  # only for temperature 0; the others only for temperatures above it
     draws_children: bool  # whether it gains from children drawn from the draft's distribution
+    follows: bool  # whether it accepts what the target itself says, as `follow` does
 
 
 VERIFIERS: dict[str, Verifier] = {}
@@ -62,25 +63,31 @@ def register_verifier(
     reads: Literal["logits", "probs"],
     greedy: bool = False,
     draws_children: bool = False,
+    follows: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Make a rule known by name; raises ValueError when the name is taken."""
 
     def register(rule: Rule) -> Rule:
         if name in VERIFIERS:
             raise ValueError(f"two verifiers are called {name!r}")
-        VERIFIERS[name] = Verifier(name, rule, lossless, reads, greedy, draws_children)
+        VERIFIERS[name] = Verifier(name, rule, lossless, reads, greedy, draws_children, follows)
         return rule
 
     return register
 
 
-def verifier_for(name: str, temperature: float) -> Verifier:
-    """The verifier called `name`; `auto` is the lossless one for the temperature.
+def verifier_for(name: str, temperature: float, adapts: bool = False) -> Verifier:
+    """The verifier called `name`; `auto` is a lossless one for the temperature.
+
+    Above 0 that is `match` where trees adapt to what is accepted, which seeded answers of rules
+    that draw children do not allow, and `rejection`, which accepts more of a tree, where trees have
+    one size.
 
     Raises UserError for an unknown name, or a rule that does not exist at this temperature.
     """
     if name == "auto":
-        name = "greedy" if temperature == 0 else "rejection"
+        above_zero = "match" if adapts else "rejection"
+        name = "greedy" if temperature == 0 else above_zero
     if name not in VERIFIERS:
         known = ", ".join(["auto", *sorted(VERIFIERS)])
         raise UserError(f"unknown verifier {name!r}; known verifiers: {known}")
@@ -95,6 +102,14 @@ def verifier_for(name: str, temperature: float) -> Verifier:
             f"verifier {name!r} needs a temperature above 0: use greedy for temperature 0"
         )
     return verifier
+
+
+def follow(tree: TokenTree, said: torch.Tensor) -> Acceptance:
+    """Accept each node that is what the target says behind its parent; said [B, N]."""
+    passes = tree.tokens == said.gather(1, tree.parents.clamp_min(0))
+    passes[:, 0] = True
+    node = deepest(tree, passes)
+    return path_to(tree, node, said.gather(1, node[:, None]).squeeze(1))
 
 
 def path_to(tree: TokenTree, node: torch.Tensor, bonus: torch.Tensor) -> Acceptance:

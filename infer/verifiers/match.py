@@ -7,14 +7,15 @@ from drafthead.heads.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, path_to, register_verifier
 
 
-@register_verifier("match", lossless=True, reads="probs")
+@register_verifier("match", lossless=True, reads="probs", follows=True)
 def match(tree: TokenTree, scores: torch.Tensor, random: RowRandom | None) -> Acceptance:
     """Exact: draw the target's own token at each node and go on while it is among the children.
 
     The answer is plain sampling whatever the tree proposes, so the tree may be formed and filled in
     any way that does not know these draws. The draft's probabilities are not used. Each token is
     drawn with the number that plain decoding would take for it: the same seed gives the same text
-    with any drafter and any tree, as without one.
+    with any drafter and any tree, as without one. This walks down from the root and draws only the
+    tokens that it needs; graphs draw all of them and `follow`.
     """
     assert random is not None
     uniform = random.ahead(tree.max_depth + 1)  # [B, depth + 1]

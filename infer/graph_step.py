@@ -1,21 +1,30 @@
-"""What a greedy step does behind its draft, as one graph: pass, verdict, accepted path in place.
+"""What a step does, as one graph: pass, verdict, accepted path in place, and small drafts as well.
 
 Each of these is short, but the pass has just read all weights, so that nothing of the program that
 comes next is left in the processor's caches: a dozen small calls would take longer than their work.
+The graph serves the rules that accept what the target itself says: `greedy` and `match`.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
 import torch
+from torch.nn.functional import pad
 
 from drafthead.heads.compilation import Compiled, Sizes
+from drafthead.heads.outline import Filling, Outline
+from drafthead.heads.sampling import sample
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target
 from drafthead.heads.tree import TokenTree
 from drafthead.infer.acceptance import Outcome, following_tokens, in_one_table, to_host
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
-from drafthead.infer.verifiers import VERIFIERS, Acceptance
+from drafthead.infer.verifiers.base import Acceptance, follow
 
-# Acceptance, tokens, both in one table, committed lengths, features (last, taps), last at the end.
+# An acceptance (path, length, bonus), tokens, both in one table, committed lengths, features (last,
+# taps), last at the end.
 Parts = tuple[
-    Acceptance,
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     torch.Tensor,
     torch.Tensor,
     torch.Tensor,
@@ -25,40 +34,54 @@ Parts = tuple[
 ]
 
 
-class GreedyStep:
-    """The greedy steps of a target that keep the same features."""
+class Draws(NamedTuple):
+    """What the target's own tokens are drawn with."""
 
-    def __init__(self, target: Target, features: FeatureSpec):
-        self.target = target
+    temperature: torch.Tensor  # scalar
+    uniform: torch.Tensor  # [B, D + 1], of which place d is for the nodes of depth d
+
+
+class GraphStep:
+    """The steps of a target that keep the same features and fill their trees in the same way."""
+
+    def __init__(self, target: Target, features: FeatureSpec, filling: Filling):
+        self.target, self.filling = target, filling
         # The hooks must be there at every call, as they were when the graph was made.
         self.taps = Taps(target, features)
-        self.graphs = Compiled(self._step, target.device, target.dtype, self._kind, sizes_of_step)
+        self.graphs = Compiled(
+            self._step, target.device, target.dtype, self._kind, partial(sizes_of_step, filling)
+        )
 
-    def __call__(self, tree: TokenTree, cache: TreeCache) -> Outcome:
+    def __call__(self, outline: Outline, cache: TreeCache, draws: Draws | None) -> Outcome:
         """Verify the tree behind what the cache has committed, and put the accepted path there.
 
-        The cache is not told yet how long the path is.
+        The target says its most probable token, or with `draws` one that it draws. The cache is not
+        told yet how long the path is.
         """
-        seen, columns = cache.make_room(tree.num_nodes)
+        seen, columns = cache.make_room(outline.num_nodes)
+        if draws is not None:  # a graph takes as many numbers as nodes
+            unused = outline.num_nodes - draws.uniform.shape[1]
+            draws = draws._replace(uniform=pad(draws.uniform, (0, unused)))
         with self.taps:
-            acceptance, tokens, table, lengths, last, taps, hidden = self.graphs(
-                tree.tokens,
-                tree.parents,
-                tree.depths,
-                tree.ancestors,
+            accepted, tokens, table, lengths, last, taps, hidden = self.graphs(
+                outline.arguments,
+                outline.parents,
+                outline.depths,
+                outline.ancestors,
                 cache.lengths,
                 seen,
                 columns,
                 cache.keys,
                 cache.values,
+                *(draws or ()),
             )
         answers, _ = to_host(table)
-        features = Features(last, taps)
+        acceptance, features = Acceptance(*accepted), Features(last, taps)
         return Outcome(acceptance, tokens, features, answers, lengths, in_place=True, hidden=hidden)
 
     def _step(
         self,
-        tokens: torch.Tensor,  # [B, N]
+        arguments: Sequence[torch.Tensor],  # of the filling
         parents: torch.Tensor,  # [B, N]
         depths: torch.Tensor,  # [B, N]
         ancestors: torch.Tensor,  # [B, N, N]
@@ -67,11 +90,13 @@ class GreedyStep:
         columns: torch.Tensor,  # [N] that the nodes are written to
         keys: Layers,  # of each layer [B, H, capacity, D]
         values: Layers,
+        *draws: torch.Tensor,  # the fields of `Draws`, or nothing
     ) -> Parts:
         """What is traced into a graph: the parts of an outcome, some in one table as well.
 
         All are as long as the tree has nodes, so that one graph serves trees of any depth.
         """
+        tokens = self.filling.tokens(*arguments)  # [B, N]
         positions = lengths[:, None] + depths
         if self.target.max_length is not None:
             # What lies past the end of the context is never kept, but is computed.
@@ -82,7 +107,7 @@ class GreedyStep:
         features = self.taps.features()
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
-        found = VERIFIERS["greedy"].rule(tree, logits, None)
+        found = follow(tree, said(logits.float(), depths, Draws(*draws) if draws else None))
         if tokens.shape != (1, 1):  # a single root is where it belongs
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             move_columns(keys, values, columns[found.path], lengths[:, None] + steps)
@@ -92,24 +117,40 @@ class GreedyStep:
         hidden = None if features.last is None else features.last[rows, end].squeeze(1)
         following = following_tokens(tree, found)
         table = in_one_table(following, found)
-        return found, following, table, lengths + found.length, kept.last, kept.taps, hidden
+        accepted = found.path, found.length, found.bonus
+        return accepted, following, table, lengths + found.length, kept.last, kept.taps, hidden
 
     def _kind(
         self,
-        tokens: torch.Tensor,  # [B, N]
-        parents: torch.Tensor,
+        arguments: Sequence[torch.Tensor],
+        parents: torch.Tensor,  # [B, N]
         depths: torch.Tensor,
         ancestors: torch.Tensor,
         lengths: torch.Tensor,
         seen: torch.Tensor,  # [S]
-        *_: object,
+        columns: torch.Tensor,
+        keys: Layers,
+        values: Layers,
+        *draws: torch.Tensor,
     ) -> tuple[bool, ...]:
         """One row or several, one node or several, whether rows share their tables or have their
-        own, and which layers look at a part of the columns only.
+        own, and which layers look at a part of the columns only; drawn or most probable tokens.
         """
         shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
         cut = (seen.shape[0] > kind.reach for kind in self.target.layer_kinds)
-        return tokens.shape[0] == 1, tokens.shape[1] == 1, *shared, *cut
+        return parents.shape[0] == 1, parents.shape[1] == 1, *shared, *cut, bool(draws)
+
+
+def said(
+    logits: torch.Tensor,  # [B, N, V] float32; a CPU searches 16-bit numbers four times slower
+    depths: torch.Tensor,  # [B, N]
+    draws: Draws | None,
+) -> torch.Tensor:
+    """The target's own token [B, N] behind each node."""
+    if draws is None:
+        return logits.argmax(-1)
+    probs = (logits / draws.temperature).softmax(-1)
+    return sample(probs, draws.uniform.gather(1, depths))
 
 
 def mask_of_nodes(
@@ -133,7 +174,8 @@ def mask_of_nodes(
 
 
 def sizes_of_step(
-    tokens: torch.Tensor,
+    filling: Filling,
+    arguments: Sequence[torch.Tensor],
     parents: torch.Tensor,
     depths: torch.Tensor,
     ancestors: torch.Tensor,
@@ -142,12 +184,19 @@ def sizes_of_step(
     columns: torch.Tensor,
     keys: Layers,
     values: Layers,
+    temperature: torch.Tensor | None = None,
+    uniform: torch.Tensor | None = None,
 ) -> Sizes:
     """The sizes of a step that change: rows, nodes, columns in use, columns there are."""
-    layers, tables = (*keys, *values), (tokens, parents, depths, ancestors)
+    layers = *keys, *values
+    tables = [parents, depths, ancestors, *([] if uniform is None else [uniform])]
+    by_row, by_node = (
+        [(arguments[place], dim) for place, dim in places]
+        for places in (filling.rows, filling.nodes)
+    )
     return [
-        [(tensor, 0) for tensor in (*tables, lengths, *layers)],
-        [*((tensor, 1) for tensor in tables), (ancestors, 2), (columns, 0)],
+        [*((tensor, 0) for tensor in (*tables, lengths, *layers)), *by_row],
+        [*((tensor, 1) for tensor in tables), (ancestors, 2), (columns, 0), *by_node],
         [(seen, 0)],
         [(tensor, 2) for tensor in layers],
     ]
