@@ -106,7 +106,7 @@ def ratios(rates: Rates, of: str, over: str) -> dict[str, float]:
 
 
 def decoded(decoder: Decoder, prompts: Any, tokens: int, **options: Any) -> DecodeResult:
-    """Greedy answers of exactly `tokens` tokens."""
+    """Answers of exactly `tokens` tokens, greedy ones unless asked otherwise."""
     return decoder.generate(prompts, max_new_tokens=tokens, **options)
 
 
@@ -176,6 +176,7 @@ class Bench:
         rows: int = 1,
         tokens: int | None = None,
         ends: bool = False,
+        temperature: float = 0.0,
     ) -> dict[str, Any]:
         """Planned drafters against plain decoding of batches of `rows` prompts."""
         groups = [
@@ -188,7 +189,9 @@ class Bench:
         accounts: dict[str, list[DecodeResult]] = {name: [] for name in decoders}
 
         def run(name: str, item: int) -> float:
-            result = decoded(decoders[name], groups[item], tokens or self.tokens)
+            result = decoded(
+                decoders[name], groups[item], tokens or self.tokens, temperature=temperature
+            )
             accounts[name].append(result)
             return rate(result)
 
@@ -282,6 +285,7 @@ def measure(bench: Bench, head: Drafter | None, report: dict[str, Any]) -> None:
     if head is not None:
         report["head"] = bench.against_plain({"head": head})
         report["head, answers to their ends"] = bench.against_plain({"head": head}, ends=True)
+        report["head, temperature 1"] = bench.against_plain({"head": head}, temperature=1.0)
     report["scripted"] = {f"{alpha:g}": bench.against_script(alpha) for alpha in (0.6, 0.8)}
     report["always wrong"] = bench.against_script(0.0, tokens=512)
     for rows in (4, 8):

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.outline import Outline
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import Budget, TokenTree
@@ -199,6 +200,10 @@ class OverheardSession(DraftSession):
     ) -> TokenTree:
         """The session's own proposal."""
         return self.session.propose(budget, sampling, random)
+
+    def outline(self, budget: Budget) -> Outline | None:
+        """The session's own."""
+        return self.session.outline(budget)
 
     def commit(self, committed: Committed) -> None:
         """Note and pass on."""

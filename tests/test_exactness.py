@@ -108,7 +108,9 @@ def always_first(tree, scores, random) -> Acceptance:
 @pytest.fixture
 def hasty(monkeypatch) -> str:
     """The name of a biased rule that claims to be lossless."""
-    rule = Verifier("hasty", always_first, True, "probs", greedy=False, draws_children=True)
+    rule = Verifier(
+        "hasty", always_first, True, "probs", greedy=False, draws_children=True, follows=False
+    )
     monkeypatch.setitem(VERIFIERS, "hasty", rule)
     return "hasty"
 
