@@ -26,13 +26,13 @@ def speculate(
         run.keep_active(session)
     yield emitted
     while run.batch.running:
-        with run.stats.step():
+        with run.stats.step() as elapsed:
             budget = planner.choose()
             if budget is None:
                 emitted = plain_step(run, session)
             else:
                 emitted = step(run, session, budget, verifier, draws)
-            planner.learn(budget, run.last_lengths)
+            planner.learn(budget, run.last_lengths, elapsed())
         yield emitted
 
 

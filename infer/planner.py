@@ -2,7 +2,8 @@
 
 A tree of N nodes is worth its time when the tokens that it is expected to bring outweigh the longer
 pass. Seconds come from timing real steps on this machine (`infer.step_costs`), tokens from the
-acceptance that the drafter measured when it was trained, corrected by what is seen while decoding.
+acceptance that the drafter measured when it was trained. Both are corrected by what is seen while
+decoding.
 """
 
 from abc import ABC, abstractmethod
@@ -20,6 +21,12 @@ PRIOR_STEPS = 32
 # changed: first after so many plain steps, then after twice as many each time, up to the last.
 FIRST_PROBE, LAST_PROBE = 64, 512
 PROBE_STEPS = 4
+# While drafts are chosen a few steps are plain, to see what these take now.
+FIRST_GLANCE, GLANCE_STEPS = 16, 2
+# A step that takes so many times as long as was timed says nothing of the next: the process slept.
+OUTLIER = 4.0
+# What was timed before counts for as many steps as this, beside those that are seen.
+TIMED_BEFORE = 4
 
 
 class Planner(ABC):
@@ -30,8 +37,8 @@ class Planner(ABC):
         """The budget of the next step; None for a step without a draft."""
 
     @abstractmethod
-    def learn(self, budget: Budget | None, accept_lengths: Sequence[int]) -> None:
-        """Take in a step: its budget, and the tokens that it committed in each active row."""
+    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
+        """Take in a step: its budget, the tokens that it committed in each active row, its time."""
 
 
 class FixedPlan(Planner):
@@ -44,7 +51,7 @@ class FixedPlan(Planner):
         """Always the budget it was made with."""
         return self.budget
 
-    def learn(self, budget: Budget | None, accept_lengths: Sequence[int]) -> None:
+    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
 
 
@@ -93,6 +100,39 @@ class Acceptance:
         self.observed = [value / 2 for value in self.observed]
 
 
+class Pace:
+    """How many times as long steps take as was timed before: plain ones, and those with drafts.
+
+    What else a machine does slows passes over several tokens, which compute, more than those over
+    one, which wait for memory. Where little was seen of one kind, both are taken to be slowed
+    alike.
+    """
+
+    def __init__(self) -> None:
+        self.sums = {False: 0.0, True: 0.0}  # of ratios, by whether a step had a draft
+        self.counts = {False: 0.0, True: 0.0}
+
+    def add(self, drafted: bool, ratio: float) -> None:
+        """Take in a step that took `ratio` times as long as was timed."""
+        if ratio > OUTLIER:
+            return
+        for kind in (False, True):
+            self.sums[kind] *= 1 - 1 / MEMORY
+            self.counts[kind] *= 1 - 1 / MEMORY
+        self.sums[drafted] += ratio
+        self.counts[drafted] += 1
+
+    def of(self, drafted: bool) -> float:
+        """The ratio for a kind of step.
+
+        After 16 drafted steps at 1.25, drafted ones are expected at (1.2 x 4 + 20) / 20 = 1.24 and
+        plain ones, of which nothing was seen, at 1.2.
+        """
+        both = sum(self.sums.values()) + TIMED_BEFORE
+        alike = both / (sum(self.counts.values()) + TIMED_BEFORE)
+        return (alike * TIMED_BEFORE + self.sums[drafted]) / (TIMED_BEFORE + self.counts[drafted])
+
+
 class AdaptivePlan(Planner):
     """The budget with the most expected tokens per second, or none when plain decoding has more."""
 
@@ -106,9 +146,11 @@ class AdaptivePlan(Planner):
         """
         self.seconds, self.chances = seconds, chances
         self.acceptance = Acceptance(max(chances.values(), key=len))
+        self.pace = Pace()
         self.current: Budget | None = self._best()
         self.steps_left = STEPS_A_CHOICE
         self.probe_after = FIRST_PROBE
+        self.glance_after = self.until_glance = FIRST_GLANCE
 
     def begin(self) -> None:
         """Another text begins, which may suit the drafter better or worse than the last."""
@@ -119,26 +161,33 @@ class AdaptivePlan(Planner):
         """The current choice."""
         return self.current
 
-    def learn(self, budget: Budget | None, accept_lengths: Sequence[int]) -> None:
+    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
         """Take in a step; every few steps choose anew."""
+        self.pace.add(budget is not None, seconds / self.seconds[budget])
         if budget is not None:
             self.acceptance.add(self.chances[budget], accept_lengths)
+            self.until_glance -= 1
         self.steps_left -= 1
         if self.steps_left <= 0:
             self._replan()
 
     def rate(self, budget: Budget | None) -> float:
         """Expected tokens per second of a row."""
+        seconds = self.seconds[budget] * self.pace.of(budget is not None)
         if budget is None:
-            return 1 / self.seconds[None]
-        return self.acceptance.tokens(self.chances[budget]) / self.seconds[budget]
+            return 1 / seconds
+        return self.acceptance.tokens(self.chances[budget]) / seconds
 
     def _best(self) -> Budget | None:
         return max((None, *self.chances), key=self.rate)
 
     def _replan(self) -> None:
         best = self._best()
-        if best is not None:
+        if best is not None and self.current is not None and self.until_glance <= 0:
+            self.current, self.steps_left = None, GLANCE_STEPS
+            self.glance_after = min(2 * self.glance_after, LAST_PROBE)
+            self.until_glance = self.glance_after
+        elif best is not None:
             self.current, self.steps_left, self.probe_after = best, STEPS_A_CHOICE, FIRST_PROBE
         elif self.current is None:  # plain for long enough: look again, with an open mind
             self.acceptance.age()

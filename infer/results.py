@@ -1,7 +1,7 @@
 """What decoding returns: token ids, texts, and an account of every pass of the target."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,11 +42,18 @@ class DecodeStats:
         self.seconds[name] += time.perf_counter() - started
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Count one verification step of the batch and its wall-clock time."""
+    def step(self) -> Iterator[Callable[[], float]]:
+        """Count one verification step of the batch and its wall-clock time.
+
+        Gives a function that says how many seconds it has taken so far.
+        """
         started = time.perf_counter()
-        yield
-        self.decode_seconds += time.perf_counter() - started
+
+        def elapsed() -> float:
+            return time.perf_counter() - started
+
+        yield elapsed
+        self.decode_seconds += elapsed()
         self.steps += 1
 
     @property

@@ -69,7 +69,7 @@ class Run:
         self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
         self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
         self.roots = self.prompt_ids[:, 0]  # [B] last committed tokens; set by the prompt pass
-        self.last_lengths: list[int] = []  # tokens that the last step committed in each row
+        self.last_lengths: list[int] = []  # tokens that the last step committed in active rows
         self.processing: PathProcessing | None = None
         if request.processors:
             self.processing = PathProcessing(
@@ -184,7 +184,8 @@ class Run:
 
     def take_step(self, answers: list[list[int]]) -> Emitted:
         """Give the running rows what a step committed; returns what they kept of it."""
-        self.last_lengths = [len(answer) for answer in answers]
+        both = zip(self.batch.running_rows(), answers, strict=True)
+        self.last_lengths = [len(answer) for row, answer in both if row.active]
         emitted = self.batch.take_step(answers)
         for number, tokens in emitted.items():
             self.stats.decoded_tokens[number] += len(tokens)

@@ -8,8 +8,7 @@ import hashlib
 import json
 import logging
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,22 +36,26 @@ StepSeconds = dict[Budget | None, float]  # None: a step without a draft
 
 
 class Tour(Planner):
-    """Every budget, and no draft as well, for several steps on end.
+    """Every budget, and no draft as well, for several steps on end, timed.
 
     Passes of one size leave their weights in the processor's cache for the next: steps that take
     turns with others would each look slower than when decoding goes on with one size.
     """
 
-    def __init__(self, stops: list[Budget | None], steps: int):
+    def __init__(self, stops: Sequence[Budget | None]):
+        steps = UNTIMED_STEPS + TIMED_STEPS
         self.order = [stop for _ in range(VISITS) for stop in stops for _ in range(steps)]
         self.place = 0
+        self.seconds: dict[Budget | None, list[float]] = {stop: [] for stop in stops}
 
     def choose(self) -> Budget | None:
         """The current stop."""
-        return self.order[min(self.place, len(self.order) - 1)]
+        return self.order[self.place]
 
-    def learn(self, budget: Budget | None, accept_lengths: object) -> None:
-        """One step of the tour is done."""
+    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
+        """One step of the tour is done; the first ones of a visit are not counted."""
+        if self.place % (UNTIMED_STEPS + TIMED_STEPS) >= UNTIMED_STEPS:
+            self.seconds[budget].append(seconds)
         self.place += 1
 
 
@@ -61,8 +64,7 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
 
     The quickest of several counts: what else runs on a machine only ever adds time.
     """
-    stops: list[Budget | None] = [None, *drafter.budgets]
-    tour = Tour(stops, UNTIMED_STEPS + TIMED_STEPS)
+    tour = Tour([None, *drafter.budgets])
     prompts = torch.randint(
         target.vocab_size, (batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     ).tolist()
@@ -72,17 +74,11 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
     run = Run(target, request, drafter.features, drafter.budgets[-1].nodes)
     steps = speculate(run, drafter, tour, rule)
     next(steps)  # the prompt
-    taken: dict[Budget | None, list[float]] = {stop: [] for stop in stops}
-    clocked = zip(tour.order, clock(steps, target.device), strict=False)
-    waiting = tqdm(clocked, "timing steps", len(tour.order), unit="step", delay=3, leave=False)
-    for stop, seconds in waiting:  # the bar shows when it takes longer than a few seconds
-        taken[stop].append(seconds)
-    visit = UNTIMED_STEPS + TIMED_STEPS
-    quickest = {
-        stop: min(took for step, took in enumerate(seconds) if step % visit >= UNTIMED_STEPS)
-        for stop, seconds in taken.items()
-    }
-    return {stop: least_of_larger(stop, quickest) for stop in stops}
+    # The bar shows when it takes longer than a few seconds.
+    for _ in tqdm(tour.order, "timing steps", unit="step", delay=3, leave=False):
+        next(steps)
+    quickest = {stop: min(seconds) for stop, seconds in tour.seconds.items()}
+    return {stop: least_of_larger(stop, quickest) for stop in quickest}
 
 
 def least_of_larger(stop: Budget | None, seconds: StepSeconds) -> float:
@@ -96,17 +92,6 @@ def least_of_larger(stop: Budget | None, seconds: StepSeconds) -> float:
         for other, took in seconds.items()
         if stop is None or (other and other.nodes >= stop.nodes and other.depth >= stop.depth)
     )
-
-
-def clock(steps: Iterator[object], device: torch.device) -> Iterator[float]:
-    """Seconds that each step takes, the device's work included."""
-    while True:
-        started = time.perf_counter()
-        if next(steps, None) is None:
-            return
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        yield time.perf_counter() - started
 
 
 def step_seconds(

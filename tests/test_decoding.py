@@ -71,7 +71,7 @@ class Alternating(Planner):
         place, drafts = divmod(self.step, 2)
         return self.budgets[place % len(self.budgets)] if drafts else None
 
-    def learn(self, budget: Budget | None, accept_lengths: object) -> None:
+    def learn(self, budget: Budget | None, accept_lengths: object, seconds: float) -> None:
         pass
 
 

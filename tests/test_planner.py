@@ -7,7 +7,7 @@ import pytest
 from drafthead.heads.tree import Budget, StaticTrees, tree_budgets
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
-from drafthead.infer.planner import Acceptance, AdaptivePlan
+from drafthead.infer.planner import Acceptance, AdaptivePlan, Pace
 from drafthead.infer.step_costs import least_of_larger
 
 BUDGETS = tree_budgets(3)
@@ -24,6 +24,7 @@ class Text:
 
     def __init__(self, plan: AdaptivePlan):
         self.plan, self.tokens, self.time = plan, 0, 0.0
+        self.slower = {False: 1.0, True: 1.0}  # than was timed before, by whether there is a draft
         self.choices: list[Budget | None] = []
         self.coin = random.Random(0)
 
@@ -37,10 +38,11 @@ class Text:
                 if self.coin.random() >= alpha:
                     break
                 length += 1
-            self.plan.learn(budget, [length])
+            took = self.plan.seconds[budget] * self.slower[budget is not None]
+            self.plan.learn(budget, [length], took)
             self.choices.append(budget)
             self.tokens += length
-            self.time += self.plan.seconds[budget]
+            self.time += took
         return (self.tokens - tokens_before) / (self.time - time_before)
 
 
@@ -62,6 +64,26 @@ def test_drafts_that_become_good_are_used_again() -> None:
     text.decode(300, alpha=0.0)
     assert text.plan.choose() is None
     assert text.decode(600, alpha=0.9) > 1.5
+
+
+@pytest.mark.parametrize(("plain", "drafted"), [(1.0, 1.8), (1.0, 1.0), (1.8, 1.8), (1.8, 1.0)])
+def test_steps_that_take_longer_than_was_timed_are_found_out(plain, drafted) -> None:
+    """Drafts bring 1.4 tokens, were timed at 1.15 and pay, unless they alone are slowed down."""
+    budget = Budget(2, 1)
+    text = Text(AdaptivePlan({None: 1.0, budget: 1.15}, {budget: (0.4,)}))
+    text.slower = {False: plain, True: drafted}
+    best = max(1 / plain, 1.4 / (1.15 * drafted))
+    text.decode(100, alpha=0.4)
+    assert text.decode(1000, alpha=0.4) > 0.96 * best
+
+
+def test_pace_of_what_was_not_seen_is_that_of_the_other_kind() -> None:
+    pace = Pace()
+    for _ in range(16):
+        pace.add(True, 1.25)
+        pace.add(False, 100.0)  # asleep
+    assert pace.of(True) == pytest.approx(1.24, abs=0.01)
+    assert pace.of(False) == pytest.approx(1.2, abs=0.01)
 
 
 def test_drafts_better_than_expected_get_larger_trees() -> None:
@@ -130,6 +152,7 @@ def test_a_drafter_that_pays_a_little_is_kept_whatever_the_luck_of_its_first_ste
         coin = random.Random(seed)
         for _ in range(400):
             choice, draw = plan.choose(), coin.random()
-            plan.learn(choice, [1 + (sum(draw < c for c in (0.6, 0.3, 0.1)) if choice else 0)])
+            accepted = sum(draw < c for c in (0.6, 0.3, 0.1)) if choice else 0
+            plan.learn(choice, [1 + accepted], costs[choice])
             drafted.append(choice is not None)
     assert sum(drafted) > 0.85 * len(drafted)
