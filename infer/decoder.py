@@ -274,7 +274,6 @@ class Decoder:
             chances = {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
             self.plans[key] = AdaptivePlan(seconds, chances)
         plan = self.plans[key]
-        plan.begin()
         return FixedPlan(plan.choose()) if rule.draws_children else plan
 
 

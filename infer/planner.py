@@ -8,6 +8,7 @@ decoding.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from statistics import mean, median
 
 from drafthead.heads.tree import Budget
 
@@ -19,14 +20,14 @@ MEMORY = 128
 PRIOR_STEPS = 32
 # After plain decoding was chosen a few steps are drafted all the same, to see whether that has
 # changed: first after so many plain steps, then after twice as many each time, up to the last.
-FIRST_PROBE, LAST_PROBE = 64, 512
+FIRST_PROBE, LAST_PROBE = 64, 256
 PROBE_STEPS = 4
-# While drafts are chosen a few steps are plain, to see what these take now.
-FIRST_GLANCE, GLANCE_STEPS = 16, 2
-# A step that takes so many times as long as was timed says nothing of the next: the process slept.
-OUTLIER = 4.0
-# What was timed before counts for as many steps as this, beside those that are seen.
-TIMED_BEFORE = 4
+# While drafts are chosen a few steps are plain, to see what these take now: just as often.
+FIRST_GLANCE, GLANCE_STEPS = 16, 6
+# The first steps of another kind find the processor's caches full of other things.
+UNSETTLED = 2
+# Steps on either side of a change of kind, and changes, from which the kinds are compared.
+STEPS_COMPARED, CHANGES_COMPARED = 16, 4
 
 
 class Planner(ABC):
@@ -101,36 +102,45 @@ class Acceptance:
 
 
 class Pace:
-    """How many times as long steps take as was timed before: plain ones, and those with drafts.
+    """How plain steps and drafted ones compare now, as against what was timed before.
 
-    What else a machine does slows passes over several tokens, which compute, more than those over
-    one, which wait for memory. Where little was seen of one kind, both are taken to be slowed
-    alike.
+    What else a machine does changes from second to second, and slows passes over several tokens,
+    which compute, more than those over one, which wait for memory. So steps are compared right
+    before and right behind a change from one kind to the other.
     """
 
     def __init__(self) -> None:
-        self.sums = {False: 0.0, True: 0.0}  # of ratios, by whether a step had a draft
-        self.counts = {False: 0.0, True: 0.0}
+        self.found = [1.0]  # plain over drafted, of each change; at first as was timed
+        self.drafting = False  # the kind of the last step
+        self.before: list[float] = []  # ratios to what was timed, of the other kind before it
+        self.now: list[float] = []  # and of this kind since
+        self.steps = 0  # of this kind on end
 
     def add(self, drafted: bool, ratio: float) -> None:
         """Take in a step that took `ratio` times as long as was timed."""
-        if ratio > OUTLIER:
-            return
-        for kind in (False, True):
-            self.sums[kind] *= 1 - 1 / MEMORY
-            self.counts[kind] *= 1 - 1 / MEMORY
-        self.sums[drafted] += ratio
-        self.counts[drafted] += 1
+        if drafted != self.drafting:
+            self.found = self._with_this_change()[-CHANGES_COMPARED:]
+            self.before, self.now = self.now[-STEPS_COMPARED:], []
+            self.drafting, self.steps = drafted, 0
+        self.steps += 1
+        if self.steps > UNSETTLED:
+            self.now.append(ratio)
 
-    def of(self, drafted: bool) -> float:
-        """The ratio for a kind of step.
+    @property
+    def plain_over_drafted(self) -> float:
+        """By what to multiply the timed seconds of plain steps to compare them with drafted ones.
 
-        After 16 drafted steps at 1.25, drafted ones are expected at (1.2 x 4 + 20) / 20 = 1.24 and
-        plain ones, of which nothing was seen, at 1.2.
+        Drafted steps at 1.2, 1.3 and 1.2 of what was timed and then plain ones at 0.9 and 0.9 make
+        0.75; with the 1 of the beginning the mean is 0.875.
         """
-        both = sum(self.sums.values()) + TIMED_BEFORE
-        alike = both / (sum(self.counts.values()) + TIMED_BEFORE)
-        return (alike * TIMED_BEFORE + self.sums[drafted]) / (TIMED_BEFORE + self.counts[drafted])
+        return mean(self._with_this_change()[-CHANGES_COMPARED:])
+
+    def _with_this_change(self) -> list[float]:
+        """What was found, and what is known of the last change."""
+        if not self.before or not self.now:
+            return self.found
+        change = median(self.now[:STEPS_COMPARED]) / median(self.before)
+        return [*self.found, 1 / change if self.drafting else change]
 
 
 class AdaptivePlan(Planner):
@@ -152,11 +162,6 @@ class AdaptivePlan(Planner):
         self.probe_after = FIRST_PROBE
         self.glance_after = self.until_glance = FIRST_GLANCE
 
-    def begin(self) -> None:
-        """Another text begins, which may suit the drafter better or worse than the last."""
-        self.probe_after = FIRST_PROBE
-        self.steps_left = min(self.steps_left, FIRST_PROBE)
-
     def choose(self) -> Budget | None:
         """The current choice."""
         return self.current
@@ -173,10 +178,9 @@ class AdaptivePlan(Planner):
 
     def rate(self, budget: Budget | None) -> float:
         """Expected tokens per second of a row."""
-        seconds = self.seconds[budget] * self.pace.of(budget is not None)
         if budget is None:
-            return 1 / seconds
-        return self.acceptance.tokens(self.chances[budget]) / seconds
+            return 1 / (self.seconds[None] * self.pace.plain_over_drafted)
+        return self.acceptance.tokens(self.chances[budget]) / self.seconds[budget]
 
     def _best(self) -> Budget | None:
         return max((None, *self.chances), key=self.rate)

@@ -77,13 +77,19 @@ def test_steps_that_take_longer_than_was_timed_are_found_out(plain, drafted) -> 
     assert text.decode(1000, alpha=0.4) > 0.96 * best
 
 
-def test_pace_of_what_was_not_seen_is_that_of_the_other_kind() -> None:
+def test_kinds_of_step_are_compared_around_a_change_of_kind() -> None:
     pace = Pace()
-    for _ in range(16):
-        pace.add(True, 1.25)
-        pace.add(False, 100.0)  # asleep
-    assert pace.of(True) == pytest.approx(1.24, abs=0.01)
-    assert pace.of(False) == pytest.approx(1.2, abs=0.01)
+    assert pace.plain_over_drafted == 1
+    for ratio in (9.0, 9.0, 1.2, 1.3, 1.2):  # unsettled at first
+        pace.add(True, ratio)
+    for ratio in (9.0, 9.0, 0.9, 0.9):
+        pace.add(False, ratio)
+    assert pace.plain_over_drafted == pytest.approx(0.875)
+    for _ in range(9):  # another machine-wide slowdown changes nothing
+        pace.add(True, 2.4)
+    for _ in range(9):
+        pace.add(False, 1.8)
+    assert pace.plain_over_drafted == pytest.approx((1 + 0.75 + 0.9 / 2.4 + 0.75) / 4)
 
 
 def test_drafts_better_than_expected_get_larger_trees() -> None:
