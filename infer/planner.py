@@ -20,7 +20,7 @@ MEMORY = 128
 PRIOR_STEPS = 32
 # After plain decoding was chosen a few steps are drafted all the same, to see whether that has
 # changed: first after so many plain steps, then after twice as many each time, up to the last.
-FIRST_PROBE, LAST_PROBE = 64, 256
+FIRST_PROBE, LAST_PROBE = 96, 384
 PROBE_STEPS = 4
 # While drafts are chosen a few steps are plain, to see what these take now: just as often.
 FIRST_GLANCE, GLANCE_STEPS = 16, 6
@@ -161,6 +161,7 @@ class AdaptivePlan(Planner):
         self.steps_left = STEPS_A_CHOICE
         self.probe_after = FIRST_PROBE
         self.glance_after = self.until_glance = FIRST_GLANCE
+        self.glancing = False  # whether the current steps are plain only to see what they take
 
     def choose(self) -> Budget | None:
         """The current choice."""
@@ -186,17 +187,17 @@ class AdaptivePlan(Planner):
         return max((None, *self.chances), key=self.rate)
 
     def _replan(self) -> None:
-        best = self._best()
-        if best is not None and self.current is not None and self.until_glance <= 0:
-            self.current, self.steps_left = None, GLANCE_STEPS
-            self.glance_after = min(2 * self.glance_after, LAST_PROBE)
-            self.until_glance = self.glance_after
-        elif best is not None:
-            self.current, self.steps_left, self.probe_after = best, STEPS_A_CHOICE, FIRST_PROBE
-        elif self.current is None:  # plain for long enough: look again, with an open mind
+        best, was_plain, glanced = self._best(), self.current is None, self.glancing
+        self.current, self.steps_left, self.glancing = best, STEPS_A_CHOICE, False
+        if best is not None:
+            self.probe_after = FIRST_PROBE
+            if not was_plain and self.until_glance <= 0:
+                self.current, self.steps_left, self.glancing = None, GLANCE_STEPS, True
+                self.glance_after = min(2 * self.glance_after, LAST_PROBE)
+                self.until_glance = self.glance_after
+        elif was_plain and not glanced:  # for long enough: look again, with an open mind
             self.acceptance.age()
-            self.current = max(self.chances, key=self.rate)
-            self.steps_left = PROBE_STEPS
+            self.current, self.steps_left = max(self.chances, key=self.rate), PROBE_STEPS
         else:  # plain from now on, or again after a probe
-            self.current, self.steps_left = None, self.probe_after
+            self.steps_left = self.probe_after
             self.probe_after = min(2 * self.probe_after, LAST_PROBE)

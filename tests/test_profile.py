@@ -162,3 +162,10 @@ def test_a_plan_is_written_as_json_and_picture(tmp_path) -> None:
     assert content["choice"] == {"nodes": 8, "depth": 3} and content["reason"] == "because"
     assert [size["nodes"] for size in content["sizes"] if size["chosen"]] == [8]
     assert (tmp_path / "new" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profiler_sees_the_phases_of_a_step(target) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Decoder(target).generate([9, 10, 11], max_new_tokens=4)
+    seen = {event.key for event in profile.key_averages()}
+    assert {"drafthead::prefill", "drafthead::verify", "drafthead::commit"} <= seen
