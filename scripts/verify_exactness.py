@@ -59,7 +59,11 @@ def main(
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")] = 1.0,
     verifier: Annotated[
-        str, typer.Option(help="Rule for sampled answers; typical and lenient are lossy and fail.")
+        str,
+        typer.Option(
+            help="Rule for sampled answers: auto is rejection, planned trees decode by match; "
+            "typical and lenient are lossy and fail."
+        ),
     ] = "auto",
     prompts: Annotated[
         str | None, typer.Option(help="JSONL, Parquet or data set; a few short ones by default.")
