@@ -79,6 +79,8 @@ class DraftModelSession(DraftSession):
         self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
         self.host_lengths: list[int] = lengths.tolist()
         self.unread: Unread | None = None  # until the commit of the prompt
+        self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
+        self.logits: torch.Tensor | None = None  # [B, V] behind them
 
     def commit(self, committed: Committed) -> None:
         """Keep the committed tokens to be read; of the prompt pass only the first new token."""
@@ -94,6 +96,8 @@ class DraftModelSession(DraftSession):
         self.host_lengths = [self.host_lengths[row] for row in rows.tolist()]
         self.cache.keep_rows(rows, max(self.host_lengths))
         self.unread.keep_rows(rows)
+        if self.roots is not None and self.logits is not None:
+            self.roots, self.logits = self.roots[rows], self.logits[rows]
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
@@ -101,10 +105,11 @@ class DraftModelSession(DraftSession):
         """Read what is new, then draft token by token."""
         assert self.unread is not None
         committed = self.unread.take()
-        assert committed is not None
-        tokens = [committed.ends.roots]
+        if committed is not None:
+            self.roots, self.logits = committed.ends.roots, self._read(committed)
+        assert self.roots is not None and self.logits is not None
+        tokens, logits = [self.roots], self.logits
         supports: list[tuple[torch.Tensor, torch.Tensor]] = []
-        logits = self._read(committed)
         shape = TreeShape.chain(min(budget.depth, self.drafter.depth))
         for depth in range(shape.depth):
             if depth > 0:
