@@ -1,8 +1,8 @@
 """Calling a compiled graph without what torch does around each call.
 
 At every call of a compiled function torch enters its tracer, finds the graph, takes the arguments
-apart and puts the outputs together. That is 0.2 to 0.3 ms behind a pass that has just emptied the
-processor's caches, a sixth of a pass of a small model. Here the graph is called with what torch
+apart and puts the outputs together: a good part of a pass of a small model, as the pass before has
+emptied the processor's caches. Here the graph is called with what torch
 recorded of it when it was made: the conditions on its arguments, which are checked as torch checks
 them, and where in the arguments its inputs stand.
 """

@@ -6,6 +6,7 @@ residual blocks x + SiLU(W x + b) on the target's final hidden state, then an ou
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -163,7 +164,9 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         super().__init__(head, target, shape)
         self.widest = MAX_RANK if shape is None else shape.width  # guesses looked at for a node
         self.layouts: dict[TreeShape, MedusaLayout] = {}
-        self.filling = Filling(self._fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
+        # By all heads, so that one graph serves trees of any depth.
+        fill_with_all = partial(self._fill, depth=head.depth)
+        self.filling = Filling(fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill
 
@@ -179,25 +182,15 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     def _fill(
         self,
         hidden: torch.Tensor,  # [B, D]
-        depth: int,
         roots: torch.Tensor,  # [B]
         head_of_node: torch.Tensor,  # [N]
         ranks: torch.Tensor,  # [N]
+        depth: int,
     ) -> torch.Tensor:
         """Tokens [B, N] of the tree: each node the guess of its rank of its depth's head."""
         _, ids = self._guess(hidden, depth, self.widest)
         is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
         return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
-
-    def _fill_with_all(
-        self,
-        hidden: torch.Tensor,  # [B, D]
-        roots: torch.Tensor,  # [B]
-        head_of_node: torch.Tensor,  # [N]
-        ranks: torch.Tensor,  # [N]
-    ) -> torch.Tensor:
-        """`_fill` by all heads, so that one graph serves trees of any depth."""
-        return self._fill(hidden, self.head.depth, roots, head_of_node, ranks)
 
     def compile(self) -> None:
         """Compile the heads, a graph for each number of heads that a tree needs."""
@@ -212,8 +205,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             self._fill,
             self.target.device,
             self.target.dtype,
-            kind=lambda hidden, depth, *_: (hidden.shape[0] == 1, depth),
-            sizes=lambda hidden, depth, roots, heads, ranks: [
+            kind=lambda hidden, roots, heads, ranks, depth: (hidden.shape[0] == 1, depth),
+            sizes=lambda hidden, roots, heads, ranks, depth: [
                 [(hidden, 0), (roots, 0)],
                 [(heads, 0), (ranks, 0)],
             ],
@@ -261,7 +254,7 @@ class MedusaSession(DraftSession):
             logits, ids = self.drafter.guess(self.hidden, depth)
             return self._drawn(layout, logits, ids, sampling, random)
         tables = layout.head_of_node, layout.ranks
-        tokens = self.drafter.fill(self.hidden, depth, self.roots, *tables)
+        tokens = self.drafter.fill(self.hidden, self.roots, *tables, depth)
         return TokenTree.from_shape(layout.shape, tokens)
 
     def outline(self, budget: Budget) -> Outline | None:

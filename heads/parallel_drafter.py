@@ -15,7 +15,7 @@ from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape, tree_budgets
-from drafthead.heads.unread import Unread
+from drafthead.heads.unread import LateReader
 
 if TYPE_CHECKING:
     from drafthead.heads.parallel import ParallelHead
@@ -176,28 +176,18 @@ def sizes_of_reading(
     return [*rows_of(*taps, positions, *layers), tokens, [(tensor, 2) for tensor in layers]]
 
 
-class ParallelSession(DraftSession):
+class ParallelSession(LateReader):
     """A block-parallel head at work: the state is the context's keys and values."""
 
     def __init__(self, drafter: ParallelDrafter):
+        super().__init__()
         self.drafter = drafter
         self.cache = DraftCache(drafter.head.transformer.layers)
-        self.unread = Unread()
-        self.roots: torch.Tensor | None = None  # [B]
         self.before: torch.Tensor | None = None  # [B, D], fused features before the roots
 
     @torch.no_grad()
-    def commit(self, committed: Committed) -> None:
-        """Read the prompt at once; what follows is read when it is needed."""
-        self.unread.add(committed)
-        if self.roots is None:
-            self._read()
-
-    def _read(self) -> None:
-        """Add what was committed to the context and keep the root."""
-        committed = self.unread.take()
-        if committed is None:
-            return
+    def read(self, committed: Committed) -> None:
+        """Add what was committed to the context."""
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
         is_prompt = cache.lengths is None  # prompts are seldom of one length
         read = self.drafter.read_eagerly if is_prompt else self.drafter.read
@@ -205,15 +195,14 @@ class ParallelSession(DraftSession):
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
         cache.stay(tokens.shape[1])
         cache.commit(lengths)
-        self.roots = committed.ends.roots
         self.before = at_last(fused, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
-        assert self.roots is not None and self.before is not None
+        super().keep_rows(rows)
+        assert self.before is not None
         self.cache.keep_rows(rows)
-        self.unread.keep_rows(rows)
-        self.roots, self.before = self.roots[rows], self.before[rows]
+        self.before = self.before[rows]
 
     @torch.no_grad()
     def propose(
@@ -243,7 +232,7 @@ class ParallelSession(DraftSession):
 
     def _passed(self) -> Tensors:
         """What a pass over the block gives; its keys and values are not kept."""
-        self._read()
+        self.catch_up()
         cache, transformer = self.cache, self.drafter.head.transformer
         assert self.roots is not None and cache.lengths is not None
         mask = cache.mask(transformer.visible(1, self.roots.device)[None])

@@ -14,7 +14,7 @@ from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import Features, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape
-from drafthead.heads.unread import Unread
+from drafthead.heads.unread import LateReader
 
 if TYPE_CHECKING:
     from drafthead.heads.recurrent import RecurrentHead
@@ -266,42 +266,34 @@ class DraftReader:
         return Said(*said)
 
 
-class RecurrentSession(DraftSession):
+class RecurrentSession(LateReader):
     """A recurrent head at work on one batch."""
 
     def __init__(self, drafter: RecurrentDrafter):
+        super().__init__()
         self.drafter = drafter
         self.reader = DraftReader(drafter)
-        self.unread = Unread()
-        self.roots: torch.Tensor | None = None  # [B]
         self.said: Said | None = None  # at the roots
         self.ahead: Said | None = None  # at all depths, of a head that drafts blindly
 
     @torch.no_grad()
-    def commit(self, committed: Committed) -> None:
-        """Read the prompt at once; what follows is read when it is needed."""
-        self.unread.add(committed)
-        if self.roots is None:
-            self._read()
-
-    def _read(self) -> None:
-        committed = self.unread.take()
-        if committed is not None:
-            self.said, self.roots = self.reader.read(committed), committed.ends.roots
+    def read(self, committed: Committed) -> None:
+        """Note what is said at the roots."""
+        self.said = self.reader.read(committed)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
-        assert self.roots is not None and self.said is not None
+        super().keep_rows(rows)
+        assert self.said is not None
         self.reader.cache.keep_rows(rows)
-        self.roots, self.said = self.roots[rows], Said(*(part[rows] for part in self.said))
-        self.unread.keep_rows(rows)
+        self.said = Said(*(part[rows] for part in self.said))
 
     @torch.no_grad()
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """Read what is new, then draft level by level."""
-        self._read()
+        self.catch_up()
         drafter = self.drafter
         if random is None and drafter.fixed is None:
             self._look_ahead(budget.depth)

@@ -20,7 +20,7 @@ from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target import FeatureSpec, Target
 from drafthead.heads.tree import Budget, TokenTree, TreeShape
-from drafthead.heads.unread import Unread
+from drafthead.heads.unread import LateReader
 
 
 class SequentialHead(AnchoredHead):
@@ -161,32 +161,20 @@ def sizes_of_step(states: torch.Tensor, tokens: torch.Tensor) -> Sizes:
     return [[(states, 0), (tokens, 0)], [(states, 1), (tokens, 1)]]
 
 
-class SequentialSession(DraftSession):
+class SequentialSession(LateReader):
     """A sequential head at work: a first state a row, and what its head remembers."""
 
     def __init__(self, drafter: SequentialDrafter):
+        super().__init__()
         self.drafter = drafter
         self.cache = drafter.head.new_cache()
-        self.unread = Unread()
         self.state: torch.Tensor | None = None  # [B, S], where the root was predicted
-        self.roots: torch.Tensor | None = None  # [B]
 
     @torch.no_grad()
-    def commit(self, committed: Committed) -> None:
-        """Read the prompt at once; what follows is read when it is needed."""
+    def read(self, committed: Committed) -> None:
+        """Note the first state where the root was predicted."""
         if self.cache is None:
-            self.unread = Unread()  # only the last position counts
-        self.unread.add(committed)
-        if self.roots is None:
-            self._read()
-
-    def _read(self) -> None:
-        """Keep the root and the first state where it was predicted."""
-        committed = self.unread.take()
-        if committed is None:
-            return
-        self.roots, hidden = committed.ends
-        if self.cache is None:
+            hidden = committed.ends.hidden
             assert hidden is not None
             self.state = self.drafter.head.start(hidden)
         else:
@@ -208,9 +196,9 @@ class SequentialSession(DraftSession):
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
-        assert self.state is not None and self.roots is not None
-        self.state, self.roots = self.state[rows], self.roots[rows]
-        self.unread.keep_rows(rows)
+        super().keep_rows(rows)
+        assert self.state is not None
+        self.state = self.state[rows]
         if self.cache is not None:
             self.cache.keep_rows(rows)
 
@@ -219,7 +207,7 @@ class SequentialSession(DraftSession):
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """Fill the tree depth by depth with the head's best guesses, or with drawn ones."""
-        self._read()
+        self.catch_up()
         assert self.state is not None and self.roots is not None
         drafter, states = self.drafter, self.state[:, None]
 

@@ -4,9 +4,11 @@ A step without a proposal should cost what plain decoding costs, so drafters put
 they are to propose; what has come together by then is read in one pass.
 """
 
+from abc import abstractmethod
+
 import torch
 
-from drafthead.heads.base import Committed
+from drafthead.heads.base import Committed, DraftSession
 from drafthead.heads.target import Features
 
 
@@ -30,9 +32,45 @@ class Unread:
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop what other rows have committed."""
         self.parts = [
-            Committed(part.tokens[rows], part.features.map(lambda t: t[rows]), part.lengths[rows])
+            Committed(
+                part.tokens[rows],
+                part.features.map(lambda table: table[rows]),
+                part.lengths[rows],
+                part.width,
+            )
             for part in self.parts
         ]
+
+
+class LateReader(DraftSession):
+    """A session that reads the prompt at once, and what follows when it is to propose."""
+
+    def __init__(self) -> None:
+        self.unread = Unread()
+        self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
+
+    def commit(self, committed: Committed) -> None:
+        """Keep it to be read."""
+        self.unread.add(committed)
+        if self.roots is None:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Read what is unread; to be called before anything is proposed."""
+        committed = self.unread.take()
+        if committed is not None:
+            self.read(committed)
+            self.roots = committed.ends.roots
+
+    @abstractmethod
+    def read(self, committed: Committed) -> None:
+        """Take in what was committed since the last time."""
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop the state of all other rows."""
+        assert self.roots is not None
+        self.roots = self.roots[rows]
+        self.unread.keep_rows(rows)
 
 
 def joined(parts: list[Committed]) -> Committed:

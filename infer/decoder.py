@@ -119,8 +119,8 @@ class Decoder:
         A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
         or token ids. Temperature 0 is greedy. `verifier` `auto` is a lossless one: `greedy`, and
         above 0 `match` with planned trees, `rejection` with a fixed size; lossy ones are used only
-        by name. A row's answer depends on its own seed alone:
-        pass one seed for each row, or an int from which the rows count upwards.
+        by name. A row's answer depends on its own seed alone: pass one seed for each row, or an int
+        from which the rows count upwards.
 
         `generation_config` carries everything else under transformers' names: penalties, n-grams,
         bad words, forced and suppressed tokens, and also `frequency_penalty` and
@@ -255,7 +255,10 @@ class Decoder:
         rule = verifier_for(verifier, run.request.sampling.temperature, self.adaptive)
         if self.drafter is None:
             return decode_plainly(run)
-        return speculate(run, self.drafter, self._planner(run, rule), rule)
+        planner = self._planner(run, rule)
+        if isinstance(planner, FixedPlan) and planner.budget is None:
+            return decode_plainly(run)  # nothing would ever be proposed
+        return speculate(run, self.drafter, planner, rule)
 
     def _planner(self, run: Run, rule: Verifier) -> Planner:
         """Who chooses the budgets.

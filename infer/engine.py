@@ -47,10 +47,8 @@ def step(
     stats = run.stats
     with stats.phase("draft"):
         run.begin_random_step()
-        in_graph = run.graphs is not None and verifier.follows
-        drafted = (session.outline(budget) if in_graph else None) or session.propose(
-            budget, run.request.draft_sampling, draws
-        )
+        outline = session.outline(budget) if run.graphs_of(verifier) else None
+        drafted = outline or session.propose(budget, run.request.draft_sampling, draws)
     stats.verified_nodes += drafted.num_nodes
     outcome = run.judge(drafted, verifier)
     with stats.phase("commit"):

@@ -18,7 +18,8 @@ class StepLedger:
 
     On a GPU kernels run on after their phase has been left: their time then stands in the phase
     that waits for them, which is `accept`. The step as a whole is right on every device. A compiled
-    greedy step accepts within the graph of its pass, which is all `verify`.
+    step under `greedy` or `match` accepts within the graph of its pass, and small drafts are made
+    there too: it is all `verify`.
     """
 
     seconds: dict[str, float]  # of a step, by phase; they add up to `step_seconds`

@@ -22,7 +22,8 @@ PRIOR_STEPS = 32
 # changed: first after so many plain steps, then after twice as many each time, up to the last.
 FIRST_PROBE, LAST_PROBE = 96, 384
 PROBE_STEPS = 4
-# While drafts are chosen a few steps are plain, to see what these take now: just as often.
+# While drafts are chosen a few steps are plain, to see what these take now: first after so many,
+# then after twice as many each time, up to the last probe's.
 FIRST_GLANCE, GLANCE_STEPS = 16, 6
 # The first steps of another kind find the processor's caches full of other things.
 UNSETTLED = 2

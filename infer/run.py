@@ -75,6 +75,9 @@ class Run:
             self.processing = PathProcessing(
                 request.processors, request.prompts, self.batch, request.sampling.greedy
             )
+        # The target, if it says tokens by its logits as they are and has that as a graph.
+        simple = request.sampling.whole and self.processing is None
+        self.graphs = target if simple and isinstance(target, CompiledTarget) else None
 
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token.
@@ -128,16 +131,20 @@ class Run:
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
 
+    def graphs_of(self, verifier: Verifier) -> CompiledTarget | None:
+        """The target, if a step under the rule is one graph of it."""
+        return self.graphs if verifier.follows else None
+
     def judge(self, drafted: TokenTree | Outline, verifier: Verifier) -> Outcome:
         """Verify a tree and apply a rule to what the target says; outlines are for graphs alone."""
-        if self.graphs is not None and verifier.follows:
-            outline = drafted if isinstance(drafted, Outline) else Outline.of(drafted)
-            with self.stats.phase("verify"):
-                return self.graphs.step(
-                    outline, self.features, self.cache, self.draws(outline.max_depth)
-                )
-        assert isinstance(drafted, TokenTree)
-        return self.judge_known(drafted, verifier)
+        graphs = self.graphs_of(verifier)
+        if graphs is None:
+            assert isinstance(drafted, TokenTree)
+            return self.judge_known(drafted, verifier)
+        outline = drafted if isinstance(drafted, Outline) else Outline.of(drafted)
+        with self.stats.phase("verify"):
+            draws = self.draws(outline.max_depth)
+            return graphs.step(outline, self.features, self.cache, draws)
 
     def judge_known(self, tree: TokenTree, verifier: Verifier) -> Outcome:
         """`judge` step by step, for trees whose tokens are known."""
@@ -163,12 +170,6 @@ class Run:
         path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
         self.cache.commit(path, outcome.lengths, max(self.lengths))
         self.roots = outcome.acceptance.bonus
-
-    @property
-    def graphs(self) -> CompiledTarget | None:
-        """The target, if it says tokens by its logits as they are and has that as a graph."""
-        simple = self.request.sampling.whole and self.processing is None
-        return self.target if simple and isinstance(self.target, CompiledTarget) else None
 
     def draws(self, depth: int) -> Draws | None:
         """What the target draws its own tokens of a tree with, the same as in plain decoding."""

@@ -77,7 +77,10 @@ def ledger_notes(profile: Profile) -> list[str]:
         f"{profile.compile_seconds:.1f} s"
     ]
     if profile.compile_seconds:
-        notes.append("compiled greedy steps accept and move within the pass: it is all verify")
+        notes.append(
+            "compiled greedy steps accept and move within the pass, and make small drafts there: "
+            "it is all verify"
+        )
     if profile.on_gpu:
         notes.append("on a GPU a phase ends before its kernels do: accept waits for verify's")
     return notes

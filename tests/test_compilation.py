@@ -20,7 +20,6 @@ def doubled() -> Compiled:
     return Compiled(double, *made_for, kind=lambda x: None, sizes=lambda x: [[(x, 0)]])
 
 
-@pytest.mark.skipif(not compilation.ONE_GRAPH, reason="this torch cannot be told to make no other")
 def test_another_layout_gets_a_graph_of_our_making_and_the_first_stays_in_use(
     doubled, monkeypatch
 ) -> None:

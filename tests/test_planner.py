@@ -162,3 +162,14 @@ def test_a_drafter_that_pays_a_little_is_kept_whatever_the_luck_of_its_first_ste
             plan.learn(choice, [1 + accepted], costs[choice])
             drafted.append(choice is not None)
     assert sum(drafted) > 0.85 * len(drafted)
+
+
+def test_a_draft_that_would_never_be_made_is_not_prepared_for(target, monkeypatch) -> None:
+    """Under a rule whose plan stays as it is."""
+    drafter = Scripted([[]], alpha=0.0, depth=1, vocab_size=target.vocab_size)
+    monkeypatch.setattr(drafter, "start", None)
+    decoder, budget = Decoder(target, drafter, adaptive=True), drafter.budgets[0]
+    decoder.plans["rejection", 1.0, 1] = AdaptivePlan({None: 1.0, budget: 9.0}, {budget: (0.5,)})
+    ask = {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+    expected = Decoder(target).generate([9, 10, 11], **ask).sequences
+    assert decoder.generate([9, 10, 11], verifier="rejection", **ask).sequences == expected

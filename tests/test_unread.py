@@ -1,11 +1,13 @@
 """What was committed while nothing was proposed is read later, in one pass, as if at once."""
 
+from dataclasses import replace
+
 import torch
 
 from drafthead.heads.base import Committed
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.unread import joined
+from drafthead.heads.unread import Unread, joined
 
 GREEDY = SamplingConfig()
 
@@ -25,6 +27,15 @@ def test_parts_are_put_behind_each_other_row_by_row() -> None:
     assert read == ["abc", "acde"]
     assert torch.equal(whole.features.last[..., 0].long(), whole.tokens)
     assert torch.equal(whole.features.taps[0][..., 0].long(), whole.tokens + 1)
+
+
+def test_rows_that_stay_are_read_no_wider_than_before() -> None:
+    unread = Unread()
+    unread.add(replace(part(["abc", "a"], 5), width=3))
+    unread.keep_rows(torch.tensor([1]))
+    committed = unread.take()
+    assert committed.tokens.shape == (1, 3) and committed.ends.roots.tolist() == [ord("a")]
+    assert unread.take() is None
 
 
 def random_part(target: Target, features: FeatureSpec, lengths: list[int], seed: int) -> Committed:
