@@ -77,10 +77,29 @@ def test_products_of_one_input_are_one_product(layers, monkeypatch) -> None:
         torch.testing.assert_close(result, layer(x), rtol=2**-7, atol=1e-3)
 
 
-def test_graphs_share_one_packed_copy_of_a_weight(monkeypatch) -> None:
-    packed = []
+@pytest.fixture
+def packed(monkeypatch) -> list[torch.Tensor]:
+    """The weights that are packed in a test."""
+    found: list[torch.Tensor] = []
     in_blocks = few_rows.in_blocks
-    monkeypatch.setattr(few_rows, "in_blocks", lambda w: packed.append(w) or in_blocks(w))
+    monkeypatch.setattr(few_rows, "in_blocks", lambda w: found.append(w) or in_blocks(w))
+    return found
+
+
+def test_weights_of_one_product_are_not_packed_apart_as_well(packed) -> None:
+    torch.manual_seed(0)
+    alike = nn.ModuleList([nn.Linear(64, n, bias=False) for n in (32, 64)]).bfloat16()
+    other = nn.Linear(64, 64, bias=False).bfloat16()
+    layers = nn.ModuleList([*alike, alike[0], other]).requires_grad_(False)
+    x, y = torch.randn(2, 3, 64).bfloat16()
+    with torch.inference_mode():
+        results = compiled(layers)(x, x, y, y)  # the first weight is in both products
+    assert [len(weight) for weight in packed] == [32 + 64, 32 + 64]
+    for layer, argument, result in zip(layers, (x, x, y, y), results, strict=True):
+        torch.testing.assert_close(result, layer(argument), rtol=2**-7, atol=1e-3)
+
+
+def test_graphs_share_one_packed_copy_of_a_weight(packed) -> None:
     layer = nn.Linear(64, 32, bias=False).bfloat16().requires_grad_(False)
     layers = nn.ModuleList([layer])
     product = compiled(layers)

@@ -28,11 +28,13 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drafthead.heads.kernels import few_queries
+from drafthead.heads.kernels.huge_pages import HugePages
 
 ROWS, COLUMNS = 8, 32  # of a block of sums, which fill 16 of the 32 registers
 
 # Packed weights by the first of them: the graphs of a model share one copy.
 packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+memory = HugePages()
 
 
 def has_kernel() -> bool:
@@ -54,7 +56,7 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     # Weights may have been changed in place since a graph of theirs was made.
     key = tuple((weight.data_ptr(), checksum(weight)) for weight in weights)
     if key not in known:
-        known[key] = in_blocks(torch.cat(list(weights)))
+        known[key] = memory.copy(in_blocks(torch.cat(list(weights))))
     return known[key]
 
 
@@ -135,8 +137,12 @@ class TogetherOnOneInput(CustomGraphPass):
                 part = graph.call_function(operator.getitem, (parts, index))
                 node.replace_all_uses_with(part)
                 part.meta.update(node.meta)
+        packs: list[torch.fx.Node] = [node.args[1] for node in nodes]  # type: ignore[misc]
         for node in nodes:
             graph.erase_node(node)
+        for part in dict.fromkeys(packs):
+            if not part.users:  # it would be packed and kept all the same
+                graph.erase_node(part)
 
     def uuid(self) -> Any:
         """Compiled code of another version of the kernels is not to be taken from torch's cache."""
