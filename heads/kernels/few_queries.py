@@ -23,6 +23,22 @@ from torch.nn import functional
 
 ROWS = 8  # queries of one head that are worked on together
 
+WITH_ROWS = r"""
+#ifndef DRAFTHEAD_WITH_ROWS  // one file may hold several kernels
+#define DRAFTHEAD_WITH_ROWS
+namespace {
+// f(number of rows as a constant), for 1 to MOST rows
+template <int MOST, typename F>
+inline void with_rows(int64_t rows, const F& f) {
+    if constexpr (MOST > 0) {
+        if (rows == MOST) f(std::integral_constant<int, MOST>{});
+        else with_rows<MOST - 1>(rows, f);
+    }
+}
+}  // namespace
+#endif
+"""
+
 
 @torch.library.custom_op("drafthead::attend", mutates_args=())
 def attend(
@@ -70,7 +86,7 @@ class AttendTemplate(CppTemplate):
     SOURCE = r"""
 {{template.header().getvalue()}}
 #include <vector>
-
+{{with_rows}}
 #ifndef DRAFTHEAD_ATTEND  // one file may hold this for inputs of several layouts
 #define DRAFTHEAD_ATTEND
 namespace {
@@ -169,14 +185,6 @@ inline void mix(const float* weights, int64_t width, const at::BFloat16* values,
     });
 }
 
-// f(number of rows as a constant), for 1 to MOST rows
-template <int MOST, typename F>
-inline void with_rows(int64_t rows, const F& f) {
-    if constexpr (MOST > 0) {
-        if (rows == MOST) f(std::integral_constant<int, MOST>{});
-        else with_rows<MOST - 1>(rows, f);
-    }
-}
 #undef INLINE
 
 // Distances of rows, heads and tokens or keys; the values of one are next to each other.
@@ -271,6 +279,7 @@ Steps{ {{rows}}, {{heads}}, {{kernel.stride(x, 2)}} }
             "output": given.get("template_buffer_node") or self.output_node,
             "scale": self.scale,
             "rows": ROWS,
+            "with_rows": WITH_ROWS,
             "num_threads": self.num_threads,
         }
         return self._template_from_string(self.SOURCE).render(**options)

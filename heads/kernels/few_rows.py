@@ -154,16 +154,18 @@ class LinearTemplate(CppTemplate):
 
     SOURCE = r"""
 {{template.header().getvalue()}}
-
+{{with_rows}}
 #ifndef DRAFTHEAD_LINEAR  // one file may hold this for inputs of several sizes
 #define DRAFTHEAD_LINEAR
 namespace {
 #define INLINE __attribute__((always_inline))
 
-// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored
+// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. Fetches as much as
+// the block from `ahead` meanwhile, unless that is null.
 template <int R>
 inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* block,
-                     const at::BFloat16* bias, at::BFloat16* out, int64_t size, int columns) {
+                     const at::BFloat16* bias, at::BFloat16* out, int64_t size, int columns,
+                     const at::BFloat16* ahead) {
     const __mmask16 some[2] = {
         (__mmask16)((1u << std::min(columns, 16)) - 1),
         (__mmask16)((1u << std::max(columns - 16, 0)) - 1),
@@ -183,9 +185,9 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
             return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
         };
         __m512bh left = weights(0), right = weights(1);
-        if constexpr (R <= 4) {  // with few rows the wait is for memory; else for arithmetic
-            _mm_prefetch((const char*)(block + (k + 64) * 32), _MM_HINT_T0);
-            _mm_prefetch((const char*)(block + (k + 65) * 32), _MM_HINT_T0);
+        if (ahead) {
+            _mm_prefetch((const char*)(ahead + k * 32), _MM_HINT_T1);
+            _mm_prefetch((const char*)(ahead + k * 32 + 32), _MM_HINT_T1);
         }
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
             auto both = *reinterpret_cast<const int32_t*>(x + r * inner + k);
@@ -211,31 +213,27 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
 }
 #undef INLINE
 
-template <int R>
-inline void multiply_rest(int64_t rows, const at::BFloat16* x, int64_t inner,
-                          const at::BFloat16* block, const at::BFloat16* bias,
-                          at::BFloat16* out, int64_t size, int columns) {
-    if constexpr (R > 0) {
-        if (rows == R) multiply<R>(x, inner, block, bias, out, size, columns);
-        else multiply_rest<R - 1>(rows, x, inner, block, bias, out, size, columns);
-    }
-}
-
 void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat16* bias,
             at::BFloat16* out, int64_t rows, int64_t inner, int64_t size, int threads) {
-    constexpr int ROWS = {{rows}};
+    constexpr int ROWS = {{rows}}, FEW = 6, AHEAD = 128;
+    // Groups of nearly the same size: 9 rows are 5 and 4.
+    const int64_t groups = (rows + ROWS - 1) / ROWS, group = (rows + groups - 1) / groups;
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < size; first += 32) {
         const auto* block = packed + first * inner;
         const auto* biases = bias ? bias + first : nullptr;
         const int columns = std::min<int64_t>(32, size - first);
-        int64_t r = 0;
-        for (; r + ROWS <= rows; r += ROWS) {
-            multiply<ROWS>(x + r * inner, inner, block, biases, out + r * size + first, size,
-                           columns);
+        for (int64_t r = 0; r < rows; r += group) {
+            // A few rows wait for memory, which the processor then reads ahead by itself. More are
+            // busy with arithmetic and have to ask: for what is next in the block, or, where
+            // earlier groups have fetched the block, for the next one during the last group.
+            const auto* ahead = groups == 1 && rows > FEW ? block + AHEAD * 32 : nullptr;
+            if (groups > 1 && r + group >= rows) ahead = block + 32 * inner;
+            with_rows<ROWS>(std::min(group, rows - r), [&](auto count) {
+                multiply<count()>(x + r * inner, inner, block, biases, out + r * size + first,
+                                  size, columns, ahead);
+            });
         }
-        multiply_rest<ROWS - 1>(rows - r, x + r * inner, inner, block, biases,
-                                out + r * size + first, size, columns);
     }
 }
 }  // namespace
@@ -264,6 +262,7 @@ extern "C"
             "bias": "bias" in inputs,
             "output": given.get("template_buffer_node") or self.output_node,
             "rows": ROWS,
+            "with_rows": few_queries.WITH_ROWS,
             "num_threads": self.num_threads,
         }
         return self._template_from_string(self.SOURCE).render(**options)
