@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -42,6 +42,7 @@ MOST_GRAPHS = 8
 # Dimensions that may change from call to call; those of one inner list are always equal.
 Sizes = Sequence[Sequence[tuple[torch.Tensor, int]]]
 Graph = Callable[..., Any]
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Compiled:
@@ -62,14 +63,16 @@ class Compiled:
         dtype: torch.dtype,
         kind: Callable[..., Hashable],
         sizes: Callable[..., Sizes],
+        around: AbstractContextManager[object] = NOTHING,
     ):
         """`kind(*arguments)` says which graph a call needs, and `sizes(*arguments)` lists what
-        changes within a kind. `dtype` is that of the weights.
+        changes within a kind. `dtype` is that of the weights. A graph is made within `around`:
+        with the hooks, say, whose work is to become part of it.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
         keep_compiled_code()
-        self.function, self.kind, self.sizes = function, kind, sizes
+        self.function, self.kind, self.sizes, self.around = function, kind, sizes, around
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
@@ -121,6 +124,7 @@ class Compiled:
             # Tracing too must know that weights will be frozen: it then takes them for constants.
             # What differs between two models of a process is not thereby a size that changes.
             with (
+                self.around,
                 torch._inductor.config.patch(self.options),
                 torch._dynamo.config.patch(automatic_dynamic_shapes=False),
             ):

@@ -77,10 +77,9 @@ class CompiledPass:
 
     def __init__(self, target: Target, features: FeatureSpec):
         self.target = target
-        # The hooks must be there at every call, as they were when the graph was made.
         self.taps = Taps(target, features)
         self.graphs = Compiled(
-            self._forward, target.device, target.dtype, self._kind, sizes_of_pass
+            self._forward, target.device, target.dtype, self._kind, sizes_of_pass, self.taps
         )
 
     def __call__(
@@ -92,10 +91,9 @@ class CompiledPass:
     ) -> TargetOutput:
         """Run the pass and write its keys and values into `cache`."""
         _, columns = cache.make_room(input_ids.shape[1])
-        with self.taps:
-            logits, last, taps = self.graphs(
-                input_ids, position_ids, attention_mask, columns, cache.keys, cache.values
-            )
+        logits, last, taps = self.graphs(
+            input_ids, position_ids, attention_mask, columns, cache.keys, cache.values
+        )
         return TargetOutput(logits, Features(last, taps))
 
     def _forward(

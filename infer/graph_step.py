@@ -46,10 +46,10 @@ class GraphStep:
 
     def __init__(self, target: Target, features: FeatureSpec, filling: Filling):
         self.target, self.filling = target, filling
-        # The hooks must be there at every call, as they were when the graph was made.
         self.taps = Taps(target, features)
+        sizes = partial(sizes_of_step, filling)
         self.graphs = Compiled(
-            self._step, target.device, target.dtype, self._kind, partial(sizes_of_step, filling)
+            self._step, target.device, target.dtype, self._kind, sizes, self.taps
         )
 
     def __call__(self, outline: Outline, cache: TreeCache, draws: Draws | None) -> Outcome:
@@ -62,19 +62,18 @@ class GraphStep:
         if draws is not None:  # a graph takes as many numbers as nodes
             unused = outline.num_nodes - draws.uniform.shape[1]
             draws = draws._replace(uniform=pad(draws.uniform, (0, unused)))
-        with self.taps:
-            accepted, tokens, table, lengths, last, taps, hidden = self.graphs(
-                outline.arguments,
-                outline.parents,
-                outline.depths,
-                outline.ancestors,
-                cache.lengths,
-                seen,
-                columns,
-                cache.keys,
-                cache.values,
-                *(draws or ()),
-            )
+        accepted, tokens, table, lengths, last, taps, hidden = self.graphs(
+            outline.arguments,
+            outline.parents,
+            outline.depths,
+            outline.ancestors,
+            cache.lengths,
+            seen,
+            columns,
+            cache.keys,
+            cache.values,
+            *(draws or ()),
+        )
         answers, _ = to_host(table)
         acceptance, features = Acceptance(*accepted), Features(last, taps)
         return Outcome(acceptance, tokens, features, answers, lengths, in_place=True, hidden=hidden)
