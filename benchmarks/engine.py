@@ -39,6 +39,7 @@ from drafthead.infer.results import DecodeResult
 from drafthead.train.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)
+RULES = ("match", "rejection", "traversal")  # the lossless ones above temperature 0
 
 
 def random_llama(device: torch.device) -> Target:
@@ -176,30 +177,45 @@ class Bench:
         rows: int = 1,
         tokens: int | None = None,
         ends: bool = False,
-        temperature: float = 0.0,
     ) -> dict[str, Any]:
         """Planned drafters against plain decoding of batches of `rows` prompts."""
+        decoders = {name: self.decoder(drafter, ends=ends) for name, drafter in drafters.items()}
+        plain = self.decoder(None, ends=ends)
+        return self.compared(plain, decoders, {"max_new_tokens": tokens or self.tokens}, rows)
+
+    def rules_against_plain(self, drafter: Drafter) -> dict[str, Any]:
+        """Planned trees at temperature 1 under each lossless rule, against plain decoding."""
+        rules = {rule: self.decoder(drafter) for rule in RULES}
+        options = {"max_new_tokens": self.tokens, "temperature": 1.0}
+        return self.compared(self.plain, rules, options, rules=True)
+
+    def compared(
+        self,
+        plain: Decoder,
+        decoders: dict[str, Decoder],
+        options: dict[str, Any],
+        rows: int = 1,
+        rules: bool = False,
+    ) -> dict[str, Any]:
+        """Decoders, under the rules that they are called by with `rules`, against a plain one."""
         groups = [
             list(self.prompts[start : start + rows])
             for start in range(0, len(self.prompts) - rows + 1, rows)
         ]
-        decoders = {"plain": self.decoder(None, ends=ends)} | {
-            name: self.decoder(drafter, ends=ends) for name, drafter in drafters.items()
-        }
-        accounts: dict[str, list[DecodeResult]] = {name: [] for name in decoders}
+        everyone = {"plain": plain} | decoders
+        accounts: dict[str, list[DecodeResult]] = {name: [] for name in everyone}
 
         def run(name: str, item: int) -> float:
-            result = decoded(
-                decoders[name], groups[item], tokens or self.tokens, temperature=temperature
-            )
+            rule = name if rules and name in decoders else "auto"
+            result = everyone[name].generate(groups[item], verifier=rule, **options)
             accounts[name].append(result)
             return rate(result)
 
-        contestants = {name: lambda i, name=name: run(name, i) for name in decoders}
+        contestants = {name: lambda i, name=name: run(name, i) for name in everyone}
         # As many answers whatever the batch.
         rates = interleaved(contestants, self.rounds * rows, len(groups), f"batch {rows}")
         report = {}
-        for name in drafters:
+        for name in decoders:
             speedup = ratios(rates, name, "plain")
             tau = mean(result.stats.tau for result in accounts[name])
             report[name] = {
@@ -241,7 +257,7 @@ def sampling_rules(bench: Bench, drafter: Drafter, nodes: int, seeds: int) -> di
     budget = Budget(nodes, min(drafter.budgets[-1].depth, nodes - 1))
     decoder = bench.decoder(drafter, budget)
     report = {}
-    for rule in ("match", "rejection", "traversal"):
+    for rule in RULES:
         steps: list[int] = []
         for seed in tqdm(range(seeds), desc=rule):
             for prompt in bench.prompts:
@@ -286,7 +302,7 @@ def measure(bench: Bench, head: Drafter | None, report: dict[str, Any]) -> None:
     if head is not None:
         report["head"] = bench.against_plain({"head": head})
         report["head, answers to their ends"] = bench.against_plain({"head": head}, ends=True)
-        report["head, temperature 1"] = bench.against_plain({"head": head}, temperature=1.0)
+        report["head, temperature 1"] = bench.rules_against_plain(head)
     report["scripted"] = {f"{alpha:g}": bench.against_script(alpha) for alpha in (0.6, 0.8)}
     report["always wrong"] = bench.against_script(0.0, tokens=512)
     for rows in (4, 8):

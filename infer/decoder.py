@@ -118,9 +118,9 @@ class Decoder:
 
         A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
         or token ids. Temperature 0 is greedy. `verifier` `auto` is a lossless one: `greedy`, and
-        above 0 `match` with planned trees, `rejection` with a fixed size; lossy ones are used only
-        by name. A row's answer depends on its own seed alone: pass one seed for each row, or an int
-        from which the rows count upwards.
+        above 0 `match` with planned trees and in compiled graphs, else `rejection`; lossy ones are
+        used only by name. A row's answer depends on its own seed alone: pass one seed for each row,
+        or an int from which the rows count upwards.
 
         `generation_config` carries everything else under transformers' names: penalties, n-grams,
         bad words, forced and suppressed tokens, and also `frequency_penalty` and
@@ -252,7 +252,8 @@ class Decoder:
 
     def _decode(self, run: Run, verifier: str) -> Iterator[Emitted]:
         """The loop that suits the drafter; checks the verifier's name even where none is needed."""
-        rule = verifier_for(verifier, run.request.sampling.temperature, self.adaptive)
+        quick = self.adaptive or run.graphs is not None
+        rule = verifier_for(verifier, run.request.sampling.temperature, follows=quick)
         if self.drafter is None:
             return decode_plainly(run)
         planner = self._planner(run, rule)

@@ -14,6 +14,9 @@ from drafthead.heads.tree import Budget
 
 # Steps between two looks at the numbers; a choice is not worth its own time at every step.
 STEPS_A_CHOICE = 4
+# Drafts must promise so much more than plain decoding: the best of many estimates is seldom as good
+# as it looks, and what is the same either way is better left alone.
+WORTHWHILE = 1.03
 # Steps whose acceptance is remembered, by exponential forgetting.
 MEMORY = 128
 # The measured acceptance of training counts for as many steps as this.
@@ -145,7 +148,10 @@ class Pace:
 
 
 class AdaptivePlan(Planner):
-    """The budget with the most expected tokens per second, or none when plain decoding has more."""
+    """The budget with the most expected tokens per second, or none when plain decoding has as many.
+
+    Drafts are chosen when they promise `WORTHWHILE` times what plain decoding does.
+    """
 
     def __init__(
         self,
@@ -185,7 +191,8 @@ class AdaptivePlan(Planner):
         return self.acceptance.tokens(self.chances[budget]) / self.seconds[budget]
 
     def _best(self) -> Budget | None:
-        return max((None, *self.chances), key=self.rate)
+        best = max(self.chances, key=self.rate)
+        return best if self.rate(best) > WORTHWHILE * self.rate(None) else None
 
     def _replan(self) -> None:
         best, was_plain, glanced = self._best(), self.current is None, self.glancing

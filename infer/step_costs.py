@@ -36,27 +36,43 @@ StepSeconds = dict[Budget | None, float]  # None: a step without a draft
 
 
 class Tour(Planner):
-    """Every budget, and no draft as well, for several steps on end, timed.
+    """Every budget, and no draft as well, timed for several steps on end, in several rounds.
 
     Passes of one size leave their weights in the processor's cache for the next: steps that take
-    turns with others would each look slower than when decoding goes on with one size.
+    turns with others would each look slower than when decoding goes on with one size. Sizes that
+    lose to plain decoding even when all of their deepest path is accepted are visited once only.
     """
 
-    def __init__(self, stops: Sequence[Budget | None]):
-        steps = UNTIMED_STEPS + TIMED_STEPS
-        self.order = [stop for _ in range(VISITS) for stop in stops for _ in range(steps)]
-        self.place = 0
-        self.seconds: dict[Budget | None, list[float]] = {stop: [] for stop in stops}
+    steps = UNTIMED_STEPS + TIMED_STEPS  # of a visit
+
+    def __init__(self, budgets: Sequence[Budget]):
+        self.stops: list[Budget | None] = [None, *budgets]
+        self.visits = 0  # completed rounds
+        self.place = 0  # steps of the current round
+        self.seconds: dict[Budget | None, list[float]] = {stop: [] for stop in self.stops}
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until the tour is over, if no more stops are given up."""
+        return self.steps * len(self.stops) * (VISITS - self.visits) - self.place
 
     def choose(self) -> Budget | None:
         """The current stop."""
-        return self.order[self.place]
+        return self.stops[self.place // self.steps]
 
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
         """One step of the tour is done; the first ones of a visit are not counted."""
-        if self.place % (UNTIMED_STEPS + TIMED_STEPS) >= UNTIMED_STEPS:
+        if self.place % self.steps >= UNTIMED_STEPS:
             self.seconds[budget].append(seconds)
         self.place += 1
+        if self.place == self.steps * len(self.stops):
+            self.visits, self.place = self.visits + 1, 0
+            self.stops = [stop for stop in self.stops if self._may_win(stop)]
+
+    def _may_win(self, stop: Budget | None) -> bool:
+        """Whether the most that a step can commit, every level and the bonus, comes fast enough."""
+        most = 1 + (stop.depth if stop else 0)
+        return min(self.seconds[stop]) <= most * min(self.seconds[None])
 
 
 def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> StepSeconds:
@@ -64,19 +80,22 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
 
     The quickest of several counts: what else runs on a machine only ever adds time.
     """
-    tour = Tour([None, *drafter.budgets])
+    tour = Tour(drafter.budgets)
     prompts = torch.randint(
         target.vocab_size, (batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     ).tolist()
-    most = sum(1 + (stop.depth if stop else 0) for stop in tour.order) + 1
+    most = tour.steps_left * (1 + drafter.budgets[-1].depth) + 1
     sampling = SamplingConfig(temperature=0.0 if rule.greedy else 1.0)
     request = Request(prompts, [most] * batch, sampling, [0] * batch, frozenset())
     run = Run(target, request, drafter.features, drafter.budgets[-1].nodes)
     steps = speculate(run, drafter, tour, rule)
     next(steps)  # the prompt
     # The bar shows when it takes longer than a few seconds.
-    for _ in tqdm(tour.order, "timing steps", unit="step", delay=3, leave=False):
-        next(steps)
+    with tqdm(desc="timing steps", unit="step", delay=3, leave=False) as bar:
+        while tour.steps_left > 0:
+            next(steps)
+            bar.total = bar.n + 1 + tour.steps_left
+            bar.update()
     quickest = {stop: min(seconds) for stop, seconds in tour.seconds.items()}
     return {stop: least_of_larger(stop, quickest) for stop in quickest}
 

@@ -55,7 +55,7 @@ def main(
     """
     if batch < 1:
         raise UserError(f"--batch must be at least 1, got {batch}")
-    rule = verifier_for("auto", temperature, adapts=True)
+    rule = verifier_for("auto", temperature, follows=True)
     decoder = Decoder.from_pretrained(target, head, dtype=dtype, device=device, compile=compile)
     drafter = decoder.drafter
     assert drafter is not None

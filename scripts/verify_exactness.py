@@ -61,8 +61,8 @@ def main(
     verifier: Annotated[
         str,
         typer.Option(
-            help="Rule for sampled answers: auto is rejection, planned trees decode by match; "
-            "typical and lenient are lossy and fail."
+            help="Rule for sampled answers: auto is rejection, planned trees and compiled graphs "
+            "decode by match; typical and lenient are lossy and fail."
         ),
     ] = "auto",
     prompts: Annotated[

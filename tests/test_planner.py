@@ -8,7 +8,7 @@ from drafthead.heads.tree import Budget, StaticTrees, tree_budgets
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.planner import Acceptance, AdaptivePlan, Pace
-from drafthead.infer.step_costs import least_of_larger
+from drafthead.infer.step_costs import VISITS, Tour, least_of_larger
 
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
@@ -51,12 +51,35 @@ def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node: float)
     assert Text(AdaptivePlan(seconds(node), CHANCES)).decode(512, alpha=0.0) > 0.97
 
 
+def test_sizes_that_could_never_win_are_timed_at_one_visit_only() -> None:
+    """A step of 2 levels commits 3 tokens at most: at 4 times a plain step's time it never pays."""
+    hopeful, hopeless = Budget(3, 2), Budget(64, 2)
+    took = {None: 1.0, hopeful: 2.9, hopeless: 4.0}
+    tour = Tour([hopeful, hopeless])
+    steps = 0
+    while tour.steps_left > 0:
+        tour.learn(tour.choose(), [1], took[tour.choose()])
+        steps += 1
+    timed = {stop: len(seconds) for stop, seconds in tour.seconds.items()}
+    assert timed[None] == timed[hopeful] == VISITS * timed[hopeless]
+    assert steps == tour.steps * (2 * VISITS + 1)
+    assert {stop: min(seconds) for stop, seconds in tour.seconds.items()} == took
+
+
 def test_nodes_that_cost_nothing_are_all_used_and_dear_ones_are_not() -> None:
     assert AdaptivePlan(seconds(0.0), CHANCES).choose() == max(
         BUDGETS, key=lambda b: sum(CHANCES[b])
     )
     assert AdaptivePlan(seconds(0.1), CHANCES).choose() == Budget(8, 3)
     assert AdaptivePlan(seconds(5.0), CHANCES).choose() is None
+
+
+@pytest.mark.parametrize(("step", "drafts"), [(1.37, False), (1.33, True)])
+def test_drafts_must_promise_clearly_more_than_plain_decoding(step: float, drafts: bool) -> None:
+    """1.4 tokens in 1.37 times the time would be 2 % more."""
+    budget = Budget(2, 1)
+    plan = AdaptivePlan({None: 1.0, budget: step}, {budget: (0.4,)})
+    assert plan.choose() == (budget if drafts else None)
 
 
 def test_drafts_that_become_good_are_used_again() -> None:

@@ -76,17 +76,17 @@ def register_verifier(
     return register
 
 
-def verifier_for(name: str, temperature: float, adapts: bool = False) -> Verifier:
-    """The verifier called `name`; `auto` is a lossless one for the temperature.
+def verifier_for(name: str, temperature: float, follows: bool = False) -> Verifier:
+    """The verifier called `name`; `auto` is the fastest lossless one for the temperature.
 
-    Above 0 that is `match` where trees adapt to what is accepted, which seeded answers of rules
-    that draw children do not allow, and `rejection`, which accepts more of a tree, where trees have
-    one size.
+    Above 0 that is `match` where it `follows` the target within a compiled graph, or in trees that
+    adapt to what is accepted, which seeded answers of rules that draw children do not allow. Where
+    it has neither advantage it is `rejection`, which accepts a little more of a tree.
 
     Raises UserError for an unknown name, or a rule that does not exist at this temperature.
     """
     if name == "auto":
-        above_zero = "match" if adapts else "rejection"
+        above_zero = "match" if follows else "rejection"
         name = "greedy" if temperature == 0 else above_zero
     if name not in VERIFIERS:
         known = ", ".join(["auto", *sorted(VERIFIERS)])
