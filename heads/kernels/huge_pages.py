@@ -17,7 +17,10 @@ MAPPING = 256 * 2**20
 
 
 class HugePages:
-    """Hands out memory for tensors, one behind the other; it is freed with the last of them."""
+    """Hands out memory for tensors, one behind the other.
+
+    A mapping is freed with the last of its tensors, but not before the next mapping is begun.
+    """
 
     def __init__(self) -> None:
         self.left = torch.empty(0, dtype=torch.uint8)  # of the current mapping
