@@ -152,6 +152,22 @@ class Compiled:
             return self.function(*arguments)
 
 
+def sizes_behind_cache(
+    by_token: Sequence[torch.Tensor],  # [B, T, ...]
+    mask: torch.Tensor,  # [B, 1, T, S]
+    columns: torch.Tensor,  # [T] that the tokens are written to
+    layers: Sequence[torch.Tensor],  # keys and values of each layer, [B, H, capacity, D]
+    by_row: Sequence[torch.Tensor] = (),  # [B, ...]
+) -> Sizes:
+    """The sizes of a pass behind a cache that change: rows, tokens, columns in use, capacity."""
+    return [
+        [(tensor, 0) for tensor in (*by_token, *by_row, mask, *layers)],
+        [*((tensor, 1) for tensor in by_token), (mask, 2), (columns, 0)],
+        [(mask, 3)],
+        [(tensor, 2) for tensor in layers],
+    ]
+
+
 def has_kernels() -> bool:
     """Whether our own kernels can be compiled for this processor, by this version of torch."""
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from drafthead.heads.base import Committed, DraftSession, at_last
-from drafthead.heads.compilation import Compiled, Sizes
+from drafthead.heads.compilation import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.draft_layers import CacheColumns, DraftCache
 from drafthead.heads.dynamic_tree import TreeGrowth
 from drafthead.heads.head_drafter import HeadDrafter
@@ -135,15 +135,9 @@ def sizes_of_reading(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> Sizes:
-    """The sizes that change from step to step: rows, tokens, columns in use, capacity."""
-    hidden = [*taps] if last is None else [last, *taps]
-    layers = (*keys, *values)
-    return [
-        [(tensor, 0) for tensor in (*hidden, tokens, lengths, positions, mask, *layers)],
-        [*((t, 1) for t in (*hidden, tokens, positions)), (mask, 2), (columns, 0)],
-        [(mask, 3)],
-        [(tensor, 2) for tensor in layers],
-    ]
+    """The sizes of reading that change."""
+    by_token = [*([] if last is None else [last]), *taps, tokens, positions]
+    return sizes_behind_cache(by_token, mask, columns, (*keys, *values), by_row=[lengths])
 
 
 def kind_of_draft(above: torch.Tensor, *_: object) -> tuple[bool, bool]:
@@ -160,14 +154,8 @@ def sizes_of_draft(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> Sizes:
-    """The sizes that change from level to level: rows, nodes, columns in use, capacity."""
-    layers = (*keys, *values)
-    return [
-        [(tensor, 0) for tensor in (above, tokens, positions, mask, *layers)],
-        [(above, 1), (tokens, 1), (positions, 1), (mask, 2), (columns, 0)],
-        [(mask, 3)],
-        [(tensor, 2) for tensor in layers],
-    ]
+    """The sizes of a level that change: its nodes are its tokens."""
+    return sizes_behind_cache((above, tokens, positions), mask, columns, (*keys, *values))
 
 
 def dynamic_budgets(depth: int) -> tuple[Budget, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from drafthead.heads.anchors import AnchoredHead, tokens_at
 from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, at_last
-from drafthead.heads.compilation import Compiled, Sizes
+from drafthead.heads.compilation import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.draft_layers import CacheColumns, DraftCache
 from drafthead.heads.head_drafter import HeadDrafter
 from drafthead.heads.levels import Guesses, Level, best_guesses, filled_tree
@@ -141,14 +141,8 @@ def sizes_of_reading(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> Sizes:
-    """The sizes that change from step to step: rows, tokens, columns in use, capacity."""
-    layers = (*keys, *values)
-    return [
-        [(tensor, 0) for tensor in (hidden, positions, mask, *layers)],
-        [(hidden, 1), (positions, 1), (mask, 2), (columns, 0)],
-        [(mask, 3)],
-        [(tensor, 2) for tensor in layers],
-    ]
+    """The sizes of reading that change."""
+    return sizes_behind_cache((hidden, positions), mask, columns, (*keys, *values))
 
 
 def kind_of_step(states: torch.Tensor, tokens: torch.Tensor) -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from drafthead.heads.compilation import Compiled, Sizes
+from drafthead.heads.compilation import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.outline import Filling, Outline
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target, TargetOutput
 from drafthead.infer.acceptance import Outcome
@@ -132,14 +132,9 @@ def sizes_of_pass(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> Sizes:
-    """The sizes of a pass that change: rows, tokens, columns in use, columns there are."""
-    layers = (*keys, *values)
-    return [
-        [(tensor, 0) for tensor in (input_ids, position_ids, attention_mask, *layers)],
-        [(input_ids, 1), (position_ids, 1), (attention_mask, 2), (columns, 0)],
-        [(attention_mask, 3)],
-        [(tensor, 2) for tensor in layers],
-    ]
+    """The sizes of a pass that change."""
+    by_token = input_ids, position_ids
+    return sizes_behind_cache(by_token, attention_mask, columns, (*keys, *values))
 
 
 def kind_of_move(
