@@ -1,4 +1,4 @@
-"""How large a tree to draft at each step: the one that gives the most tokens per second, or none.
+"""How large a tree to draft at each step: what gives the most tokens per second, or none.
 
 A tree of N nodes is worth its time when the tokens that it is expected to bring outweigh the longer
 pass. Seconds come from timing real steps on this machine (`infer.step_costs`), tokens from the
@@ -14,8 +14,9 @@ from drafthead.heads.tree import Budget
 
 # Steps between two looks at the numbers; a choice is not worth its own time at every step.
 STEPS_A_CHOICE = 4
-# Drafts must promise so much more than plain decoding: the best of many estimates is seldom as good
-# as it looks, and what is the same either way is better left alone.
+# A larger tree must promise so much more than a smaller one, and any tree than plain decoding: the
+# best of many estimates is seldom as good as it looks, and wide passes suffer most when a machine
+# becomes busy.
 WORTHWHILE = 1.03
 # Steps whose acceptance is remembered, by exponential forgetting.
 MEMORY = 128
@@ -148,9 +149,9 @@ class Pace:
 
 
 class AdaptivePlan(Planner):
-    """The budget with the most expected tokens per second, or none when plain decoding has as many.
+    """The smallest budget, or none, that promises nearly as many tokens per second as the best.
 
-    Drafts are chosen when they promise `WORTHWHILE` times what plain decoding does.
+    Nearly: no larger one promises more than `WORTHWHILE` times as many.
     """
 
     def __init__(
@@ -191,8 +192,9 @@ class AdaptivePlan(Planner):
         return self.acceptance.tokens(self.chances[budget]) / self.seconds[budget]
 
     def _best(self) -> Budget | None:
-        best = max(self.chances, key=self.rate)
-        return best if self.rate(best) > WORTHWHILE * self.rate(None) else None
+        rates = {budget: self.rate(budget) for budget in (None, *sorted(self.chances))}
+        enough = max(rates.values()) / WORTHWHILE
+        return next(budget for budget, rate in rates.items() if rate >= enough)
 
     def _replan(self) -> None:
         best, was_plain, glanced = self._best(), self.current is None, self.glancing

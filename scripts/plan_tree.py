@@ -50,8 +50,9 @@ def main(
     A larger tree brings more tokens a step and makes the step longer. For every size: the time of a
     step on this machine, timed once and kept (--fresh times anew), the tokens that the head's
     acceptance on held-out answers lets expect, and their quotient, tokens per second of one row.
-    The largest is chosen, and plain decoding (1 node) is a choice. While decoding, the choice
-    follows what is really accepted; --tree-nodes of the other verbs overrules it.
+    The smallest size within 3 % of the best is chosen, and plain decoding (1 node) is a choice.
+    While decoding, the choice follows what is really accepted; --tree-nodes of the other verbs
+    overrules it.
     """
     if batch < 1:
         raise UserError(f"--batch must be at least 1, got {batch}")

@@ -135,7 +135,7 @@ def plan(plain: float, small: float, large: float) -> AdaptivePlan:
         ((0.004, 0.009, 0.012), 1, "plain decoding: no tree beats its 1 token in 4 ms clearly"),
     ],
 )
-def test_the_plan_marks_the_maximum_and_says_why(seconds, nodes, sentence) -> None:
+def test_the_plan_marks_its_choice_and_says_why(seconds, nodes, sentence) -> None:
     rows = plan_rows(plan(*seconds))
     assert [row.nodes for row in rows] == [1, 4, 8] and rows[0].tokens == 1
     (chosen,) = [row for row in rows if row.chosen]
