@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import mean, median
@@ -179,35 +180,38 @@ class Bench:
         ends: bool = False,
     ) -> dict[str, Any]:
         """Planned drafters against plain decoding of batches of `rows` prompts."""
-        decoders = {name: self.decoder(drafter, ends=ends) for name, drafter in drafters.items()}
-        plain = self.decoder(None, ends=ends)
-        return self.compared(plain, decoders, {"max_new_tokens": tokens or self.tokens}, rows)
+        limit = tokens or self.tokens
+        plain = partial(self.decoder(None, ends=ends).generate, max_new_tokens=limit)
+        drafted = {
+            name: partial(self.decoder(drafter, ends=ends).generate, max_new_tokens=limit)
+            for name, drafter in drafters.items()
+        }
+        return self.compared(plain, drafted, rows)
 
     def rules_against_plain(self, drafter: Drafter) -> dict[str, Any]:
         """Planned trees at temperature 1 under each lossless rule, against plain decoding."""
-        rules = {rule: self.decoder(drafter) for rule in RULES}
-        options = {"max_new_tokens": self.tokens, "temperature": 1.0}
-        return self.compared(self.plain, rules, options, rules=True)
+        drawn = {"max_new_tokens": self.tokens, "temperature": 1.0}
+        rules = {
+            rule: partial(self.decoder(drafter).generate, verifier=rule, **drawn) for rule in RULES
+        }
+        return self.compared(partial(self.plain.generate, **drawn), rules)
 
     def compared(
         self,
-        plain: Decoder,
-        decoders: dict[str, Decoder],
-        options: dict[str, Any],
+        plain: Callable[..., DecodeResult],
+        drafted: dict[str, Callable[..., DecodeResult]],
         rows: int = 1,
-        rules: bool = False,
     ) -> dict[str, Any]:
-        """Decoders, under the rules that they are called by with `rules`, against a plain one."""
+        """Ways of decoding batches of `rows` prompts against a plain one."""
         groups = [
             list(self.prompts[start : start + rows])
             for start in range(0, len(self.prompts) - rows + 1, rows)
         ]
-        everyone = {"plain": plain} | decoders
+        everyone = {"plain": plain} | drafted
         accounts: dict[str, list[DecodeResult]] = {name: [] for name in everyone}
 
         def run(name: str, item: int) -> float:
-            rule = name if rules and name in decoders else "auto"
-            result = everyone[name].generate(groups[item], verifier=rule, **options)
+            result = everyone[name](groups[item])
             accounts[name].append(result)
             return rate(result)
 
@@ -215,7 +219,7 @@ class Bench:
         # As many answers whatever the batch.
         rates = interleaved(contestants, self.rounds * rows, len(groups), f"batch {rows}")
         report = {}
-        for name in decoders:
+        for name in drafted:
             speedup = ratios(rates, name, "plain")
             tau = mean(result.stats.tau for result in accounts[name])
             report[name] = {

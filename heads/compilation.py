@@ -134,7 +134,8 @@ class Compiled:
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
-        graph = recorder.direct_call(traced, result) if recorder else compiled
+        # torch's own entry may trace once more.
+        graph = recorder.direct_call(traced, result) if recorder else within(self.around, compiled)
         self.seconds += time.perf_counter() - started
         Compiled.made += 1
         return graph, result
@@ -150,6 +151,16 @@ class Compiled:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
         with CpuKernels(self.has_kernels) if self.on_cpu else nullcontext():
             return self.function(*arguments)
+
+
+def within(context: AbstractContextManager[object], function: Graph) -> Graph:
+    """The function, called within a context each time."""
+
+    def call(*arguments: Any) -> Any:
+        with context:
+            return function(*arguments)
+
+    return call
 
 
 def sizes_behind_cache(

@@ -2,9 +2,9 @@
 
 At every call of a compiled function torch enters its tracer, finds the graph, takes the arguments
 apart and puts the outputs together: a good part of a pass of a small model, as the pass before has
-emptied the processor's caches. Here the graph is called with what torch
-recorded of it when it was made: the conditions on its arguments, which are checked as torch checks
-them, and where in the arguments its inputs stand.
+emptied the processor's caches. Here the graph is called with what torch recorded of it when it was
+made: the conditions on its arguments, which are checked as torch checks them, and where in the
+arguments its inputs stand.
 """
 
 from collections.abc import Callable, Sequence

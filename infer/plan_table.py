@@ -32,7 +32,7 @@ def plan_rows(plan: AdaptivePlan) -> list[PlanRow]:
             speedup=plan.rate(budget) / plan.rate(None),
             chosen=budget == chosen,
         )
-        for budget in (None, *sorted(plan.chances))
+        for budget in plan.sizes
     ]
 
 

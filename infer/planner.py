@@ -163,6 +163,7 @@ class AdaptivePlan(Planner):
         likely a draft within the budget is accepted to depth d + 1, as far as is known before.
         """
         self.seconds, self.chances = seconds, chances
+        self.sizes: list[Budget | None] = [None, *sorted(chances)]  # from small to large
         self.acceptance = Acceptance(max(chances.values(), key=len))
         self.pace = Pace()
         self.current: Budget | None = self._best()
@@ -192,7 +193,7 @@ class AdaptivePlan(Planner):
         return self.acceptance.tokens(self.chances[budget]) / self.seconds[budget]
 
     def _best(self) -> Budget | None:
-        rates = {budget: self.rate(budget) for budget in (None, *sorted(self.chances))}
+        rates = {budget: self.rate(budget) for budget in self.sizes}
         enough = max(rates.values()) / WORTHWHILE
         return next(budget for budget, rate in rates.items() if rate >= enough)
 

@@ -1,14 +1,14 @@
 """Memory for packed weights: copies in large pages, apart from each other, as long as needed."""
 
 import mmap
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from drafthead.heads.kernels.huge_pages import MAPPING, PAGE, HugePages
-
-CACHE_LINE = 64
+from drafthead.heads.kernels.huge_pages import CACHE_LINE, MAPPING, PAGE, HugePages
 
 
 @pytest.fixture(params=["large pages", "refused by the kernel", "unknown to the system"])
@@ -51,3 +51,27 @@ def test_small_tensors_follow_each_other_in_pages() -> None:
     first, second = (memory.copy(torch.ones(32)) for _ in range(2))
     assert first.data_ptr() % PAGE == 0
     assert second.data_ptr() == first.data_ptr() + 2 * CACHE_LINE
+
+
+def mapping_of(address: int) -> tuple[str, list[str]]:
+    """Permissions and flags of this process's mapping that holds an address, by Linux."""
+    permissions, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name:  # a mapping begins: first-last permissions ...
+            first, last = (int(end, 16) for end in name.split("-"))
+            permissions, inside = rest[0], first <= address < last
+        elif inside and name == "VmFlags:":
+            return permissions, rest
+    raise AssertionError("no mapping holds the address")
+
+
+@pytest.mark.skipif(
+    not (sys.platform == "linux" and Path("/sys/kernel/mm/transparent_hugepage").exists()),
+    reason="no Linux with large pages",
+)
+def test_the_kernel_is_asked_for_large_pages_of_this_process_alone() -> None:
+    """It gives none to mappings that processes could share."""
+    copy = HugePages().copy(torch.ones(PAGE))
+    permissions, flags = mapping_of(copy.data_ptr())
+    assert permissions == "rw-p" and "hg" in flags

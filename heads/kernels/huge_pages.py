@@ -7,11 +7,10 @@ many: with the usual pages of 4 KiB a stream of reads is a good deal slower than
 
 import mmap
 from contextlib import suppress
-from math import prod
 
 import torch
 
-PAGE = 2 * 2**20
+PAGE, CACHE_LINE = 2 * 2**20, 64
 # Weights share mappings of at least this size, of which only what is used takes memory.
 MAPPING = 256 * 2**20
 
@@ -27,12 +26,11 @@ class HugePages:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values of a CPU tensor, contiguous, in large pages where there are any."""
-        # Cache lines are not shared between tensors.
-        size = -(-tensor.numel() * tensor.element_size() // 64) * 64
+        size = -(-tensor.nbytes // CACHE_LINE) * CACHE_LINE  # of which tensors share none
         if size > self.left.numel():
             self.left = new_mapping(max(MAPPING, size))
         memory, self.left = self.left[:size], self.left[size:]
-        values = memory.view(tensor.dtype)[: prod(tensor.shape)]
+        values = memory[: tensor.nbytes].view(tensor.dtype)
         return values.view(tensor.shape).copy_(tensor)
 
 
