@@ -1,7 +1,7 @@
 """How large a tree to draft at each step: what gives the most tokens per second, or none.
 
 A tree of N nodes is worth its time when the tokens that it is expected to bring outweigh the longer
-pass. Seconds come from timing real steps on this machine (`infer.step_costs`), tokens from the
+pass. Seconds come from timing real steps on this machine (`infer.step_timing`), tokens from the
 acceptance that the drafter measured when it was trained. Both are corrected by what is seen while
 decoding.
 """
@@ -32,7 +32,9 @@ FIRST_GLANCE, GLANCE_STEPS = 16, 6
 # The first steps of another kind find the processor's caches full of other things.
 UNSETTLED = 2
 # Steps on either side of a change of kind, and changes, from which the kinds are compared.
-STEPS_COMPARED, CHANGES_COMPARED = 16, 4
+STEPS_COMPARED, CHANGES_COMPARED = 16, 8
+# What was timed before decoding counts as much as so many changes.
+PRIOR_CHANGES = 4
 
 
 class Planner(ABC):
@@ -115,7 +117,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.found = [1.0]  # plain over drafted, of each change; at first as was timed
+        self.found = [1.0] * PRIOR_CHANGES  # plain over drafted, of each change
         self.drafting = False  # the kind of the last step
         self.before: list[float] = []  # ratios to what was timed, of the other kind before it
         self.now: list[float] = []  # and of this kind since
@@ -136,7 +138,7 @@ class Pace:
         """By what to multiply the timed seconds of plain steps to compare them with drafted ones.
 
         Drafted steps at 1.2, 1.3 and 1.2 of what was timed and then plain ones at 0.9 and 0.9 make
-        0.75; with the 1 of the beginning the mean is 0.875.
+        0.75; with four times the 1 of the beginning the mean is 0.95.
         """
         return mean(self._with_this_change()[-CHANGES_COMPARED:])
 

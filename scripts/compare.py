@@ -9,6 +9,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target import Target
 from drafthead.infer.comparison import Divergence
 from drafthead.infer.decoder import DEFAULT_CHAIN
+from drafthead.scripts import options
 from drafthead.scripts.comparison_report import predictions, print_report, write_report
 from drafthead.scripts.measuring import describe_run, prompt_ids
 from drafthead.scripts.racing import Drafters, RaceTerms, run_races
@@ -17,39 +18,32 @@ LISTED_DIVERGENCES = 10
 
 
 def main(
-    target: Annotated[str, typer.Option(help="Target model: folder or hub id.")],
+    target: options.TargetName,
     prompts: Annotated[
         str,
         typer.Option(help="JSONL, Parquet or data set; Spec-Bench's question file as it is."),
     ],
     output: Annotated[Path, typer.Option(help="Folder for comparison.json, .md and .png.")],
     head: Annotated[list[Path] | None, typer.Option(help="Trained head; repeatable.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Separate draft model.")] = None,
+    draft_model: options.DraftModelName = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="0 is greedy; repeatable.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of an answer.")] = 128,
-    limit: Annotated[int, typer.Option(help="Prompts to use, from the first.")] = 20,
+    max_new_tokens: options.MaxNewTokens = 128,
+    limit: options.PromptLimit = 20,
     rounds: Annotated[int, typer.Option(help="Times that everything is decoded.")] = 3,
-    tree_nodes: Annotated[
-        int | None,
-        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
-    ] = None,
-    draft_tokens: Annotated[
-        int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
-    ] = DEFAULT_CHAIN,
-    compile: Annotated[
-        bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
-    ] = False,
+    tree_nodes: options.TreeNodes = None,
+    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
+    compile: options.CompileSwitch = False,
     verifier: Annotated[
         str,
         typer.Option(
             help="auto is lossless; typical and lenient are lossy and need a temperature."
         ),
     ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of sampled answers.")] = 0,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = "auto",
+    seed: options.Seed = 0,
 ) -> None:
     """Time plain decoding, transformers' generate, draft model, prompt lookup and heads.
 

@@ -9,6 +9,7 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.target import Target
+from drafthead.scripts import options
 
 
 def main(
@@ -16,7 +17,7 @@ def main(
         Path, typer.Argument(help="Folder of a trained head, or any known checkpoint.")
     ],
     format: Annotated[str, typer.Option(help="Name of the format; see docs/formats.md.")],
-    output: Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")],
+    output: options.NewFolder,
     target: Annotated[
         str | None,
         typer.Option(help="The head's target, for formats that hold copies of its weights."),

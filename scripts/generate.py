@@ -1,7 +1,6 @@
 """`drafthead generate`: decode from the shell, as `Decoder` does from Python."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,20 +9,21 @@ from transformers.generation.configuration_utils import GenerationConfig
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder, DecodeStats
 from drafthead.infer.decoder import DEFAULT_CHAIN
+from drafthead.scripts import options
 
 
 def main(
-    target: Annotated[str, typer.Option(help="Target model: folder or hub id.")],
+    target: options.TargetName,
     prompt: Annotated[
         str | None, typer.Option(help="The user's message; standard input when not given.")
     ] = None,
-    head: Annotated[Path | None, typer.Option(help="Folder of a trained head.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Separate draft model.")] = None,
-    prompt_lookup: Annotated[bool, typer.Option(help="Draft from the prompt itself.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")] = 1.0,
+    head: options.HeadFolder = None,
+    draft_model: options.DraftModelName = None,
+    prompt_lookup: options.PromptLookupSwitch = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
     min_p: Annotated[
         float,
         typer.Option(help="Keep tokens this many times as probable as the best; 0 keeps all."),
@@ -51,23 +51,16 @@ def main(
             "change the output."
         ),
     ] = "auto",
-    tree_nodes: Annotated[
-        int | None,
-        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
-    ] = None,
-    draft_tokens: Annotated[
-        int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
-    ] = DEFAULT_CHAIN,
-    compile: Annotated[
-        bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
-    ] = False,
+    tree_nodes: options.TreeNodes = None,
+    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
+    compile: options.CompileSwitch = False,
     draft_temperature: Annotated[
         float | None,
         typer.Option(help="Temperature of drawn proposals; changes speed, never the output's law."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same answer.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: options.Seed = 0,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = "auto",
 ) -> None:
     """Answer a prompt, piece by piece as it is decoded, and say how fast.
 

@@ -3,7 +3,6 @@
 The file is not called `import.py`, which no statement could name.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,11 +12,12 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.files import fresh_folder
 from drafthead.heads.target import Target
+from drafthead.scripts import options
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="Folder or file of a head in any known format.")],
-    output: Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")],
+    path: options.HeadPath,
+    output: options.NewFolder,
     target: Annotated[
         str | None,
         typer.Option(

@@ -2,13 +2,10 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts
+from drafthead.scripts import options
 from drafthead.scripts.reporting import print_table
 
 UNKNOWN = "not told"
@@ -16,7 +13,7 @@ LONGEST = 90  # characters of a value
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="Folder or file of a head in any known format.")],
+    path: options.HeadPath,
 ) -> None:
     """Print family, target, size, features, vocabulary and origin of a draft head.
 

@@ -16,8 +16,10 @@ from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.plan_table import PlanRow, plan_rows, reason
 from drafthead.infer.planner import AdaptivePlan
-from drafthead.infer.step_costs import PROMPT_TOKENS, cost_file, rows_timed, step_seconds
+from drafthead.infer.step_costs import cost_file, rows_timed, step_seconds
+from drafthead.infer.step_timing import PROMPT_TOKENS
 from drafthead.infer.verifiers import verifier_for
+from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run
 from drafthead.scripts.reporting import BASELINE, OURS, print_table, save_figure
 
@@ -27,9 +29,9 @@ COLUMNS = ("nodes", "depth", "step ms", "tokens a step", "tokens/s", "speedup", 
 
 
 def main(
-    target: Annotated[str, typer.Option(help="Target model: folder or hub id.")],
+    target: options.TargetName,
     head: Annotated[Path, typer.Option(help="Folder of a trained head.")],
-    batch: Annotated[int, typer.Option(help="Prompts that are decoded together.")] = 1,
+    batch: options.BatchSize = 1,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy; above, the size is chosen as for a single row.")
     ] = 0.0,
@@ -42,8 +44,8 @@ def main(
     output: Annotated[
         Path | None, typer.Option(help="JSON file to write; a picture is put beside it.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = "auto",
 ) -> None:
     """Show the numbers from which decoding chooses the size of its token trees.
 

@@ -26,6 +26,7 @@ from drafthead.infer.pass_times import (
     time_passes,
 )
 from drafthead.infer.prompts import encode
+from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids
 from drafthead.scripts.profile_report import Profile, print_profile, write_profile
 
@@ -41,32 +42,25 @@ SIZE_OF_INTEREST = 16  # nodes of the tree that is taken apart when none is give
 
 
 def main(
-    target: Annotated[str, typer.Option(help="Target model: folder or hub id.")],
-    head: Annotated[Path | None, typer.Option(help="Folder of a trained head.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Separate draft model.")] = None,
-    prompt_lookup: Annotated[bool, typer.Option(help="Draft from the prompt itself.")] = False,
+    target: options.TargetName,
+    head: options.HeadFolder = None,
+    draft_model: options.DraftModelName = None,
+    prompt_lookup: options.PromptLookupSwitch = False,
     prompts: Annotated[
         str | None,
         typer.Option(help="JSONL, Parquet or data set; without it, a few prompts of our own."),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to use, from the first.")] = 8,
-    batch: Annotated[int, typer.Option(help="Prompts that are decoded together.")] = 1,
-    tree_nodes: Annotated[
-        int | None,
-        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
-    ] = None,
-    draft_tokens: Annotated[
-        int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
-    ] = DEFAULT_CHAIN,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of an answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    compile: Annotated[
-        bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
-    ] = False,
+    limit: options.PromptLimit = 8,
+    batch: options.BatchSize = 1,
+    tree_nodes: options.TreeNodes = None,
+    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    compile: options.CompileSwitch = False,
     output: Annotated[Path | None, typer.Option(help="Folder for profile.json.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of sampled answers.")] = 0,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = "auto",
+    seed: options.Seed = 0,
 ) -> None:
     """Take a decoding step apart, plainly and with a drafter.
 

@@ -32,6 +32,7 @@ from drafthead.infer.goodness_of_fit import Fit, chance_of_worse, freedom, surel
 from drafthead.infer.prompts import encode_one
 from drafthead.infer.rule_law import fit_of_rule
 from drafthead.infer.verifiers import Verifier, verifier_for
+from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids
 
 PROMPTS = (
@@ -49,35 +50,33 @@ WIDE = 110  # columns of the table where no terminal says how many there are
 
 
 def main(
-    target: Annotated[str, typer.Option(help="Target model: folder or hub id.")],
-    head: Annotated[Path | None, typer.Option(help="Folder of a trained head.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Separate draft model.")] = None,
-    prompt_lookup: Annotated[bool, typer.Option(help="Draft from the prompt itself.")] = False,
+    target: options.TargetName,
+    head: options.HeadFolder = None,
+    draft_model: options.DraftModelName = None,
+    prompt_lookup: options.PromptLookupSwitch = False,
     temperature: Annotated[
         float, typer.Option(help="Of sampled answers; 0 tests greedy answers alone.")
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")] = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
     verifier: Annotated[
         str,
         typer.Option(
-            help="Rule for sampled answers: auto is rejection, planned trees and compiled graphs "
-            "decode by match; typical and lenient are lossy and fail."
+            help="Rule for sampled answers: auto is what decoding takes for trees of one size, "
+            "rejection, or match with --compile; typical and lenient are lossy and fail."
         ),
     ] = "auto",
     prompts: Annotated[
         str | None, typer.Option(help="JSONL, Parquet or data set; a few short ones by default.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to use, from the first.")] = 4,
+    limit: options.PromptLimit = 4,
     samples: Annotated[
         int, typer.Option(help="Times that the first tokens behind each prompt are sampled.")
     ] = 256,
     answers: Annotated[int, typer.Option(help="Whole sampled answers to each prompt.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of an answer.")] = 48,
+    max_new_tokens: options.MaxNewTokens = 48,
     tree_nodes: Annotated[int, typer.Option(help="Nodes of every proposal, root included.")] = 16,
-    draft_tokens: Annotated[
-        int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
-    ] = DEFAULT_CHAIN,
+    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
     compile: Annotated[
         bool, typer.Option(help="Test compiled passes; the reference is never compiled.")
     ] = False,
@@ -87,7 +86,7 @@ def main(
     output: Annotated[
         Path | None, typer.Option(help="JSON file for all that was measured.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampled answers.")] = 0,
+    seed: options.Seed = 0,
     dtype: Annotated[
         str,
         typer.Option(
@@ -95,7 +94,7 @@ def main(
             "the shape of a pass, which blurs the test."
         ),
     ] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: options.DeviceName = "auto",
 ) -> None:
     """Test whether decoding with a drafter says what the target alone would have said.
 
@@ -109,7 +108,7 @@ def main(
     if head is None and draft_model is None and not prompt_lookup:
         raise UserError("choose one of head, draft_model and prompt_lookup: they are to be tested")
     sampling = SamplingConfig(temperature, top_k, top_p)
-    rule = verifier_for(verifier, temperature)
+    rule = verifier_for(verifier, temperature, follows=compile)
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
         compile=compile,

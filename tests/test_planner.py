@@ -1,6 +1,10 @@
 """The planner against a simulated machine: known seconds, known acceptance."""
 
+import math
 import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
 
 import pytest
 
@@ -8,7 +12,15 @@ from drafthead.heads.tree import Budget, StaticTrees, tree_budgets
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.planner import Acceptance, AdaptivePlan, Pace
-from drafthead.infer.step_costs import VISITS, Tour, least_of_larger
+from drafthead.infer.step_timing import (
+    ENOUGH_SECONDS,
+    ROUNDS,
+    Round,
+    Visit,
+    costs_of,
+    monotone,
+    tour,
+)
 
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
@@ -51,19 +63,48 @@ def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node: float)
     assert Text(AdaptivePlan(seconds(node), CHANCES)).decode(512, alpha=0.0) > 0.97
 
 
+def toured(budgets: Sequence[Budget], took: Callable[[Budget | None, int], float]) -> list[Visit]:
+    """A tour's visits; `took(budget, step)` tells what the numbered step took."""
+    steps = count()
+
+    def go(this_round: Round) -> None:
+        for _ in range(this_round.steps):
+            budget = this_round.choose()
+            this_round.learn(budget, [1], took(budget, next(steps)))
+
+    return tour(budgets, go)
+
+
 def test_sizes_that_could_never_win_are_timed_at_one_visit_only() -> None:
     """A step of 2 levels commits 3 tokens at most: at 4 times a plain step's time it never pays."""
     hopeful, hopeless = Budget(3, 2), Budget(64, 2)
-    took = {None: 1.0, hopeful: 2.9, hopeless: 4.0}
-    tour = Tour([hopeful, hopeless])
-    steps = 0
-    while tour.steps_left > 0:
-        tour.learn(tour.choose(), [1], took[tour.choose()])
-        steps += 1
-    timed = {stop: len(seconds) for stop, seconds in tour.seconds.items()}
-    assert timed[None] == timed[hopeful] == VISITS * timed[hopeless]
-    assert steps == tour.steps * (2 * VISITS + 1)
-    assert {stop: min(seconds) for stop, seconds in tour.seconds.items()} == took
+    seconds = {None: 0.01, hopeful: 0.029, hopeless: 0.04}
+    visits = toured([hopeful, hopeless], lambda budget, step: seconds[budget])
+    visited = Counter(visit.budget for visit in visits)
+    assert visited == {None: ROUNDS + 1, hopeful: ROUNDS, hopeless: 1}
+    assert costs_of(visits) == pytest.approx(seconds)
+
+
+def test_slow_models_are_timed_for_as_many_rounds_as_there_is_time_for() -> None:
+    small, large = Budget(2, 1), Budget(4, 2)
+    seconds = {None: ENOUGH_SECONDS / 10, small: ENOUGH_SECONDS / 9, large: ENOUGH_SECONDS / 8}
+    visits = toured([small, large], lambda budget, step: seconds[budget])
+    assert Counter(visit.budget for visit in visits) == {None: 2, small: 1, large: 1}
+    assert costs_of(visits) == pytest.approx(seconds)
+
+
+def test_a_machine_that_changes_its_speed_is_timed_as_one_that_does_not() -> None:
+    """It is half as slow again at times, and three steps in a hundred take far longer."""
+    coin = random.Random(0)
+    ratios = {None: 1.0} | {budget: 1 + 0.07 * budget.nodes for budget in BUDGETS}
+
+    def took(budget: Budget | None, step: int) -> float:
+        drift = 1.25 + 0.25 * math.sin(step / 100)
+        return 0.002 * ratios[budget] * drift * (5 if coin.random() < 0.03 else 1)
+
+    found = costs_of(toured(BUDGETS, took))
+    for budget, ratio in ratios.items():
+        assert found[budget] / found[None] == pytest.approx(ratio, rel=0.05)
 
 
 def test_nodes_that_cost_nothing_are_all_used_and_dear_ones_are_not() -> None:
@@ -115,12 +156,12 @@ def test_kinds_of_step_are_compared_around_a_change_of_kind() -> None:
         pace.add(True, ratio)
     for ratio in (9.0, 9.0, 0.9, 0.9):
         pace.add(False, ratio)
-    assert pace.plain_over_drafted == pytest.approx(0.875)
+    assert pace.plain_over_drafted == pytest.approx(0.95)
     for _ in range(9):  # another machine-wide slowdown changes nothing
         pace.add(True, 2.4)
     for _ in range(9):
         pace.add(False, 1.8)
-    assert pace.plain_over_drafted == pytest.approx((1 + 0.75 + 0.9 / 2.4 + 0.75) / 4)
+    assert pace.plain_over_drafted == pytest.approx((4 + 0.75 + 0.9 / 2.4 + 0.75) / 7)
 
 
 def test_drafts_better_than_expected_get_larger_trees() -> None:
@@ -141,18 +182,15 @@ def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
     assert acceptance.tokens([0.6, 0.3]) == pytest.approx(1.6)
 
 
-def test_a_smaller_tree_is_taken_to_last_no_longer_than_a_larger_one() -> None:
+def test_small_trees_and_large_ones_correct_each_other() -> None:
     """Nodes and depth both count: 3 nodes in a chain may well be slower than 8 side by side."""
-    seconds = {
-        None: 1.9,
-        Budget(2, 1): 2.4,
-        Budget(3, 2): 2.6,
-        Budget(8, 1): 2.2,
-        Budget(8, 2): 2.7,
+    two, three, four = Budget(2, 1), Budget(3, 1), Budget(4, 1)
+    assert monotone({two: 1.3, three: 1.2, four: 1.4}) == {two: 1.25, three: 1.25, four: 1.4}
+    assert monotone({Budget(3, 2): 1.5, Budget(8, 1): 1.3}) == {
+        Budget(3, 2): 1.5,
+        Budget(8, 1): 1.3,
     }
-    mended = {budget: least_of_larger(budget, seconds) for budget in seconds}
-    assert mended == seconds | {Budget(2, 1): 2.2}
-    assert least_of_larger(None, seconds | {None: 2.5}) == 2.2
+    assert monotone({two: 0.9}) == {two: 1}
 
 
 def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
@@ -191,6 +229,25 @@ def test_a_drafter_that_pays_a_little_is_kept_whatever_the_luck_of_its_first_ste
             choice, draw = plan.choose(), coin.random()
             accepted = sum(draw < c for c in (0.6, 0.3, 0.1)) if choice else 0
             plan.learn(choice, [1 + accepted], costs[choice])
+            drafted.append(choice is not None)
+    assert sum(drafted) > 0.85 * len(drafted)
+
+
+def test_a_drafter_that_pays_is_kept_on_a_machine_that_changes_its_speed_all_the_time() -> None:
+    """Expected gain 1.15; every 8 steps the machine becomes slower or faster, by half at most."""
+    budget = Budget(2, 1)
+    costs = {None: 2.0, budget: 2.5}
+    drafted = []
+    for seed in range(20):
+        plan = AdaptivePlan(costs, {budget: (0.44,)})
+        coin = random.Random(seed)
+        for step in range(600):
+            if step % 8 == 0:
+                slower = 1 + coin.random() / 2
+            choice = plan.choose()
+            plan.learn(
+                choice, [1 + (choice is not None and coin.random() < 0.44)], costs[choice] * slower
+            )
             drafted.append(choice is not None)
     assert sum(drafted) > 0.85 * len(drafted)
 
