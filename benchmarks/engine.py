@@ -6,11 +6,12 @@ a drafter that is always wrong, and the sampling rules. Everything that is compa
 """
 
 import json
+import math
 import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -36,10 +37,14 @@ from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.pass_times import step_overhead
 from drafthead.infer.prompts import encode_one
-from drafthead.infer.results import DecodeResult
+from drafthead.infer.results import DecodeResult, DecodeStats
+from drafthead.infer.run import Emitted
 from drafthead.train.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)
+# Tokens of a row that a decoding is ahead of another before that one's turn comes: all of them on a
+# GPU, as what a CUDA graph gives lasts until its next call.
+TURNS = {"cpu": 16.0, "cuda": math.inf}
 RULES = ("match", "rejection", "traversal")  # the lossless ones above temperature 0
 
 
@@ -69,6 +74,7 @@ def random_llama(device: torch.device) -> Target:
 
 
 Rates = dict[str, list[list[float]]]  # of each contestant, by round and item
+Decoding = tuple[Iterator[Emitted], DecodeStats]  # not yet begun
 
 
 def interleaved(
@@ -96,8 +102,8 @@ def middle(rates: list[list[float]]) -> float:
 
 
 def ratios(rates: Rates, of: str, over: str) -> dict[str, float]:
-    """One contestant's rate by another's on the same item right before or after it: the median of
-    all pairs, and the extremes of the rounds' medians.
+    """One contestant's rate by another's on the same item, in turns or right beside it: the median
+    of all pairs, and the extremes of the rounds' medians.
     """
     found = [
         [a / b for a, b in zip(*pair, strict=True)]
@@ -115,6 +121,35 @@ def decoded(decoder: Decoder, prompts: Any, tokens: int, **options: Any) -> Deco
 def rate(result: DecodeResult) -> float:
     """Tokens per second of decoding, the prompt pass apart."""
     return result.stats.tokens_per_second
+
+
+def take_turns(decodings: dict[str, Decoding], turn: float) -> dict[str, DecodeStats]:
+    """Run decodings to their ends, `turn` tokens a row of each at a time; returns their accounts.
+
+    A machine that others use changes its speed within an answer: so all meet the same moments.
+    """
+    running, goal = dict(decodings), 0.0
+    while running:
+        goal += turn
+        for name, (steps, stats) in list(running.items()):
+            while sum(stats.decoded_tokens) < goal * len(stats.decoded_tokens):
+                if next(steps, None) is None:
+                    del running[name]
+                    break
+    return {name: stats for name, (_, stats) in decodings.items()}
+
+
+def summary(rates: Rates, accounts: Sequence[DecodeStats], name: str) -> dict[str, Any]:
+    """A way of decoding against "plain"."""
+    speedup = ratios(rates, name, "plain")
+    tau = mean(stats.tau for stats in accounts)
+    return {
+        "speedup": speedup,
+        "tau": tau,
+        "efficiency": speedup["median"] / tau,
+        "nodes_per_step": mean(stats.nodes_per_step for stats in accounts),
+        "tokens_per_second": middle(rates[name]),
+    }
 
 
 class Bench:
@@ -181,9 +216,9 @@ class Bench:
     ) -> dict[str, Any]:
         """Planned drafters against plain decoding of batches of `rows` prompts."""
         limit = tokens or self.tokens
-        plain = partial(self.decoder(None, ends=ends).generate, max_new_tokens=limit)
+        plain = partial(self.decoder(None, ends=ends).steps, max_new_tokens=limit)
         drafted = {
-            name: partial(self.decoder(drafter, ends=ends).generate, max_new_tokens=limit)
+            name: partial(self.decoder(drafter, ends=ends).steps, max_new_tokens=limit)
             for name, drafter in drafters.items()
         }
         return self.compared(plain, drafted, rows)
@@ -192,14 +227,14 @@ class Bench:
         """Planned trees at temperature 1 under each lossless rule, against plain decoding."""
         drawn = {"max_new_tokens": self.tokens, "temperature": 1.0}
         rules = {
-            rule: partial(self.decoder(drafter).generate, verifier=rule, **drawn) for rule in RULES
+            rule: partial(self.decoder(drafter).steps, verifier=rule, **drawn) for rule in RULES
         }
-        return self.compared(partial(self.plain.generate, **drawn), rules)
+        return self.compared(partial(self.plain.steps, **drawn), rules)
 
     def compared(
         self,
-        plain: Callable[..., DecodeResult],
-        drafted: dict[str, Callable[..., DecodeResult]],
+        plain: Callable[..., Decoding],
+        drafted: dict[str, Callable[..., Decoding]],
         rows: int = 1,
     ) -> dict[str, Any]:
         """Ways of decoding batches of `rows` prompts against a plain one."""
@@ -208,28 +243,24 @@ class Bench:
             for start in range(0, len(self.prompts) - rows + 1, rows)
         ]
         everyone = {"plain": plain} | drafted
-        accounts: dict[str, list[DecodeResult]] = {name: [] for name in everyone}
+        accounts: dict[str, list[DecodeStats]] = {name: [] for name in everyone}
+        rates: Rates = {name: [] for name in everyone}
 
-        def run(name: str, item: int) -> float:
-            result = everyone[name](groups[item])
-            accounts[name].append(result)
-            return rate(result)
+        def decode(group: list[list[int]]) -> dict[str, DecodeStats]:
+            begun = {name: start(group) for name, start in everyone.items()}
+            return take_turns(begun, TURNS[self.target.device.type])
 
-        contestants = {name: lambda i, name=name: run(name, i) for name in everyone}
+        decode(groups[0])  # warm-up: compiling, planning
         # As many answers whatever the batch.
-        rates = interleaved(contestants, self.rounds * rows, len(groups), f"batch {rows}")
-        report = {}
-        for name in drafted:
-            speedup = ratios(rates, name, "plain")
-            tau = mean(result.stats.tau for result in accounts[name])
-            report[name] = {
-                "speedup": speedup,
-                "tau": tau,
-                "efficiency": speedup["median"] / tau,
-                "nodes_per_step": mean(r.stats.nodes_per_step for r in accounts[name]),
-                "tokens_per_second": middle(rates[name]),
-            }
-        return {"plain_tokens_per_second": middle(rates["plain"]), **report}
+        for _ in tqdm(range(self.rounds * rows), desc=f"batch {rows}"):
+            found = [decode(group) for group in groups]
+            for name in everyone:
+                accounts[name] += [stats[name] for stats in found]
+                rates[name].append([stats[name].tokens_per_second for stats in found])
+        return {
+            "plain_tokens_per_second": middle(rates["plain"]),
+            **{name: summary(rates, accounts[name], name) for name in drafted},
+        }
 
     def against_script(
         self, alpha: float, rows: int = 1, tokens: int | None = None

@@ -143,6 +143,24 @@ class Decoder:
         finished = [row.finished for row in run.batch.rows]
         return DecodeResult(sequences, texts, finished, run.stats)
 
+    def steps(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        verifier: str = "auto",
+        seed: int | Sequence[int] = 0,
+    ) -> tuple[Iterator[Emitted], DecodeStats]:
+        """Decode a batch pass by pass; arguments as for `generate`.
+
+        Yields what each pass gives each row that has gained anything, as {row number: tokens}. Each
+        pass runs when it is asked for, so that several decodings can take turns. The account is
+        complete once they have ended.
+        """
+        options = read_options(None, max_new_tokens, temperature, None, None)
+        run = self._run(prompts, options, (), (), seed)
+        return self._decode(run, verifier), run.stats
+
     def stream(
         self,
         prompt: Prompt,

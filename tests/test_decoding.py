@@ -85,6 +85,25 @@ def test_a_plan_may_change_the_tree_at_every_step_or_leave_it_out(
         assert result.sequences == greedy_answers[rows]
 
 
+def test_decodings_that_take_turns_pass_by_pass_do_not_disturb_each_other(
+    target, make_drafter, greedy_answers, drafter_name
+) -> None:
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    said: dict[int, list[int]] = {0: [], 1: []}
+    running = {
+        number: decoder.steps(prompt, max_new_tokens=MAX_NEW)[0]
+        for number, prompt in enumerate(random_prompts(50)[:2])
+    }
+    while running:
+        for number, steps in list(running.items()):
+            emitted = next(steps, None)
+            if emitted is None:
+                del running[number]
+            else:
+                said[number] += emitted[0]
+    assert [said[0], said[1]] == greedy_answers[:2]
+
+
 def test_matched_samples_are_those_of_plain_decoding_with_the_same_seed(
     target, make_drafter, drafter_name
 ) -> None:
