@@ -20,6 +20,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.heads.cpu_kernels import CpuKernels
 from drafthead.heads.direct_call import OtherLayoutError, Recorder
@@ -77,10 +78,10 @@ class Compiled:
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
         if self.has_kernels:
-            from drafthead.heads.kernels.few_rows import TogetherOnOneInput
+            from drafthead.heads.kernels.joining import Joined
 
             self.options = self.options | {
-                "joint_custom_post_pass": TogetherOnOneInput(),
+                "joint_custom_post_pass": Joined(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
         self.graphs: dict[Hashable, list[Graph]] = {}
@@ -214,6 +215,12 @@ def guards_of_arguments(guards: Sequence[GuardFilterEntry]) -> list[bool]:
 
 
 def keep_compiled_code() -> None:
-    """Let compiled code outlive the process, unless the user has chosen a place for it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
+    """Let compiled code outlive the process and the machine's next start, unless the user has
+    chosen a place for it.
+
+    Importing torch's tracer writes a temporary folder into the environment: that is no choice.
+    """
+    place = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
+        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"
+        os.environ[place] = str(folder / "compiled")

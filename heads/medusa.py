@@ -163,7 +163,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         """Raises UserError when the tree is deeper than the number of heads."""
         super().__init__(head, target, shape)
         self.widest = MAX_RANK if shape is None else shape.width  # guesses looked at for a node
-        self.layouts: dict[TreeShape, MedusaLayout] = {}
+        self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}
         # By all heads, so that one graph serves trees of any depth.
         fill_with_all = partial(self._fill, depth=head.depth)
         self.filling = Filling(fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
@@ -214,11 +214,11 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     def layout(self, budget: Budget, drawn: bool) -> MedusaLayout:
         """The tables of the tree for a budget, of the best guesses or of drawn ones."""
-        shape = self.trees.shape(budget)
-        shape = shape.gapless if drawn else shape
-        if shape not in self.layouts:
-            self.layouts[shape] = MedusaLayout(shape, self.target.device)
-        return self.layouts[shape]
+        if (budget, drawn) not in self.layouts:
+            shape = self.trees.shape(budget)
+            shape = shape.gapless if drawn else shape
+            self.layouts[budget, drawn] = MedusaLayout(shape, self.target.device)
+        return self.layouts[budget, drawn]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""

@@ -1,10 +1,13 @@
 """Graphs of one kind: as many as the layouts of arguments ask for, and called without detours."""
 
+import os
+
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.heads import compilation
-from drafthead.heads.compilation import Compiled
+from drafthead.heads.compilation import Compiled, keep_compiled_code
 from drafthead.heads.direct_call import OtherLayoutError, assembly
 from drafthead.heads.errors import UserError
 
@@ -52,3 +55,24 @@ def test_values_are_put_together_from_the_outputs_of_a_graph() -> None:
     assert assembly((b, (a, None), 7), (a, b))((x, y)) == (y, (x, None), 7)
     with pytest.raises(TypeError, match="cannot return list"):
         assembly([a], (a,))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kept"),
+    [
+        (None, "{home}/drafthead/compiled"),
+        ("torch", "{home}/drafthead/compiled"),
+        ("/a", "/a"),
+    ],
+)
+def test_compiled_code_is_kept_where_a_restart_leaves_it_unless_the_user_chose_a_place(
+    chosen, kept, tmp_path, monkeypatch
+) -> None:
+    """Importing torch's tracer writes its default, a temporary folder, into the variable."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if chosen is not None:
+        place = default_cache_dir() if chosen == "torch" else chosen
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", place)
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == kept.format(home=tmp_path)

@@ -10,8 +10,6 @@ Every row is summed in the same order whatever the number of rows, so a product 
 same bits in a pass over one token as in a pass over a tree.
 """
 
-import operator
-from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -21,7 +19,6 @@ import torch._inductor.lowering  # first: the parts of the code generator import
 from torch._inductor import ir
 from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.cpu_vec_isa import VecAVX512VNNI, pick_vec_isa
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.utils import parallel_num_threads
 from torch.nn import functional
@@ -46,17 +43,21 @@ def has_kernel() -> bool:
 
 
 @torch.library.custom_op("drafthead::pack", mutates_args=())
-def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def pack(weights: Sequence[torch.Tensor], paired: bool = False) -> torch.Tensor:
     """Weights [N, K], one below the other, in the order in which the kernel reads them.
 
     [N / 32, K / 2, 32, 2]: blocks of 32 columns of the product, with the values that are
-    multiplied together next to each other. Columns are filled up with zeros.
+    multiplied together next to each other. Columns are filled up with zeros. If `paired`, each
+    block of the first half is followed by that of the second half: a b c d becomes a c b d.
     """
     known = packed_weights.setdefault(weights[0], {})
     # Weights may have been changed in place since a graph of theirs was made.
-    key = tuple((weight.data_ptr(), checksum(weight)) for weight in weights)
+    key = (paired, *((weight.data_ptr(), checksum(weight)) for weight in weights))
     if key not in known:
-        known[key] = memory.copy(in_blocks(torch.cat(list(weights))))
+        blocks = in_blocks(torch.cat(list(weights)))
+        if paired:
+            blocks = blocks.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        known[key] = memory.copy(blocks)
     return known[key]
 
 
@@ -73,7 +74,7 @@ def in_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pack.register_fake
-def _(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _(weights: Sequence[torch.Tensor], paired: bool = False) -> torch.Tensor:
     columns, inner = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     return weights[0].new_empty(-(-columns // COLUMNS), inner // 2, COLUMNS, 2)
 
@@ -95,77 +96,18 @@ def _(x: torch.Tensor, packed: torch.Tensor, size: int, bias: torch.Tensor | Non
     return x.new_empty(*x.shape[:-1], size)
 
 
-@register_lowering(torch.ops.drafthead.linear.default, type_promotion_kind=None)
-def _lower(x: Any, packed: Any, size: int, bias: Any) -> Any:
-    """The operation in the code generator's graph: a call of the function below."""
-    *outer, inner = x.get_size()
-    view = lowerings[torch.ops.aten.view.default]
-    rows = ir.ExternKernel.require_contiguous(view(x, [prod(outer), inner]))
-    nodes = [rows, *(ir.ExternKernel.realize_input(part) for part in (packed, bias) if part)]
-    layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [prod(outer), size], [size, 1])
-    template = LinearTemplate("linear", nodes, layout, parallel_num_threads())
-    return view(template.generate().output_node(), [*outer, size])
-
-
-class TogetherOnOneInput(CustomGraphPass):
-    """Products of one input, such as queries, keys and values, become one product."""
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        """Change the graph of a pass before its weights are packed."""
-        product = torch.ops.drafthead.linear.default
-        alike = defaultdict(list)
-        for node in graph.find_nodes(op="call_function", target=product):
-            alike[node.args[0], node.args[3] is None].append(node)
-        for nodes in alike.values():
-            if len(nodes) > 1:
-                self.join(graph, nodes)
-
-    def join(self, graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
-        """Put one product and its parts in the place of several."""
-        x, biases = nodes[0].args[0], [node.args[3] for node in nodes]
-        sizes: list[int] = [node.args[2] for node in nodes]  # type: ignore[misc]
-        weights = [weight for node in nodes for weight in node.args[1].args[0]]  # type: ignore
-        with graph.inserting_before(nodes[0]):
-            packed = graph.call_function(torch.ops.drafthead.pack.default, (weights,))
-            bias = None
-            if biases[0] is not None:
-                bias = graph.call_function(torch.ops.aten.cat.default, (biases,))
-            arguments = (x, packed, sum(sizes), bias)
-            whole = graph.call_function(torch.ops.drafthead.linear.default, arguments)
-            parts = graph.call_function(torch.ops.aten.split_with_sizes.default, (whole, sizes, -1))
-            for index, node in enumerate(nodes):
-                part = graph.call_function(operator.getitem, (parts, index))
-                node.replace_all_uses_with(part)
-                part.meta.update(node.meta)
-        packs: list[torch.fx.Node] = [node.args[1] for node in nodes]  # type: ignore[misc]
-        for node in nodes:
-            graph.erase_node(node)
-        for part in dict.fromkeys(packs):
-            if not part.users:  # it would be packed and kept all the same
-                graph.erase_node(part)
-
-    def uuid(self) -> Any:
-        """Compiled code of another version of the kernels is not to be taken from torch's cache."""
-        return get_hash_for_files((__file__, few_queries.__file__))
-
-
-class LinearTemplate(CppTemplate):
-    """The source of the function, for the code generator."""
-
-    SOURCE = r"""
-{{template.header().getvalue()}}
-{{with_rows}}
-#ifndef DRAFTHEAD_LINEAR  // one file may hold this for inputs of several sizes
-#define DRAFTHEAD_LINEAR
+MULTIPLY = r"""
+#ifndef DRAFTHEAD_MULTIPLY
+#define DRAFTHEAD_MULTIPLY
 namespace {
 #define INLINE __attribute__((always_inline))
 
 // out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. Fetches as much as
-// the block from `ahead` meanwhile, unless that is null.
+// the block from `ahead` values further on meanwhile, unless that is 0.
 template <int R>
 inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* block,
                      const at::BFloat16* bias, at::BFloat16* out, int64_t size, int columns,
-                     const at::BFloat16* ahead) {
+                     int64_t ahead) {
     const __mmask16 some[2] = {
         (__mmask16)((1u << std::min(columns, 16)) - 1),
         (__mmask16)((1u << std::max(columns - 16, 0)) - 1),
@@ -186,8 +128,8 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
         };
         __m512bh left = weights(0), right = weights(1);
         if (ahead) {
-            _mm_prefetch((const char*)(ahead + k * 32), _MM_HINT_T1);
-            _mm_prefetch((const char*)(ahead + k * 32 + 32), _MM_HINT_T1);
+            _mm_prefetch((const char*)(block + ahead + k * 32), _MM_HINT_T1);
+            _mm_prefetch((const char*)(block + ahead + k * 32 + 32), _MM_HINT_T1);
         }
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
             auto both = *reinterpret_cast<const int32_t*>(x + r * inner + k);
@@ -213,28 +155,82 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
 }
 #undef INLINE
 
-void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat16* bias,
-            at::BFloat16* out, int64_t rows, int64_t inner, int64_t size, int threads) {
-    constexpr int ROWS = {{rows}}, GROUP = 8, FEW = 6, AHEAD = 128;
+// f(first row, number of rows as a constant, how far ahead to fetch) for groups of rows that are
+// multiplied together; `next` values further on is what is multiplied after all of them.
+template <typename F>
+inline void in_groups(int64_t rows, int64_t next, const F& f) {
+    constexpr int ROWS = {{rows}}, GROUP = 8, FEW = 6, AHEAD = 128 * 32;
     // One group while it lasts, then groups of nearly the same size: 13 rows are 7 and 6.
     const int64_t groups = rows <= ROWS ? 1 : (rows + GROUP - 1) / GROUP;
     const int64_t group = (rows + groups - 1) / groups;
+    for (int64_t r = 0; r < rows; r += group) {
+        // A few rows wait for memory, which the processor then reads ahead by itself. More are
+        // busy with arithmetic and have to ask: for what is next in the block, or, where earlier
+        // groups have fetched the block, for the next one during the last group.
+        int64_t ahead = groups == 1 && rows > FEW ? AHEAD : 0;
+        if (groups > 1 && r + group >= rows) ahead = next;
+        with_rows<ROWS>(std::min(group, rows - r), [&](auto count) { f(r, count, ahead); });
+    }
+}
+}  // namespace
+#endif
+""".replace("{{rows}}", str(ROWS))
+
+
+class FewRowsTemplate(CppTemplate):
+    """The source of a function of few rows and packed weights, for the code generator."""
+
+    SOURCE: str
+
+    @classmethod
+    def call(cls, name: str, x: Any, others: Sequence[Any], size: int) -> Any:
+        """A call of the function in the code generator's graph, for x [..., K] to [..., size]."""
+        *outer, inner = x.get_size()
+        view = lowerings[torch.ops.aten.view.default]
+        rows = ir.ExternKernel.require_contiguous(view(x, [prod(outer), inner]))
+        nodes = [rows, *map(ir.ExternKernel.realize_input, others)]
+        layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [prod(outer), size], [size, 1])
+        template = cls(name, nodes, layout, parallel_num_threads())
+        return view(template.generate().output_node(), [*outer, size])
+
+    def render(self, **given: Any) -> str:
+        """The source for the inputs at hand; nothing is fused behind it."""
+        assert not given.get("epilogue_nodes")
+        kernel = given["kernel"]
+        inputs = dict(zip(("x", "packed", "bias"), self.input_nodes, strict=False))
+        options = {
+            "template": self,
+            "kernel": kernel,
+            "inputs": inputs,
+            "x": inputs["x"],
+            "bias": "bias" in inputs,
+            "output": given.get("template_buffer_node") or self.output_node,
+            "parts": few_queries.WITH_ROWS + MULTIPLY,
+            "num_threads": self.num_threads,
+        }
+        return self._template_from_string(self.SOURCE).render(**options)
+
+
+class LinearTemplate(FewRowsTemplate):
+    """The source of the product."""
+
+    SOURCE = r"""
+{{template.header().getvalue()}}
+{{parts}}
+#ifndef DRAFTHEAD_LINEAR  // one file may hold this for inputs of several sizes
+#define DRAFTHEAD_LINEAR
+namespace {
+void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat16* bias,
+            at::BFloat16* out, int64_t rows, int64_t inner, int64_t size, int threads) {
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < size; first += 32) {
         const auto* block = packed + first * inner;
         const auto* biases = bias ? bias + first : nullptr;
         const int columns = std::min<int64_t>(32, size - first);
-        for (int64_t r = 0; r < rows; r += group) {
-            // A few rows wait for memory, which the processor then reads ahead by itself. More are
-            // busy with arithmetic and have to ask: for what is next in the block, or, where
-            // earlier groups have fetched the block, for the next one during the last group.
-            const auto* ahead = groups == 1 && rows > FEW ? block + AHEAD * 32 : nullptr;
-            if (groups > 1 && r + group >= rows) ahead = block + 32 * inner;
-            with_rows<ROWS>(std::min(group, rows - r), [&](auto count) {
-                multiply<count()>(x + r * inner, inner, block, biases, out + r * size + first,
-                                  size, columns, ahead);
-            });
-        }
+        in_groups(rows, 32 * inner, [&](int64_t r, auto count, int64_t ahead) {
+            multiply<count()>(x + r * inner, inner, block, biases, out + r * size + first, size,
+                              columns, ahead);
+        });
     }
 }
 }  // namespace
@@ -250,20 +246,8 @@ extern "C"
 }
 """
 
-    def render(self, **given: Any) -> str:
-        """The source for the inputs at hand; nothing is fused behind it."""
-        assert not given.get("epilogue_nodes")
-        kernel = given["kernel"]
-        inputs = dict(zip(("x", "packed", "bias"), self.input_nodes, strict=False))
-        options = {
-            "template": self,
-            "kernel": kernel,
-            "inputs": inputs,
-            "x": inputs["x"],
-            "bias": "bias" in inputs,
-            "output": given.get("template_buffer_node") or self.output_node,
-            "rows": ROWS,
-            "with_rows": few_queries.WITH_ROWS,
-            "num_threads": self.num_threads,
-        }
-        return self._template_from_string(self.SOURCE).render(**options)
+
+@register_lowering(torch.ops.drafthead.linear.default, type_promotion_kind=None)
+def _lower(x: Any, packed: Any, size: int, bias: Any) -> Any:
+    """The operation in the code generator's graph."""
+    return LinearTemplate.call("linear", x, [packed] if bias is None else [packed, bias], size)

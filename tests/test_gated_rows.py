@@ -1,0 +1,114 @@
+"""The first half of a gated MLP as one function: right, alike for any rows, and really used."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from drafthead.heads.compilation import Compiled
+from drafthead.heads.kernels import few_rows, gated_rows
+
+pytestmark = pytest.mark.skipif(
+    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+)
+INNER = 96
+
+
+class GatedMLP(nn.Module):
+    """Llama's, with gate and up apart or, as in Phi-3, as one product."""
+
+    def __init__(self, size: int, together: bool, bias: bool = False):
+        super().__init__()
+        outputs = [2 * size] if together else [size, size]
+        self.products = nn.ModuleList(nn.Linear(INNER, n, bias=bias) for n in outputs)
+        self.down = nn.Linear(size, INNER, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., INNER] to the same."""
+        results = [product(x) for product in self.products]
+        gate, up = results if len(results) == 2 else results[0].chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up)
+
+
+def made(size: int, together: bool, bias: bool = False) -> GatedMLP:
+    torch.manual_seed(size)
+    return GatedMLP(size, together, bias).bfloat16().requires_grad_(False)
+
+
+def compiled(mlp: GatedMLP) -> Compiled:
+    kind, sizes = (lambda x: len(x) == 1), (lambda x: [[(x, 0)]])
+    return Compiled(lambda x: mlp(x), torch.device("cpu"), torch.bfloat16, kind, sizes)
+
+
+@pytest.fixture
+def rendered(monkeypatch) -> list[int]:
+    """Columns of the gated functions that are compiled in a test."""
+    found: list[int] = []
+    render = gated_rows.GatedTemplate.render
+    monkeypatch.setattr(
+        gated_rows.GatedTemplate,
+        "render",
+        lambda self, **given: found.append(int(self.layout.size[1])) or render(self, **given),
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "together", "bias", "used"),
+    [
+        (64, False, False, True),
+        (64, True, False, True),
+        (48, False, False, False),  # no whole blocks
+        (64, False, True, False),
+    ],
+)
+def test_gated_mlps_are_one_function_where_their_blocks_can_be_paired(
+    size, together, bias, used, rendered
+) -> None:
+    mlp = made(size, together, bias)
+    x = torch.randn(3, INNER).bfloat16()
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        found = compiled(mlp)(x)
+    assert set(rendered) == ({size} if used else set())
+    torch.testing.assert_close(found, mlp(x), rtol=2**-7, atol=2e-3)
+
+
+@pytest.fixture(scope="module")
+def mlp() -> GatedMLP:
+    return made(160, together=False)
+
+
+@pytest.fixture(scope="module")
+def pass_of_mlp(mlp) -> Compiled:
+    return compiled(mlp)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 30])
+def test_the_function_equals_float64_up_to_its_roundings(mlp, pass_of_mlp, rows) -> None:
+    torch.manual_seed(rows)
+    x = 3 * torch.randn(rows, INNER).bfloat16()
+    weights = [product.weight.double() for product in (*mlp.products, mlp.down)]
+    with torch.inference_mode():
+        gate, up = (functional.linear(x.double(), w).bfloat16().double() for w in weights[:2])
+        gated = (functional.silu(gate).bfloat16().double() * up).bfloat16().double()
+        expected = functional.linear(gated, weights[2])
+        torch.testing.assert_close(pass_of_mlp(x).double(), expected, rtol=2**-7, atol=2e-3)
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_rows(pass_of_mlp) -> None:
+    x = torch.randn(30, INNER).bfloat16()
+    with torch.inference_mode():
+        everything = pass_of_mlp(x)
+        for count in (1, 2, 5, 8, 12, 13):
+            assert torch.equal(everything[:count], pass_of_mlp(x[:count]))
+
+
+def test_paired_blocks_lie_next_to_each_other() -> None:
+    gate, up = torch.randn(2, 64, 8).bfloat16()
+    apart, paired = few_rows.pack([gate, up]), few_rows.pack([gate, up], paired=True)
+    assert torch.equal(paired, apart[[0, 2, 1, 3]])
+    x = torch.randn(2, 8).bfloat16()
+    torch.testing.assert_close(
+        torch.ops.drafthead.gated(x, paired, 64),
+        functional.silu(functional.linear(x, gate)) * functional.linear(x, up),
+    )
