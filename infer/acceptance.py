@@ -77,11 +77,3 @@ def to_host(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
     answers = [row[1 : 1 + row[0]] for row in rows]
     paths = [row[1 + width : 1 + width + row[0]] for row in rows]
     return answers, paths
-
-
-def in_order(paths: list[list[int]]) -> bool:
-    """Whether a batch of one row accepted its first nodes, whose cache columns then stay.
-
-    [[0, 1, 2]] is in order and [[0, 1, 3]] is not; several rows have gaps before their nodes.
-    """
-    return len(paths) == 1 and paths[0] == list(range(len(paths[0])))

@@ -46,7 +46,7 @@ class CompiledTarget(Target):
     def step(
         self, outline: Outline, features: FeatureSpec, cache: TreeCache, draws: Draws | None
     ) -> Outcome:
-        """Verify a tree behind a committed prompt."""
+        """Verify a tree behind a committed prompt and put the accepted path in place."""
         made_for = features, outline.filling
         if made_for not in self.steps:
             self.steps[made_for] = GraphStep(self, *made_for)

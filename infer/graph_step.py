@@ -1,4 +1,4 @@
-"""What a step does, as one graph: pass, verdict, a batch's paths in place, small drafts as well.
+"""What a step does, as one graph: pass, verdict, accepted path in place, and small drafts as well.
 
 Each of these is short, but the pass has just read all weights, so that nothing of the program that
 comes next is left in the processor's caches: a dozen small calls would take longer than their work.
@@ -17,7 +17,7 @@ from drafthead.heads.outline import Filling, Outline
 from drafthead.heads.sampling import sample
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target
 from drafthead.heads.tree import TokenTree
-from drafthead.infer.acceptance import Outcome, following_tokens, in_one_table, in_order, to_host
+from drafthead.infer.acceptance import Outcome, following_tokens, in_one_table, to_host
 from drafthead.infer.kv_cache import Layers, StepCache, TreeCache, move_columns
 from drafthead.infer.verifiers.base import Acceptance, follow
 
@@ -53,11 +53,10 @@ class GraphStep:
         )
 
     def __call__(self, outline: Outline, cache: TreeCache, draws: Draws | None) -> Outcome:
-        """Verify the tree behind what the cache has committed, and put several rows' paths there.
+        """Verify the tree behind what the cache has committed, and put the accepted path there.
 
-        The path of a single row stands there already more often than not, and moving it takes as
-        long as a layer's pass: the outcome says where it stands. The target says its most probable
-        token, or with `draws` one that it draws. The cache is not told yet how long the path is.
+        The target says its most probable token, or with `draws` one that it draws. The cache is not
+        told yet how long the path is.
         """
         seen, columns = cache.make_room(outline.num_nodes)
         if draws is not None:  # a graph takes as many numbers as nodes
@@ -75,10 +74,9 @@ class GraphStep:
             cache.values,
             *(draws or ()),
         )
-        answers, paths = to_host(table)
-        in_place = len(paths) > 1 or in_order(paths)
+        answers, _ = to_host(table)
         acceptance, features = Acceptance(*accepted), Features(last, taps)
-        return Outcome(acceptance, tokens, features, answers, lengths, in_place, hidden)
+        return Outcome(acceptance, tokens, features, answers, lengths, in_place=True, hidden=hidden)
 
     def _step(
         self,
@@ -109,7 +107,7 @@ class GraphStep:
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
         found = follow(tree, said(logits.float(), depths, Draws(*draws) if draws else None))
-        if tokens.shape[0] > 1:
+        if tokens.shape != (1, 1):  # a single root is where it belongs
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             move_columns(keys, values, columns[found.path], lengths[:, None] + steps)
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]

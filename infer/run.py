@@ -11,7 +11,7 @@ from drafthead.heads.outline import Outline
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target import FeatureSpec, Target, TargetOutput
 from drafthead.heads.tree import TokenTree
-from drafthead.infer.acceptance import Outcome, accept, in_one_table, in_order, to_host
+from drafthead.infer.acceptance import Outcome, accept, in_one_table, to_host
 from drafthead.infer.compiled import CompiledTarget, new_cache
 from drafthead.infer.graph_step import Draws
 from drafthead.infer.logits_processing import PathProcessing
@@ -158,9 +158,10 @@ class Run:
             answers, paths = to_host(in_one_table(tokens, acceptance))
             rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
             features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
+            in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
             assert self.cache.lengths is not None
             lengths = self.cache.lengths + acceptance.length
-            return Outcome(acceptance, tokens, features, answers, lengths, in_order(paths))
+            return Outcome(acceptance, tokens, features, answers, lengths, in_place)
 
     def commit(self, outcome: Outcome) -> None:
         """Keep the accepted path in the cache; its last token is the next root."""
