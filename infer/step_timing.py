@@ -146,6 +146,7 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
     sampling = SamplingConfig(temperature=0.0 if rule.greedy else 1.0)
 
     def go(this_round: Round) -> None:
+        """Decode as many steps as the round has, behind a fresh prompt."""
         most = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
         request = Request(prompts, [most] * batch, sampling, [0] * batch, frozenset())
         run = Run(target, request, drafter.features, drafter.budgets[-1].nodes)
