@@ -222,5 +222,9 @@ def keep_compiled_code() -> None:
     """
     place = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
-        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"
-        os.environ[place] = str(folder / "compiled")
+        os.environ[place] = str(cache_folder() / "compiled")
+
+
+def cache_folder() -> Path:
+    """Where the user's account keeps what later runs on this machine can use again."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"

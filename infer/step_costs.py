@@ -3,11 +3,11 @@
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 
 from drafthead.heads.base import Drafter
 from drafthead.heads.checkpoint import write_text
+from drafthead.heads.compilation import cache_folder
 from drafthead.heads.target import Target
 from drafthead.heads.tree import Budget
 from drafthead.infer.machine import describe_machine, describe_versions
@@ -70,5 +70,4 @@ def cost_file(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> P
         rule.name,
     ]
     digest = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"
-    return folder / "step_costs" / f"{digest[:16]}.json"
+    return cache_folder() / "step_costs" / f"{digest[:16]}.json"
