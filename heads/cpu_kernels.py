@@ -1,4 +1,4 @@
-"""What compiled passes run on a CPU instead of torch's own products and attention.
+"""What compiled passes run on a CPU instead of torch's own products, attention and sorting.
 
 torch's attention works through blocks of queries: with few of them its time is spent on
 preparations, and with one query it grows five times as fast with the number of keys.
@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class CpuKernels(TorchFunctionMode):
-    """Replaces torch's products and attention: by ours in bfloat16, by simple ones where those
+    """Replaces torch's products, attention and sorting: by ours, or by simple ones where those
     are faster.
     """
 
     def __init__(self, has_kernels: bool):
-        """`has_kernels` says whether `few_rows` and `few_queries` are there to be compiled."""
+        """`has_kernels` says whether our kernels are there to be compiled."""
         super().__init__()
         self.has_kernels = has_kernels
 
@@ -30,11 +30,13 @@ class CpuKernels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace `linear` and `scaled_dot_product_attention`, and nothing else."""
+        """Replace `linear`, `scaled_dot_product_attention` and `topk`, and nothing else."""
         if func is functional.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
         if func is functional.linear and self.has_kernels:
             return product(*args, **(kwargs or {}))
+        if func is torch.Tensor.topk and self.has_kernels:
+            return largest(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def attention(
@@ -75,6 +77,16 @@ def product(
         return functional.linear(input, weight, bias)
     packed = torch.ops.drafthead.pack([weight])
     return torch.ops.drafthead.linear(input, packed, weight.shape[0], bias)
+
+
+def largest(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of x [..., V] and their places, both [..., k], as `x.topk(k)` gives them."""
+    from drafthead.heads.kernels.top_few import MOST
+
+    if x.dtype != torch.float32 or dim != -1 or k > MOST:
+        return x.topk(k, dim)
+    places = torch.ops.drafthead.top(x, k)
+    return x.gather(-1, places), places
 
 
 def attention_of_one(

@@ -64,8 +64,8 @@ def best_guesses(
 
     `ids` [Vd] are the tokens that the logits speak of where these are not the whole vocabulary.
     """
-    top = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
-    return top.values, top.indices if ids is None else ids[top.indices]
+    best, places = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
+    return best, places if ids is None else ids[places]
 
 
 def filled_tree(

@@ -307,10 +307,10 @@ class Candidates:
             codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
             code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
             logits = block.logits_behind(depth, code)[:, 0]
-            best = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
-            chosen.append(best.indices)
-            before = block.tokens_of(best.indices)
-            weights = best.values.softmax(-1)[..., None].to(weights.dtype)
+            best, places = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+            chosen.append(places)
+            before = block.tokens_of(places)
+            weights = best.softmax(-1)[..., None].to(weights.dtype)
         guesses = torch.stack(chosen, dim=1)
         outputs: torch.Tensor | None = None
         if block.correction is not None:

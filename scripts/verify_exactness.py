@@ -16,6 +16,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target import Target
 from drafthead.infer.comparison import Divergence
+from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder
 from drafthead.infer.exactness import (
     LENGTH,
@@ -113,32 +114,14 @@ def main(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
         compile=compile,
     )  # fmt: skip
+    ids = tested_prompts(prompts, limit, decoder, max_new_tokens)
     pair = Pair(decoder, rule, sampling, seed)
-    if prompts is None:
-        ids = [encode_one(text, decoder.tokenizer) for text in PROMPTS[:limit]]
-    else:
-        ids = prompt_ids(prompts, limit, decoder, max_new_tokens)
-    evidence = Evidence(
-        pair.reference.dtype,
-        false_alarm,
-        rule=[] if sampling.greedy else pair.test_rule(),
-        starts=[] if sampling.greedy else pair.test_starts(ids, samples),
-        later=None if sampling.greedy else pair.test_later(ids, answers, max_new_tokens),
-        greedy=pair.test_greedy(ids, max_new_tokens),
-    )
+    evidence = pair.evidence(ids, samples, answers, max_new_tokens, false_alarm)
     notes = notes_on(evidence, sampling, len(ids))
     print_evidence(evidence, notes, rule.name)
     if output is not None:
-        settings = {
-            "verifier": rule.name,
-            "sampling": asdict(sampling),
-            "tree_nodes": tree_nodes,
-            "compile": compile,
-            "prompts": len(ids),
-            "max_new_tokens": max_new_tokens,
-            "seed": seed,
-        }
-        about = {**describe_run(target, pair.reference), **settings}
+        tested = {"prompts": len(ids), "max_new_tokens": max_new_tokens}
+        about = {**describe_run(target, pair.reference), **pair.settings, **tested}
         write_evidence(evidence, notes, about, output)
     if evidence.failures():
         raise typer.Exit(1)
@@ -151,6 +134,37 @@ class Pair:
         self.decoder, self.rule, self.sampling, self.seed = decoder, rule, sampling, seed
         # The model as it is loaded, never compiled.
         self.reference = Target(decoder.target.model, decoder.tokenizer)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What decides what is drawn and verified."""
+        assert self.decoder.budget is not None
+        return {
+            "verifier": self.rule.name,
+            "sampling": asdict(self.sampling),
+            "tree_nodes": self.decoder.budget.nodes,
+            "compile": isinstance(self.decoder.target, CompiledTarget),
+            "seed": self.seed,
+        }
+
+    def evidence(
+        self,
+        prompts: list[list[int]],
+        samples: int,
+        answers: int,
+        length: int,
+        false_alarm: float,
+    ) -> Evidence:
+        """All tests, one after the other; at temperature 0 greedy answers alone."""
+        drawn = not self.sampling.greedy
+        return Evidence(
+            self.reference.dtype,
+            false_alarm,
+            rule=self.test_rule() if drawn else [],
+            starts=self.test_starts(prompts, samples) if drawn else [],
+            later=self.test_later(prompts, answers, length) if drawn else None,
+            greedy=self.test_greedy(prompts, length),
+        )
 
     def test_rule(self) -> list[Fit]:
         """The rule alone, on random tables."""
@@ -183,6 +197,15 @@ class Pair:
         """Greedy answers."""
         with tqdm(total=len(prompts), desc="greedy answers", unit="answer") as bar:
             return greedy_differences(self.decoder, self.reference, prompts, length, bar.update)
+
+
+def tested_prompts(
+    source: str | None, limit: int, decoder: Decoder, length: int
+) -> list[list[int]]:
+    """The tokens of the user's prompts, or of a few short ones."""
+    if source is None:
+        return [encode_one(text, decoder.tokenizer) for text in PROMPTS[:limit]]
+    return prompt_ids(source, limit, decoder, length)
 
 
 def check_options(

@@ -183,20 +183,28 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
     assert (tmp_path / "plan.png").exists()
 
 
-@pytest.mark.parametrize(("verifier", "verdict"), [("traversal", "PASS"), ("typical", "FAIL")])
+@pytest.mark.parametrize(
+    ("options", "verifier", "verdict"),
+    [
+        (("--verifier", "traversal"), "traversal", "PASS"),
+        (("--verifier", "typical"), "typical", "FAIL"),
+        (("--compile",), "match", "PASS"),
+    ],
+)
 def test_verify_exactness_says_so_in_one_line_and_its_status(
-    run, tmp_path, monkeypatch, verifier, verdict
+    run, tmp_path, monkeypatch, options, verifier, verdict
 ) -> None:
     monkeypatch.setattr("drafthead.scripts.verify_exactness.BATCHES", 1)
     status, out, _ = run(
         "verify-exactness", "--target", "@target", "--draft-model", "@draft", "--limit", "2",
-        "--samples", "200", "--answers", "8", "--max-new-tokens", "24", "--verifier", verifier,
-        "--output", str(tmp_path / "exactness.json"),
+        "--samples", "200", "--answers", "8", "--max-new-tokens", "24",
+        "--output", str(tmp_path / "exactness.json"), *options,
     )  # fmt: skip
     assert status == (verdict == "FAIL")
     assert out.strip().splitlines()[-1].startswith(f"{verdict} with {verifier}")
     content = json.loads((tmp_path / "exactness.json").read_text())
     assert (content["verdict"], content["verifier"]) == (verdict, verifier)
+    assert content["compile"] == ("--compile" in options)
     assert content["machine"] and content["versions"] and "verify-exactness" in content["command"]
     assert set(content["parts"]) == {"rule on tables", "first 3 tokens", "later tokens"}
 

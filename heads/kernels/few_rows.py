@@ -158,18 +158,17 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
 // f(first row, number of rows as a constant, how far ahead to fetch) for groups of rows that are
 // multiplied together; `next` values further on is what is multiplied after all of them.
 template <typename F>
-inline void in_groups(int64_t rows, int64_t next, const F& f) {
-    constexpr int ROWS = {{rows}}, GROUP = 8, FEW = 6, AHEAD = 128 * 32;
-    // One group while it lasts, then groups of nearly the same size: 13 rows are 7 and 6.
-    const int64_t groups = rows <= ROWS ? 1 : (rows + GROUP - 1) / GROUP;
-    const int64_t group = (rows + groups - 1) / groups;
-    for (int64_t r = 0; r < rows; r += group) {
-        // A few rows wait for memory, which the processor then reads ahead by itself. More are
-        // busy with arithmetic and have to ask: for what is next in the block, or, where earlier
-        // groups have fetched the block, for the next one during the last group.
-        int64_t ahead = groups == 1 && rows > FEW ? AHEAD : 0;
-        if (groups > 1 && r + group >= rows) ahead = next;
-        with_rows<ROWS>(std::min(group, rows - r), [&](auto count) { f(r, count, ahead); });
+inline void in_groups_ahead(int64_t rows, int64_t next, const F& f) {
+    constexpr int ROWS = {{rows}}, GROUP = 8, FEW = 2, AHEAD = 128 * 32;
+    // One row or two wait for memory, which the processor then reads ahead by itself. More are busy
+    // with arithmetic and have to ask: for what is next in the block, or, where earlier groups have
+    // fetched the block, for the next one during the last group.
+    if (rows <= ROWS) {
+        with_rows<ROWS>(rows, [&](auto count) { f(0, count, count() > FEW ? AHEAD : 0); });
+    } else {
+        in_groups<GROUP>(rows, [&](int64_t r, auto count) {
+            f(r, count, r + count() >= rows ? next : 0);
+        });
     }
 }
 }  // namespace
@@ -227,7 +226,7 @@ void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat1
         const auto* block = packed + first * inner;
         const auto* biases = bias ? bias + first : nullptr;
         const int columns = std::min<int64_t>(32, size - first);
-        in_groups(rows, 32 * inner, [&](int64_t r, auto count, int64_t ahead) {
+        in_groups_ahead(rows, 32 * inner, [&](int64_t r, auto count, int64_t ahead) {
             multiply<count()>(x + r * inner, inner, block, biases, out + r * size + first, size,
                               columns, ahead);
         });

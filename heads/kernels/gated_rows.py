@@ -62,7 +62,7 @@ void gated(const at::BFloat16* x, const at::BFloat16* packed, at::BFloat16* out,
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < size; first += 32) {
         const auto* block = packed + 2 * first * inner;
-        in_groups(rows, 64 * inner, [&](int64_t r, auto count, int64_t ahead) {
+        in_groups_ahead(rows, 64 * inner, [&](int64_t r, auto count, int64_t ahead) {
             at::BFloat16 gate[count() * 32], up[count() * 32];
             multiply<count()>(x + r * inner, inner, block, nullptr, gate, 32, 32, ahead);
             multiply<count()>(x + r * inner, inner, block + 32 * inner, nullptr, up, 32, 32, ahead);

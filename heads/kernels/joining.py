@@ -1,4 +1,4 @@
-"""Changes to the graph of a pass, before its weights are packed: fewer and longer products."""
+"""Changes to the graph of a pass, before its weights are packed: less to compute in fewer calls."""
 
 import operator
 from collections import defaultdict
@@ -14,23 +14,26 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
-from drafthead.heads.kernels import few_queries, few_rows, gated_rows
+from drafthead.heads.kernels import few_queries, few_rows, gated_rows, kept, top_few
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.drafthead
 
 
 class Joined(CustomGraphPass):
-    """Products of one input become one product, and gated MLPs one function."""
+    """Products of one input become one product, and gated MLPs one function; rotary positions are
+    computed once.
+    """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph of a pass."""
         join_products(graph)
         gated_halves.apply(graph)
+        kept.keep_precious(graph)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
         """Compiled code of another version of the kernels is not to be taken from torch's cache."""
-        modules = few_queries, few_rows, gated_rows
+        modules = few_queries, few_rows, gated_rows, kept, top_few
         return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)))
 
 
