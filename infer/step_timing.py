@@ -23,7 +23,8 @@ from drafthead.infer.run import Request, Run
 from drafthead.infer.verifiers import Verifier
 
 PROMPT_TOKENS = 64
-ROUNDS = 4  # of visits to every size, some time apart: what else runs comes in bursts
+ROUNDS = 10  # of visits to every size, some time apart: what else runs comes in bursts
+CONTENDS = 0.8  # a size is visited again that promises so many times the best's tokens per second
 ENOUGH_SECONDS = 6  # of timed steps: no further round begins behind them
 TIMED_STEPS = 3  # of each visit, after UNTIMED_STEPS that are not counted
 UNTIMED_STEPS = 2
@@ -73,23 +74,33 @@ class Round(Planner):
             self.place += 1
 
 
-def tour(budgets: Sequence[Budget], go: Callable[[Round], object]) -> list[Visit]:
+def tour(tokens: Mapping[Budget, float], go: Callable[[Round], object]) -> list[Visit]:
     """All visits of `ROUNDS` rounds, or of fewer once enough was timed; `go` makes a round's steps.
 
-    Budgets that lose to plain decoding even when all of their deepest path is accepted are visited
-    once only.
+    Of each budget so many `tokens` a step are expected. All are visited once, and then those that
+    could still be the best: time is spent on what it decides.
     """
-    order, left, visits = random.Random(0), list(budgets), list[Visit]()
+    order, left, visits = random.Random(0), list(tokens), list[Visit]()
     for _ in range(ROUNDS):
         this_round = Round(left)
         go(this_round)
         visits += this_round.visits
         if sum(sum(visit.timed) for visit in visits) >= ENOUGH_SECONDS:
             break
-        ratios = ratios_to_plain(visits)
-        left = [b for b in left if ratios[b] <= 1 + b.depth] or left[:1]
+        left = contenders(tokens, ratios_to_plain(visits))
         order.shuffle(left)  # what comes at intervals does not hit the same ones
     return visits
+
+
+def contenders(tokens: Mapping[Budget, float], ratios: Mapping[Budget, float]) -> list[Budget]:
+    """Budgets that promise nearly as many tokens per second as the best, or as plain decoding.
+
+    Of 1.4, 1.8 and 2 tokens in 1.2, 1.3 and 2 times a plain step the first two are left.
+    """
+    promised = {budget: tokens[budget] / ratios[budget] for budget in tokens}
+    best = max(promised, key=promised.__getitem__)
+    enough = CONTENDS * max(1.0, promised[best])
+    return [budget for budget, promise in promised.items() if promise >= enough] or [best]
 
 
 def costs_of(visits: Sequence[Visit]) -> StepSeconds:
@@ -136,8 +147,9 @@ def _within(small: Budget, large: Budget) -> bool:
 def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> StepSeconds:
     """Seconds of a step under `rule` for each budget of the drafter, and of a plain one.
 
-    Takes two seconds to about ten, and longer only where a single round does. All rounds begin
-    behind `PROMPT_TOKENS` random tokens in each of `batch` rows, short texts, as most answers do:
+    Takes two seconds to about ten, and longer only where a single round does, most of it for sizes
+    that could be the best by the acceptance that the drafter knows of. All rounds begin behind
+    `PROMPT_TOKENS` random tokens in each of `batch` rows, short texts, as most answers do:
     attention over a long one would be a larger part of the steps.
     """
     prompts = torch.randint(
@@ -156,4 +168,5 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
         for _ in trange(this_round.steps, desc="timing steps", unit="step", delay=3, leave=False):
             next(steps)
 
-    return costs_of(tour(drafter.budgets, go))
+    tokens = {budget: 1 + sum(drafter.chances(budget)) for budget in drafter.budgets}
+    return costs_of(tour(tokens, go))
