@@ -81,6 +81,7 @@ def product(
 
 def largest(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of x [..., V] and their places, both [..., k], as `x.topk(k)` gives them."""
+    # Where there are kernels, it has been imported already.
     from drafthead.heads.kernels.top_few import MOST
 
     if x.dtype != torch.float32 or dim != -1 or k > MOST:

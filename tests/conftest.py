@@ -40,6 +40,26 @@ def _few_threads() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def sizes_rendered(monkeypatch) -> Callable[[type], list[int]]:
+    """Of a kernel's template: the last sizes of the outputs of what it renders from now on.
+
+    What torch has compiled before is not rendered again, unless its caches are off.
+    """
+
+    def watch(template: type) -> list[int]:
+        found: list[int] = []
+        render = template.render
+        monkeypatch.setattr(
+            template,
+            "render",
+            lambda self, **given: found.append(int(self.layout.size[1])) or render(self, **given),
+        )
+        return found
+
+    return watch
+
+
 @pytest.fixture(scope="session")
 def make_target() -> Callable[..., Target]:
     """A random float32 Llama; large weights make its greedy text varied."""

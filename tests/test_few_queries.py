@@ -1,6 +1,7 @@
 """Attention of few queries, compiled: right in every layout, alike for any number of queries."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,19 +24,23 @@ SIZES = [  # rows, heads, heads of keys, queries, columns, size of a head, type 
     (2, 2, 1, 19, 64, 128, torch.bfloat16),
     (3, 2, 2, 5, 7, 64, torch.float32),
     (1, 2, 2, 9, 16, 256, torch.bfloat16),
+    (1, 5, 5, 4, 90, 64, torch.bfloat16),
 ]
 
 
-@pytest.fixture(scope="module")
-def attention() -> Compiled:
-    """Attention as a pass has it: columns of a larger cache, any number of rows and queries."""
+@pytest.fixture(scope="module", params=[1, 2])
+def attention(request) -> Iterator[Compiled]:
+    """Attention as a pass has it: columns of a larger cache, any number of rows and queries.
+
+    On one thread, and on two, which share the heads that are left over.
+    """
 
     def attend(query, keys, values, mask) -> torch.Tensor:
         end = mask.shape[-1]
         output = few_queries.attend(query, keys[:, :, :end], values[:, :, :end], mask, 0.1)
         return output.transpose(1, 2).flatten(2)
 
-    return Compiled(
+    made = Compiled(
         attend,
         torch.device("cpu"),
         torch.bfloat16,
@@ -45,6 +50,8 @@ def attention() -> Compiled:
         ),
         sizes=lambda query, keys, values, mask: [[(mask, 3)], [(query, 2), (mask, 2)]],
     )
+    with torch._inductor.config.patch({"cpp.threads": request.param}):
+        yield made
 
 
 def inputs(rows, heads, key_heads, queries, columns, size, mask_type) -> list[torch.Tensor]:
@@ -80,7 +87,7 @@ def test_attention_equals_float64_up_to_the_rounding_of_weights_and_result(
 
 
 def test_a_query_has_the_same_bits_alone_and_among_others(attention) -> None:
-    query, keys, values, mask = inputs(1, 2, 2, 19, 50, 64, torch.bfloat16)
+    query, keys, values, mask = inputs(1, 3, 3, 19, 90, 64, torch.bfloat16)
     with torch.inference_mode():
         together = attention(query, keys, values, mask)
         for count in (1, 4, 8, 11):

@@ -45,33 +45,27 @@ def inputs(layers: nn.ModuleList, rows: int) -> list[torch.Tensor]:
     return [torch.randn(rows, layer.in_features).bfloat16() for layer in layers]
 
 
-def made_by(call, monkeypatch) -> list[int]:
-    """Columns of the products that are compiled when `call` is called."""
-    made = []
-    render = few_rows.LinearTemplate.render
-    monkeypatch.setattr(
-        few_rows.LinearTemplate,
-        "render",
-        lambda self, **given: made.append(int(self.layout.size[1])) or render(self, **given),
-    )
+def made_anew(call) -> None:
+    """Call what compiles, without what torch has kept of earlier times."""
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         call()
-    return made
 
 
-def test_generated_code_uses_the_kernel(layers, monkeypatch) -> None:
-    made = made_by(lambda: compiled(layers)(*inputs(layers, 1)), monkeypatch)
+def test_generated_code_uses_the_kernel(layers, sizes_rendered) -> None:
+    made = sizes_rendered(few_rows.LinearTemplate)
+    made_anew(lambda: compiled(layers)(*inputs(layers, 1)))
     assert set(made) == {128, 40, 33}
 
 
-def test_products_of_one_input_are_one_product(layers, monkeypatch) -> None:
+def test_products_of_one_input_are_one_product(layers, sizes_rendered) -> None:
     """Such as queries, keys and values; a product with a bias is not joined to one without."""
     torch.manual_seed(0)
     others = [nn.Linear(96, n, bias=bias).bfloat16() for n, bias in ((40, False), (8, True))]
     alike = nn.ModuleList([*layers[:2], *others]).requires_grad_(False)
     x = torch.randn(3, 96).bfloat16()
     found: list[torch.Tensor] = []
-    made = made_by(lambda: found.extend(compiled(alike)(*[x] * 4)), monkeypatch)
+    made = sizes_rendered(few_rows.LinearTemplate)
+    made_anew(lambda: found.extend(compiled(alike)(*[x] * 4)))
     assert set(made) == {128 + 40, 40 + 8}
     for layer, result in zip(alike, found, strict=True):
         torch.testing.assert_close(result, layer(x), rtol=2**-7, atol=1e-3)

@@ -40,19 +40,6 @@ def compiled(mlp: GatedMLP) -> Compiled:
     return Compiled(lambda x: mlp(x), torch.device("cpu"), torch.bfloat16, kind, sizes)
 
 
-@pytest.fixture
-def rendered(monkeypatch) -> list[int]:
-    """Columns of the gated functions that are compiled in a test."""
-    found: list[int] = []
-    render = gated_rows.GatedTemplate.render
-    monkeypatch.setattr(
-        gated_rows.GatedTemplate,
-        "render",
-        lambda self, **given: found.append(int(self.layout.size[1])) or render(self, **given),
-    )
-    return found
-
-
 @pytest.mark.parametrize(
     ("size", "together", "bias", "used"),
     [
@@ -63,8 +50,9 @@ def rendered(monkeypatch) -> list[int]:
     ],
 )
 def test_gated_mlps_are_one_function_where_their_blocks_can_be_paired(
-    size, together, bias, used, rendered
+    size, together, bias, used, sizes_rendered
 ) -> None:
+    rendered = sizes_rendered(gated_rows.GatedTemplate)
     mlp = made(size, together, bias)
     x = torch.randn(3, INNER).bfloat16()
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):

@@ -11,19 +11,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def rendered(monkeypatch) -> list[int]:
-    """Numbers that are asked for of the functions that are compiled in a test."""
-    found: list[int] = []
-    render = top_few.TopTemplate.render
-    monkeypatch.setattr(
-        top_few.TopTemplate,
-        "render",
-        lambda self, **given: found.append(int(self.layout.size[1])) or render(self, **given),
-    )
-    return found
-
-
 def compiled(count: int) -> Compiled:
     """`topk` as drafts use it, of any number of rows."""
 
@@ -38,8 +25,9 @@ def compiled(count: int) -> Compiled:
 @pytest.mark.parametrize(
     ("count", "size", "used"), [(1, 5, True), (8, 4096, True), (64, 101, True), (65, 200, False)]
 )
-def test_values_and_places_are_those_of_a_stable_sort(rendered, count, size, used) -> None:
+def test_values_and_places_are_those_of_a_stable_sort(sizes_rendered, count, size, used) -> None:
     torch.manual_seed(count)
+    rendered = sizes_rendered(top_few.TopTemplate)
     best = compiled(count)
     for rows in (1, 2, 5):
         x = torch.randn(rows, 3, size).bfloat16()  # rounded, so that many are equal

@@ -226,7 +226,7 @@ inline void mix(const float* weights, int64_t width, const at::BFloat16* values,
     });
 }
 
-// The queries of one head of keys: where each is, its mask and its output.
+// Queries that share a head of keys, their masks, and where their outputs go.
 template <int D, typename mask_t>
 struct Queries {
     alignas(64) at::BFloat16 query[{{rows}} * D];

@@ -1,0 +1,29 @@
+"""Values that a graph computes once and keeps."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from drafthead.heads.kernels import few_rows
+
+pytestmark = pytest.mark.skipif(
+    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+)
+
+
+def test_all_that_reads_a_sine_or_cosine_reads_what_is_kept_of_it() -> None:
+    from drafthead.heads.kernels.kept import PRECIOUS, keep_precious
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = x.cos(), x.sin()
+        return cos * 2 + sin * 3 + cos * sin
+
+    x = torch.randn(4)
+    traced = make_fx(rotated)(x)
+    keep_precious(traced.graph)
+    traced.recompile()
+    for target in PRECIOUS:
+        [node] = traced.graph.find_nodes(op="call_function", target=target)
+        [reader] = node.users
+        assert reader.target is torch.ops.drafthead.kept.default and len(reader.users) == 2
+    assert torch.equal(traced(x), rotated(x))
