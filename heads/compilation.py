@@ -30,6 +30,8 @@ CPU_OPTIONS: dict[str, Any] = {
     "freezing": True,
     "cpp_wrapper": True,
     "cpp.enable_concat_linear": True,
+    # A loop of fewer steps a thread is over before the other threads have begun.
+    "cpp.min_chunk_size": 4096,
 }
 GPU_OPTIONS = {"triton.cudagraphs": True}
 # A graph that torch makes anew for other arguments is made without our settings, and many times

@@ -1,10 +1,10 @@
-"""What compiled passes run on a CPU instead of torch's own products, attention and sorting.
+"""What compiled passes run on a CPU instead of torch's own products, attention and the like.
 
 torch's attention works through blocks of queries: with few of them its time is spent on
 preparations, and with one query it grows five times as fast with the number of keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,27 @@ def largest(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch
         return x.topk(k, dim)
     places = torch.ops.drafthead.top(x, k)
     return x.gather(-1, places), places
+
+
+def move_columns(
+    keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
+    values: Sequence[torch.Tensor],
+    source: torch.Tensor,  # [B, P]
+    destination: torch.Tensor,  # [B, P], none of them behind its source
+) -> None:
+    """Copy each row's columns `source` to `destination` in every layer, where there are kernels."""
+    torch.ops.drafthead.move_columns([*keys, *values], source, destination)
+
+
+def draw(
+    logits: torch.Tensor,  # [..., V]
+    temperature: torch.Tensor,  # scalar
+    uniform: torch.Tensor,  # [...]
+) -> torch.Tensor:
+    """`sampling.draw`, where there are kernels."""
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        logits = logits.float()
+    return torch.ops.drafthead.draw(logits, temperature, uniform)
 
 
 def attention_of_one(

@@ -109,52 +109,52 @@ def typical(scores: torch.Tensor, typical_p: float) -> torch.Tensor:
 
 
 class RowRandom:
-    """One random stream for each row of a batch and each step of that row.
+    """Random numbers for each row of a batch and each step of that row.
 
-    A step's stream is seeded from the row's seed and its number of tokens so far. So a row's answer
-    depends neither on the rows beside it nor on how many numbers its earlier steps took.
+    They follow from the row's seed and its number of tokens so far. So a row's answer depends
+    neither on the rows beside it nor on how many numbers its earlier steps took.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device):
         self.device = device
         self.seeds = list(seeds)
-        self.generators = [torch.Generator(device) for _ in self.seeds]
         self.num_tokens = [0] * len(self.seeds)
+        self.streams: list[torch.Generator] = []  # of this step, once one is asked for
 
     def begin_step(self, num_tokens: Sequence[int]) -> None:
-        """Start the streams of the step behind `num_tokens` tokens of each row."""
-        self.num_tokens = list(num_tokens)
-        for generator, seed, count in zip(self.generators, self.seeds, num_tokens, strict=True):
-            generator.manual_seed(mixed(seed, count))
+        """Start the step behind `num_tokens` tokens of each row."""
+        self.num_tokens, self.streams = list(num_tokens), []
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """Uniform numbers in [0, 1), float32 [B, *shape]."""
-        draws = [torch.rand(shape, generator=g, device=self.device) for g in self.generators]
+        """The next of the step's uniform numbers in [0, 1), float32 [B, *shape]."""
+        if not self.streams:
+            both = zip(self.seeds, self.num_tokens, strict=True)
+            self.streams = [
+                torch.Generator(self.device).manual_seed(mixed(seed, count)) for seed, count in both
+            ]
+        draws = [torch.rand(shape, generator=g, device=self.device) for g in self.streams]
         return torch.stack(draws)
 
     def ahead(self, count: int) -> torch.Tensor:
-        """The numbers [B, count] that plain decoding would draw each row's next tokens with.
+        """The uniform numbers [B, count] that plain decoding draws each row's next tokens with.
 
-        Number d is the first of the step behind d tokens more. The step's own stream is spent.
+        Number d is that of the step behind d tokens more, float64. No stream is needed for them.
         """
-        numbers = []
-        for generator, seed, start in zip(
-            self.generators, self.seeds, self.num_tokens, strict=True
-        ):
-            for place in range(start, start + count):
-                generator.manual_seed(mixed(seed, place))
-                numbers.append(torch.rand((), generator=generator, device=self.device))
-        return torch.stack(numbers).view(-1, count)
+        numbers = [
+            [(mixed(seed, start + place) >> 11) * 2**-53 for place in range(count)]
+            for seed, start in zip(self.seeds, self.num_tokens, strict=True)
+        ]
+        return torch.tensor(numbers, dtype=torch.float64, device=self.device)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop the streams of all other rows."""
+        """Drop the numbers of all other rows."""
         self.seeds = [self.seeds[row] for row in rows]
-        self.generators = [self.generators[row] for row in rows]
         self.num_tokens = [self.num_tokens[row] for row in rows]
+        self.streams = []
 
 
 def mixed(seed: int, count: int) -> int:
-    """A seed for step `count` that looks unrelated to its neighbours' (SplitMix64's finaliser)."""
+    """64 bits for step `count` that look unrelated to its neighbours' (SplitMix64's finaliser)."""
     mask = 2**64 - 1
     z = (seed * 0x9E3779B97F4A7C15 + (count + 1) * 0xD1B54A32D192ED03) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -174,6 +174,15 @@ def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     # uniform just below 1 can round to the total: the last token with mass is meant.
     last_with_mass = (cumulative < total).sum(-1)
     return torch.minimum(drawn, last_with_mass)
+
+
+def draw(
+    logits: torch.Tensor,  # [..., V]
+    temperature: torch.Tensor,  # scalar
+    uniform: torch.Tensor,  # [...]
+) -> torch.Tensor:
+    """`sample` from the whole distribution of logits at a temperature above 0: tokens [...]."""
+    return sample((logits.float() / temperature).softmax(-1), uniform)
 
 
 def draw_without_replacement(

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from drafthead.heads import cpu_kernels
 from drafthead.heads.compilation import Compiled, Sizes
 from drafthead.heads.outline import Filling, Outline
-from drafthead.heads.sampling import sample
+from drafthead.heads.sampling import draw
 from drafthead.heads.target import Features, FeatureSpec, Taps, Target
 from drafthead.heads.tree import TokenTree
 from drafthead.infer.acceptance import Outcome, following_tokens, in_one_table, to_host
@@ -50,6 +51,11 @@ class GraphStep:
         sizes = partial(sizes_of_step, filling)
         self.graphs = Compiled(
             self._step, target.device, target.dtype, self._kind, sizes, self.taps
+        )
+        self.move, self.draw = (
+            (cpu_kernels.move_columns, cpu_kernels.draw)
+            if self.graphs.has_kernels
+            else (move_columns, draw)
         )
 
     def __call__(self, outline: Outline, cache: TreeCache, draws: Draws | None) -> Outcome:
@@ -106,10 +112,13 @@ class GraphStep:
         features = self.taps.features()
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
-        found = follow(tree, said(logits.float(), depths, Draws(*draws) if draws else None))
+        found = follow(tree, self._said(logits, depths, Draws(*draws) if draws else None))
         if tokens.shape != (1, 1):  # a single root is where it belongs
             steps = torch.arange(tokens.shape[1], device=tokens.device)
-            move_columns(keys, values, columns[found.path], lengths[:, None] + steps)
+            places = lengths[:, None] + steps
+            # What lies behind the path stays where it is.
+            source = torch.where(steps < found.length[:, None], columns[found.path], places)
+            self.move(keys, values, source, places)
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         kept = features.map(lambda hidden: hidden[rows, found.path])
         end = found.path.gather(1, found.length[:, None] - 1)
@@ -118,6 +127,17 @@ class GraphStep:
         table = in_one_table(following, found)
         accepted = found.path, found.length, found.bonus
         return accepted, following, table, lengths + found.length, kept.last, kept.taps, hidden
+
+    def _said(
+        self,
+        logits: torch.Tensor,  # [B, N, V]
+        depths: torch.Tensor,  # [B, N]
+        draws: Draws | None,
+    ) -> torch.Tensor:
+        """The target's own token [B, N] behind each node."""
+        if draws is None:  # as float32: a CPU searches 16-bit numbers four times slower
+            return logits.float().argmax(-1)
+        return self.draw(logits, draws.temperature, draws.uniform.gather(1, depths))
 
     def _kind(
         self,
@@ -138,18 +158,6 @@ class GraphStep:
         shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
         cut = (seen.shape[0] > kind.reach for kind in self.target.layer_kinds)
         return parents.shape[0] == 1, parents.shape[1] == 1, *shared, *cut, bool(draws)
-
-
-def said(
-    logits: torch.Tensor,  # [B, N, V] float32; a CPU searches 16-bit numbers four times slower
-    depths: torch.Tensor,  # [B, N]
-    draws: Draws | None,
-) -> torch.Tensor:
-    """The target's own token [B, N] behind each node."""
-    if draws is None:
-        return logits.argmax(-1)
-    probs = (logits / draws.temperature).softmax(-1)
-    return sample(probs, draws.uniform.gather(1, depths))
 
 
 def mask_of_nodes(

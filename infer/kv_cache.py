@@ -229,5 +229,4 @@ def move_columns(
     """
     rows = torch.arange(source.shape[0], device=source.device)[:, None]
     for tensor in (*keys, *values):
-        by_column = tensor.transpose(1, 2)  # [B, S, H, D], a view
-        by_column[rows, destination] = by_column[rows, source]
+        tensor[rows, :, destination] = tensor[rows, :, source]

@@ -116,7 +116,7 @@ class Run:
         if self.random is None:
             return logits.float().argmax(-1)
         self.begin_random_step()
-        return sample(probabilities(logits, self.request.sampling), self.random.uniform())
+        return sample(probabilities(logits, self.request.sampling), self.random.ahead(1)[:, 0])
 
     def begin_random_step(self) -> None:
         """Start each running row's random stream for its next token."""

@@ -86,6 +86,30 @@ def test_a_rows_numbers_depend_on_its_seed_and_length_alone() -> None:
     assert not batch.uniform(5)[1].equal(alone.uniform(5)[0])
 
 
+def test_the_numbers_of_the_next_tokens_are_those_of_their_own_steps() -> None:
+    random = RowRandom([3, 4], torch.device("cpu"))
+    random.begin_step([10, 20])
+    ahead = random.ahead(3)
+    for place in range(3):
+        random.begin_step([10 + place, 20 + place])
+        assert random.ahead(1).equal(ahead[:, place : place + 1])
+
+
+@pytest.mark.parametrize("step", ["token", "seed"])
+def test_the_numbers_of_tokens_are_uniform_and_do_not_follow_from_their_neighbours(step) -> None:
+    count, bins = 200_000, 100
+    by_token = step == "token"
+    random = RowRandom([7] if by_token else range(count), torch.device("cpu"))
+    random.begin_step([0] if by_token else [5] * count)
+    numbers = random.ahead(count if by_token else 1).flatten()
+    assert numbers.min() >= 0 and numbers.max() < 1
+    for values in (numbers, (numbers[1:] - numbers[:-1]) % 1):  # the differences are uniform, too
+        found = values.mul(bins).long().bincount(minlength=bins)
+        expected = len(values) / bins
+        chi_square = ((found - expected) ** 2 / expected).sum()
+        assert abs(chi_square - (bins - 1)) < 4 * (2 * (bins - 1)) ** 0.5
+
+
 @pytest.mark.parametrize(
     "options",
     [

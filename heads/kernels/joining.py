@@ -14,7 +14,15 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
-from drafthead.heads.kernels import few_queries, few_rows, gated_rows, kept, top_few
+from drafthead.heads.kernels import (
+    columns,
+    drawing,
+    few_queries,
+    few_rows,
+    gated_rows,
+    kept,
+    top_few,
+)
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.drafthead
 
@@ -33,7 +41,7 @@ class Joined(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Compiled code of another version of the kernels is not to be taken from torch's cache."""
-        modules = few_queries, few_rows, gated_rows, kept, top_few
+        modules = columns, drawing, few_queries, few_rows, gated_rows, kept, top_few
         return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)))
 
 
