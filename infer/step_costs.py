@@ -16,7 +16,8 @@ from drafthead.infer.verifiers import Verifier
 
 logger = logging.getLogger(__name__)
 
-TIMING = 4  # goes up when steps change or are timed in another way: what was kept is then left alone
+# Goes up when steps change or are timed in another way: what was kept before is then left alone.
+TIMING = 4
 
 
 def step_seconds(
