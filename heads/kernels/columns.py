@@ -100,6 +100,7 @@ class InPlace(ir.CppTemplateBuffer):
 def _lower(layers: Sequence[Any], source: Any, destination: Any) -> None:
     """The operation in the code generator's graph."""
     inputs = [ir.ExternKernel.realize_input(layer) for layer in layers]
+    assert all(layer.get_stride()[-1] == 1 for layer in inputs)
     inputs += [ir.ExternKernel.require_contiguous(place) for place in (source, destination)]
     layout = ir.FixedLayout(source.get_device(), torch.int64, [1], [1])
     InPlace(MoveTemplate("move", inputs, layout, 1), len(layers))
