@@ -13,9 +13,10 @@ from written import TARGET, random_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats import FORMATS, build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.exporting import export_head
+from drafthead.heads.formats.exporting import difference_of, export_head
 from drafthead.heads.formats.medusa import VllmMedusa
 from drafthead.heads.target import Target
+from drafthead.heads.tree import TokenTree, TreeShape
 
 FACTS = TargetFacts("target", HIDDEN, VOCAB, TARGET.num_hidden_layers)
 
@@ -24,6 +25,20 @@ FACTS = TargetFacts("target", HIDDEN, VOCAB, TARGET.num_hidden_layers)
 def model() -> Target:
     torch.manual_seed(0)
     return Target(LlamaForCausalLM(TARGET))
+
+
+def test_what_has_no_probability_in_float32_may_have_any_small_one_elsewhere() -> None:
+    logits = torch.tensor([[0.0, -1.0, -200.0, -90.0]])
+    probs = logits.softmax(1)
+    assert probs[0, 2] == 0
+    ids = torch.arange(4).expand(1, 2, 4)
+    tree = TokenTree.from_shape(
+        TreeShape.chain(1), torch.zeros(1, 2, dtype=torch.long), ids, probs.expand(1, 2, 4)
+    )
+    assert difference_of(logits, tree) < 1e-6
+    assert difference_of(probs.log(), tree) < 1e-6
+    assert difference_of(logits + torch.tensor([0.0, 0.5, 0.0, 0.0]), tree) > 1e-3
+    assert difference_of(logits.flip(1), tree) > 0.5
 
 
 LLAMA3 = {

@@ -17,6 +17,9 @@ from drafthead.heads.tree import TokenTree, TreeShape
 
 POSITIONS = 12  # of the target, up to the one before the probe's root
 TOLERANCE = 1e-3  # of log-probabilities in float32, relative to their spread where that is above 1
+LEAST = (
+    -80.0
+)  # log-probabilities below it count as it: exp(-104) is 0 in float32, of which log is not
 
 
 class StandIn(Target):
@@ -128,12 +131,14 @@ def log_probs_by_token(tree: TokenTree, vocab_size: int) -> torch.Tensor:
 def difference_of(logits: torch.Tensor, tree: TokenTree) -> float:
     """How far logits [K, V] are from what the chain was drawn from, on its support.
 
-    Infinite when the most probable tokens are others.
+    In log-probabilities, relative to their spread; near 1 when the most probable tokens are others.
     """
     assert tree.draft_ids is not None and tree.draft_probs is not None
-    ids, expected = tree.draft_ids[0, :-1], tree.draft_probs[0, :-1].log()
-    found = logits.gather(1, ids)
-    best = logits.topk(ids.shape[1], dim=1).values
+    ids, probs = tree.draft_ids[0, :-1], tree.draft_probs[0, :-1]
+    expected = probs.log().clamp_min(LEAST)
+    scores = logits.log_softmax(1).clamp_min(LEAST)
+    found = scores.gather(1, ids)
+    best = scores.topk(ids.shape[1], dim=1).values
     missed = (best.sort(dim=1).values - found.sort(dim=1).values).abs().max()
     distance = (found.log_softmax(1) - expected).abs().max()
     spread = float((expected.max() - expected.min()).clamp_min(1))
