@@ -101,13 +101,11 @@ def move_columns(
 
 
 def draw(
-    logits: torch.Tensor,  # [..., V]
+    logits: torch.Tensor,  # [..., V] bfloat16, or float32 where a model caps its logits in it
     temperature: torch.Tensor,  # scalar
     uniform: torch.Tensor,  # [...]
 ) -> torch.Tensor:
     """`sampling.draw`, where there are kernels."""
-    if logits.dtype not in (torch.float32, torch.bfloat16):
-        logits = logits.float()
     return torch.ops.drafthead.draw(logits, temperature, uniform)
 
 

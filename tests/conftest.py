@@ -42,7 +42,7 @@ def _few_threads() -> None:
 
 @pytest.fixture
 def sizes_rendered(monkeypatch) -> Callable[[type], list[int]]:
-    """Of a kernel's template: the last sizes of the outputs of what it renders from now on.
+    """Of a kernel's template: the last size of each output that it renders code for from now on.
 
     What torch has compiled before is not rendered again, unless its caches are off.
     """
@@ -53,7 +53,7 @@ def sizes_rendered(monkeypatch) -> Callable[[type], list[int]]:
         monkeypatch.setattr(
             template,
             "render",
-            lambda self, **given: found.append(int(self.layout.size[1])) or render(self, **given),
+            lambda self, **given: found.append(self.layout.size[-1]) or render(self, **given),
         )
         return found
 

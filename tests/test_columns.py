@@ -5,7 +5,7 @@ import torch
 
 from drafthead.heads.compilation import Compiled
 from drafthead.heads.cpu_kernels import move_columns
-from drafthead.heads.kernels import few_rows
+from drafthead.heads.kernels import columns, few_rows
 from drafthead.infer import kv_cache
 
 pytestmark = pytest.mark.skipif(
@@ -18,20 +18,20 @@ LAYERS = [(2, 24, 32), (1, 24, 8)]  # heads, columns and size of a head: layers 
 def compiled() -> Compiled:
     """The function as steps have it: behind columns that the pass has just written."""
 
-    def step(keys, values, columns, source, destination) -> torch.Tensor:
+    def step(keys, values, written, source, destination) -> torch.Tensor:
         for layer in (*keys, *values):
-            layer.index_copy_(2, columns, torch.ones_like(layer[:, :, : columns.shape[0]]))
+            layer.index_copy_(2, written, torch.ones_like(layer[:, :, : written.shape[0]]))
         move_columns(keys, values, source, destination)
         return source + 1
 
-    def sizes(keys, values, columns, source, destination):
+    def sizes(keys, values, written, source, destination):
         layers, places = (*keys, *values), (source, destination)
         return [
             [(tensor, 0) for tensor in (*layers, *places)],
-            [(columns, 0), *((tensor, 1) for tensor in places)],
+            [(written, 0), *((tensor, 1) for tensor in places)],
         ]
 
-    def kind(keys, values, columns, source, destination) -> bool:
+    def kind(keys, values, written, source, destination) -> bool:
         return source.shape[0] == 1
 
     return Compiled(step, torch.device("cpu"), torch.bfloat16, kind, sizes)
@@ -52,15 +52,17 @@ def filled(rows: int) -> list[torch.Tensor]:
         ([[9, 10, 12], [8, 11, 9], [10, 8, 9]], [[8, 9, 10], [7, 8, 9], [7, 8, 9]]),
     ],
 )
-def test_columns_are_moved_in_place_in_every_layer(source, destination) -> None:
+def test_columns_are_moved_in_place_in_every_layer(source, destination, sizes_rendered) -> None:
+    rendered = sizes_rendered(columns.MoveTemplate)
     source, destination = torch.tensor(source), torch.tensor(destination)
-    columns = 8 + torch.arange(source.shape[1])
+    written = 8 + torch.arange(source.shape[1])
     keys, values = filled(len(source)), filled(len(source))
     expected_keys, expected_values = filled(len(source)), filled(len(source))
     for layer in (*expected_keys, *expected_values):
-        layer.index_copy_(2, columns, torch.ones_like(layer[:, :, : source.shape[1]]))
+        layer.index_copy_(2, written, torch.ones_like(layer[:, :, : source.shape[1]]))
     kv_cache.move_columns(expected_keys, expected_values, source, destination)
-    with torch.inference_mode():
-        compiled()(keys, values, columns, source, destination)
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled()(keys, values, written, source, destination)
+    assert rendered
     for moved, expected in zip((*keys, *values), (*expected_keys, *expected_values), strict=True):
         assert torch.equal(moved, expected)

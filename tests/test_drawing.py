@@ -5,15 +5,14 @@ import torch
 
 from drafthead.heads import cpu_kernels, sampling
 from drafthead.heads.compilation import Compiled
-from drafthead.heads.kernels import few_rows
+from drafthead.heads.kernels import drawing, few_rows
 
 pytestmark = pytest.mark.skipif(
     not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 
 
-@pytest.fixture(scope="module")
-def drawn() -> Compiled:
+def compiled() -> Compiled:
     """Any number of rows, of logits as they come out of a product."""
     return Compiled(
         lambda logits, temperature, uniform: cpu_kernels.draw(logits + 0, temperature, uniform),
@@ -26,13 +25,15 @@ def drawn() -> Compiled:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [5, 64, 1000])
-def test_drawn_tokens_are_those_of_torchs_sums(drawn, dtype, size) -> None:
+def test_drawn_tokens_are_those_of_torchs_sums(dtype, size, sizes_rendered) -> None:
     """All but those so near to the edge between two tokens that rounding decides."""
+    rendered = sizes_rendered(drawing.DrawTemplate)
     torch.manual_seed(size)
     logits = (3 * torch.randn(600, 2, size)).to(dtype)
     uniform, temperature = torch.rand(600, 2), torch.tensor(0.7)
-    with torch.inference_mode():
-        found = drawn(logits, temperature, uniform)
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        found = compiled()(logits, temperature, uniform)
+    assert rendered
     sums = (logits.double() / 0.7).softmax(-1).cumsum(-1)
     from_edge = (sums - uniform[..., None].double()).abs().amin(-1)
     expected = sampling.draw(logits, temperature, uniform)
@@ -40,10 +41,10 @@ def test_drawn_tokens_are_those_of_torchs_sums(drawn, dtype, size) -> None:
     assert (from_edge > 1e-6).float().mean() > 0.99
 
 
-def test_tokens_without_mass_are_never_drawn(drawn) -> None:
+def test_tokens_without_mass_are_never_drawn() -> None:
     logits = torch.full((4, 1, 200), -torch.inf)
     logits[:, 0, 70], logits[:, 0, 130] = 1.0, 1.0
     uniform = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-24])[:, None]
     with torch.inference_mode():
-        found = drawn(logits, torch.tensor(1.0), uniform)
+        found = compiled()(logits, torch.tensor(1.0), uniform)
     assert found.flatten().tolist() == [70, 70, 130, 130]

@@ -5,6 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from drafthead.heads.kernels import few_rows
+from drafthead.heads.kernels.kept import PRECIOUS, keep_precious
 
 pytestmark = pytest.mark.skipif(
     not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -12,8 +13,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_all_that_reads_a_sine_or_cosine_reads_what_is_kept_of_it() -> None:
-    from drafthead.heads.kernels.kept import PRECIOUS, keep_precious
-
     def rotated(x: torch.Tensor) -> torch.Tensor:
         cos, sin = x.cos(), x.sin()
         return cos * 2 + sin * 3 + cos * sin

@@ -17,9 +17,8 @@ from drafthead.heads.tree import TokenTree, TreeShape
 
 POSITIONS = 12  # of the target, up to the one before the probe's root
 TOLERANCE = 1e-3  # of log-probabilities in float32, relative to their spread where that is above 1
-LEAST = (
-    -80.0
-)  # log-probabilities below it count as it: exp(-104) is 0 in float32, of which log is not
+# Log-probabilities below it count as it: in float32, exp(-104) is 0 and its logarithm infinite.
+LEAST = -80.0
 
 
 class StandIn(Target):

@@ -17,8 +17,6 @@ from torch._inductor.utils import parallel_num_threads
 
 from drafthead.heads import sampling
 
-TYPES = torch.float32, torch.bfloat16
-
 
 @torch.library.custom_op("drafthead::draw", mutates_args=())
 def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
