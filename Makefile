@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## Distil, train a head, compare: about ten minutes on 2 cores.
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh $(RUN)
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo/demo.sh $(RUN)
 
 test: $(READY)  ## Run the tests, file by file on up to four cores.
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
@@ -40,7 +40,7 @@ format: $(READY)  ## Format the code.
 	$(BIN)/ruff format .
 
 models: $(READY)  ## Train the demo models again: hours on 2 cores, minutes on a GPU; resumable.
-	$(BIN)/python -m drafthead.scripts.build_demo_models
+	$(BIN)/python -m drafthead.scripts.demo.build_models
 
 clean:  ## Remove the virtual environment and all runs.
 	rm -rf $(VENV) runs

@@ -27,18 +27,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafthead.heads.base import Drafter
 from drafthead.heads.checkpoint import load_head, write_text
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target import Target, device_named
-from drafthead.heads.tree import Budget
-from drafthead.infer.bandwidth import copy_bandwidth, weight_bytes
-from drafthead.infer.compiled import CompiledTarget
-from drafthead.infer.contestants import Transformers
+from drafthead.heads.target.target import Target, device_named
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, head_drafter
 from drafthead.infer.drafters.scripted import Scripted
+from drafthead.infer.engine.batch_run import Emitted
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.results import DecodeResult, DecodeStats
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.infer.pass_times import step_overhead
-from drafthead.infer.prompts import encode_one
-from drafthead.infer.results import DecodeResult, DecodeStats
-from drafthead.infer.run import Emitted
+from drafthead.infer.measuring.bandwidth import copy_bandwidth, weight_bytes
+from drafthead.infer.measuring.contestants import Transformers
+from drafthead.infer.measuring.pass_times import step_overhead
+from drafthead.infer.request.prompts import encode_one
 from drafthead.train.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)

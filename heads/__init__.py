@@ -1,10 +1,6 @@
 """drafthead.heads: the frozen target, token trees, draft heads and their checkpoints.
 
-Importing the package imports every module beside this file, so that each head registers itself.
+Importing the package imports the head families, so that each head registers itself.
 """
 
-import importlib
-import pkgutil
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+import drafthead.heads.families  # noqa: F401

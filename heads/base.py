@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.outline import Outline
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.tree import Budget, Path, TokenTree, TreeShape
+from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.trees.recipe import Outline
+from drafthead.heads.trees.tree import Budget, Path, TokenTree, TreeShape
 
 # What an unknown drafter is taken to achieve until it is seen to do better or worse.
 UNMEASURED_ALPHA = 0.6
@@ -132,7 +132,7 @@ class Drafter(ABC):
         return type(self).__name__
 
     def compile(self) -> None:  # noqa: B027  (nothing to compile is a good default)
-        """Compile what `propose` runs, if there is something to compile; see heads.compilation."""
+        """Compile what `propose` runs, if there is something to compile; see heads.graphs.compiled."""
 
     @abstractmethod
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:

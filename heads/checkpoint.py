@@ -18,7 +18,7 @@ from drafthead.heads.formats import load_head
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import ACCEPTANCE_FILE, TAP_CONVENTION, VERSION
 from drafthead.heads.formats.files import CONFIG_FILE
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 __all__ = ["load_head", "save_head", "write_text"]
 

@@ -1,6 +1,6 @@
 """drafthead.infer: decoding with draft heads, draft models, prompt lookup, or nothing."""
 
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.results import DecodeResult, DecodeStats
+from drafthead.infer.engine.results import DecodeResult, DecodeStats
 
 __all__ = ["DecodeResult", "DecodeStats", "Decoder"]

@@ -11,21 +11,21 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from drafthead.heads.base import Drafter, DraftHead
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import Budget
-from drafthead.infer.autoregressive import decode_plainly
-from drafthead.infer.compiled import CompiledTarget
+from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine import speculate
-from drafthead.infer.generation_options import GenerationOptions, read_options, token_ids
-from drafthead.infer.logits_processing import processors_for
-from drafthead.infer.planner import AdaptivePlan, FixedPlan, Planner
-from drafthead.infer.prompts import Prompt, encode, is_single, text_pieces
-from drafthead.infer.results import DecodeResult, DecodeStats
-from drafthead.infer.run import Emitted, Request, Run
-from drafthead.infer.step_costs import rows_timed, step_seconds
-from drafthead.infer.stopping import stops_for
+from drafthead.infer.engine.batch_run import Emitted, Request, Run
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.logits_processing import processors_for
+from drafthead.infer.engine.loop import speculate
+from drafthead.infer.engine.plain import decode_plainly
+from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
+from drafthead.infer.engine.results import DecodeResult, DecodeStats
+from drafthead.infer.request.generation_options import GenerationOptions, read_options, token_ids
+from drafthead.infer.request.prompts import Prompt, encode, is_single, text_pieces
+from drafthead.infer.request.stopping import stops_for
+from drafthead.infer.timing.step_costs import rows_timed, step_seconds
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,12 @@ VERBS = {
 }
 # Verbs whose own name would hide a module of Python's when a script is launched by path, or that no
 # import statement could name.
-MODULES = {"profile": "profile_decoding", "import": "import_head", "export": "export_head"}
+MODULES = {
+    "profile": "profile_decoding",
+    "import": "import_head",
+    "export": "export_head",
+    "leaderboard": "leaderboard.verb",
+}
 
 
 def build_app(requested: str | None) -> typer.Typer:

@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from drafthead.heads.checkpoint import write_text
-from drafthead.infer.comparison import ComparisonRow
+from drafthead.infer.measuring.comparison import ComparisonRow
 from drafthead.scripts.reporting import BASELINE, OURS, THEIRS, print_table, save_figure
 
 COLUMNS = (

@@ -8,7 +8,7 @@ import typer
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.scripts import options
 
 

@@ -11,7 +11,7 @@ from drafthead.heads.checkpoint import save_head
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.files import fresh_folder
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.scripts import options
 
 

@@ -4,10 +4,10 @@ import shlex
 import sys
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.infer.prompts import encode_one
+from drafthead.infer.request.prompts import encode_one
 from drafthead.train.conversations import read_conversations
 
 

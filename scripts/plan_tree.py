@@ -14,10 +14,10 @@ from drafthead.heads.base import UNMEASURED_ALPHA, Drafter
 from drafthead.heads.checkpoint import write_text
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
-from drafthead.infer.plan_table import PlanRow, plan_rows, reason
-from drafthead.infer.planner import AdaptivePlan
-from drafthead.infer.step_costs import cost_file, rows_timed, step_seconds
-from drafthead.infer.step_timing import PROMPT_TOKENS
+from drafthead.infer.engine.planner import AdaptivePlan
+from drafthead.infer.measuring.plan_table import PlanRow, plan_rows, reason
+from drafthead.infer.timing.step_costs import cost_file, rows_timed, step_seconds
+from drafthead.infer.timing.step_timing import PROMPT_TOKENS
 from drafthead.infer.verifiers import verifier_for
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run

@@ -10,13 +10,13 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.bandwidth import bandwidth_bound, weight_bytes
-from drafthead.infer.compiled import CompiledTarget
 from drafthead.infer.decoder import DEFAULT_CHAIN
-from drafthead.infer.ledger import keep_ledgers
-from drafthead.infer.pass_times import (
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.measuring.bandwidth import bandwidth_bound, weight_bytes
+from drafthead.infer.measuring.ledger import keep_ledgers
+from drafthead.infer.measuring.pass_times import (
     ROUNDS,
     STEPS,
     WARM_UP,
@@ -25,7 +25,7 @@ from drafthead.infer.pass_times import (
     step_overhead,
     time_passes,
 )
-from drafthead.infer.prompts import encode
+from drafthead.infer.request.prompts import encode
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids
 from drafthead.scripts.profile_report import Profile, print_profile, write_profile

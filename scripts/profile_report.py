@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.heads.checkpoint import write_text
-from drafthead.infer.bandwidth import BandwidthBound
-from drafthead.infer.ledger import HOST, STEP_PHASES, StepLedger
-from drafthead.infer.pass_times import PassTimes, StepOverhead
+from drafthead.infer.measuring.bandwidth import BandwidthBound
+from drafthead.infer.measuring.ledger import HOST, STEP_PHASES, StepLedger
+from drafthead.infer.measuring.pass_times import PassTimes, StepOverhead
 from drafthead.scripts.reporting import print_table
 
 

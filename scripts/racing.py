@@ -9,8 +9,11 @@ from tqdm import tqdm
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target import Target
-from drafthead.infer.comparison import (
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.measuring.comparison import (
     GENERATE,
     PLAIN,
     ComparisonRow,
@@ -19,10 +22,7 @@ from drafthead.infer.comparison import (
     race,
     rows_of,
 )
-from drafthead.infer.contestants import Contestant, Ours, Transformers
-from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
-from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers
 
 LOOKUP, DRAFT_MODEL = "prompt lookup", "draft model"  # modes of what is no head
 

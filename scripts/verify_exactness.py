@@ -14,11 +14,11 @@ from tqdm import tqdm
 from drafthead.heads.checkpoint import write_text
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target import Target
-from drafthead.infer.comparison import Divergence
-from drafthead.infer.compiled import CompiledTarget
+from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder
-from drafthead.infer.exactness import (
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.measuring.comparison import Divergence
+from drafthead.infer.measuring.exactness import (
     LENGTH,
     Evidence,
     LaterTokens,
@@ -29,9 +29,9 @@ from drafthead.infer.exactness import (
     rounding_doubt,
     sampled_start,
 )
-from drafthead.infer.goodness_of_fit import Fit, chance_of_worse, freedom, surely_found
-from drafthead.infer.prompts import encode_one
-from drafthead.infer.rule_law import fit_of_rule
+from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, freedom, surely_found
+from drafthead.infer.measuring.rule_law import fit_of_rule
+from drafthead.infer.request.prompts import encode_one
 from drafthead.infer.verifiers import Verifier, verifier_for
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids

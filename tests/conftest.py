@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafthead.heads.base import HEADS, Drafter, DraftHead
 from drafthead.heads.sampling import RowRandom
-from drafthead.heads.target import Target
-from drafthead.heads.tree import TreeShape
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 

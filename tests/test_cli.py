@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafthead.heads.checkpoint import save_head
-from drafthead.infer.planner import WORTHWHILE
+from drafthead.infer.engine.planner import WORTHWHILE
 from drafthead.scripts import cli
 
 TEMPLATE = (
@@ -150,7 +150,7 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
 
 
 def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("drafthead.infer.bandwidth.SMALLEST_BUFFER", 2**22)
+    monkeypatch.setattr("drafthead.infer.measuring.bandwidth.SMALLEST_BUFFER", 2**22)
     task = ("profile", *TARGET, "--prompts", "@prompts.jsonl", "--max-new-tokens", "8")
     output = ("--output", str(tmp_path / "profile"))
     status, out, _ = run(*task, "--head", "@head", "--tree-nodes", "4", "--batch", "2", *output)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from drafthead.heads.compilation import Compiled
-from drafthead.heads.cpu_kernels import move_columns
-from drafthead.heads.kernels import columns, few_rows
-from drafthead.infer import kv_cache
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.kernels import linear
+from drafthead.heads.graphs.kernels.move_columns import MoveTemplate
+from drafthead.heads.graphs.substitutions import move_columns
+from drafthead.infer.engine import kv_cache
 
 pytestmark = pytest.mark.skipif(
-    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 
 LAYERS = [(2, 24, 32), (1, 24, 8)]  # heads, columns and size of a head: layers may differ
@@ -53,7 +54,7 @@ def filled(rows: int) -> list[torch.Tensor]:
     ],
 )
 def test_columns_are_moved_in_place_in_every_layer(source, destination, sizes_rendered) -> None:
-    rendered = sizes_rendered(columns.MoveTemplate)
+    rendered = sizes_rendered(MoveTemplate)
     source, destination = torch.tensor(source), torch.tensor(destination)
     written = 8 + torch.arange(source.shape[1])
     keys, values = filled(len(source)), filled(len(source))

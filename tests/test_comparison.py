@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from drafthead.heads.compilation import Compiled
+from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
-from drafthead.infer.comparison import divergences, race, rows_of
-from drafthead.infer.contestants import Answer, Contestant, Ours, Transformers
-from drafthead.infer.results import DecodeStats, repeated_ngram_share
-from drafthead.infer.speedup_model import chain_speedup, predict_chain, speedup_bound
+from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.measuring.comparison import divergences, race, rows_of
+from drafthead.infer.measuring.contestants import Answer, Contestant, Ours, Transformers
+from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
 from drafthead.scripts.comparison_report import markdown_table, write_report
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from drafthead.heads import compilation
-from drafthead.heads.compilation import Compiled, keep_compiled_code
-from drafthead.heads.direct_call import OtherLayoutError, assembly
 from drafthead.heads.errors import UserError
+from drafthead.heads.graphs import compiled
+from drafthead.heads.graphs.compiled import Compiled, keep_compiled_code
+from drafthead.heads.graphs.direct_call import OtherLayoutError, assembly
 
 SQUARE = torch.arange(16.0).view(4, 4)
 
@@ -32,7 +32,7 @@ def test_another_layout_gets_a_graph_of_our_making_and_the_first_stays_in_use(
             for x in (SQUARE, SQUARE.t()):
                 assert torch.equal(doubled(x), 2 * x)
         assert Compiled.made - before == len(doubled.graphs[None]) == 2
-        monkeypatch.setattr(compilation, "MOST_GRAPHS", 2)
+        monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
         with pytest.raises(UserError, match="more than 2 graphs.*decode without compile"):
             doubled(SQUARE.double())
 

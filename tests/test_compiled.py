@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from drafthead.heads.compilation import Compiled
-from drafthead.heads.cpu_kernels import attention_of_one
 from drafthead.heads.errors import UserError
-from drafthead.heads.medusa import MedusaSession
-from drafthead.heads.tree import Budget
-from drafthead.infer.compiled import CompiledTarget
+from drafthead.heads.families.medusa import MedusaSession
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.substitutions import attention_of_one
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
+from drafthead.infer.engine.compiled_target import CompiledTarget
 
 
 @pytest.fixture(scope="module")

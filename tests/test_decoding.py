@@ -8,10 +8,10 @@ from scipy.stats import chisquare
 from drafthead.heads.base import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target import FeatureSpec
-from drafthead.heads.tree import Budget
+from drafthead.heads.target.target import FeatureSpec
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.planner import Planner
+from drafthead.infer.engine.planner import Planner
 from drafthead.infer.verifiers import VERIFIERS
 
 MAX_NEW = 48

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from drafthead.infer.results import repeats
-from drafthead.scripts.demo_corpus import cut_function, pairs_in_file, split_of
-from drafthead.scripts.demo_rollouts import Rollout, lesson
-from drafthead.scripts.demo_training import (
+from drafthead.infer.engine.results import repeats
+from drafthead.scripts.demo.corpus import cut_function, pairs_in_file, split_of
+from drafthead.scripts.demo.rollouts import Rollout, lesson
+from drafthead.scripts.demo.training import (
     IGNORE,
     LEARN,
     UNLEARN,

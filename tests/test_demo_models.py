@@ -8,12 +8,12 @@ import torch
 from scipy.stats import chisquare
 
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import TreeShape
+from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.results import repeated_ngram_share
+from drafthead.infer.engine.results import repeated_ngram_share
 
 ASSETS = Path(__file__).parent.parent / "assets"
 MAX_NEW = 48
@@ -131,4 +131,4 @@ def test_models_are_small_and_say_where_they_come_from() -> None:
     assert sum(path.stat().st_size for path in weights) < 50e6
     for name in ("demo_target", "demo_draft"):
         card = (ASSETS / name / "README.md").read_text()
-        assert all(word in card for word in ("license", "tokens", "loss", "build_demo_models"))
+        assert all(word in card for word in ("license", "tokens", "loss", "build_models"))

@@ -5,8 +5,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafthead.heads.draft_layers import CacheColumns, DecoderLayer, DraftCache, LayerConfig, Rotary
-from drafthead.heads.target import Target
+from drafthead.heads.layers.decoder_layer import (
+    CacheColumns,
+    DecoderLayer,
+    DraftCache,
+    LayerConfig,
+    Rotary,
+)
+from drafthead.heads.target.target import Target
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -3,19 +3,20 @@
 import pytest
 import torch
 
-from drafthead.heads import cpu_kernels, sampling
-from drafthead.heads.compilation import Compiled
-from drafthead.heads.kernels import drawing, few_rows
+from drafthead.heads import sampling
+from drafthead.heads.graphs import substitutions
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.kernels import draw, linear
 
 pytestmark = pytest.mark.skipif(
-    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 
 
 def compiled() -> Compiled:
     """Any number of rows, of logits as they come out of a product."""
     return Compiled(
-        lambda logits, temperature, uniform: cpu_kernels.draw(logits + 0, temperature, uniform),
+        lambda logits, temperature, uniform: substitutions.draw(logits + 0, temperature, uniform),
         torch.device("cpu"),
         torch.bfloat16,
         kind=lambda logits, temperature, uniform: (logits.dtype, *logits.shape[1:]),
@@ -27,7 +28,7 @@ def compiled() -> Compiled:
 @pytest.mark.parametrize("size", [5, 64, 1000])
 def test_drawn_tokens_are_those_of_torchs_sums(dtype, size, sizes_rendered) -> None:
     """All but those so near to the edge between two tokens that rounding decides."""
-    rendered = sizes_rendered(drawing.DrawTemplate)
+    rendered = sizes_rendered(draw.DrawTemplate)
     torch.manual_seed(size)
     logits = (3 * torch.randn(600, 2, size)).to(dtype)
     uniform, temperature = torch.rand(600, 2), torch.tensor(0.7)

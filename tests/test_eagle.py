@@ -14,16 +14,16 @@ from scipy.stats import chisquare
 from test_decoding import law_of_three_tokens, random_prompts
 from torch.nn.functional import smooth_l1_loss
 
-from drafthead.heads import recurrent_drafter
 from drafthead.heads.base import HEADS, MAX_RANK, Committed, HeadBatch
-from drafthead.heads.draft_vocabulary import most_frequent, translated
-from drafthead.heads.dynamic_tree import TreeGrowth
-from drafthead.heads.eagle3 import default_taps
 from drafthead.heads.errors import UserError
-from drafthead.heads.recurrent_drafter import DraftReader
+from drafthead.heads.families import recurrent_drafter
+from drafthead.heads.families.eagle3 import default_taps
+from drafthead.heads.families.recurrent_drafter import DraftReader
+from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target import Features
-from drafthead.heads.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.target.target import Features
+from drafthead.heads.trees.dynamic import TreeGrowth
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.building import build_head
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from drafthead.heads.compilation import Compiled
-from drafthead.heads.kernels import few_queries, few_rows
-from drafthead.heads.target import FeatureSpec, Target
-from drafthead.infer.compiled import CompiledTarget
-from drafthead.infer.pass_times import endless, pass_alone
-from drafthead.infer.run import Run
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.kernels import attention, linear
+from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.infer.engine.batch_run import Run
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.measuring.pass_times import endless, pass_alone
 
 pytestmark = pytest.mark.skipif(
-    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 CAPACITY = 96  # columns of the cache, of which a pass sees a part
 SIZES = [  # rows, heads, heads of keys, queries, columns, size of a head, type of the mask
@@ -29,7 +29,7 @@ SIZES = [  # rows, heads, heads of keys, queries, columns, size of a head, type 
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def attention(request) -> Iterator[Compiled]:
+def compiled_attention(request) -> Iterator[Compiled]:
     """Attention as a pass has it: columns of a larger cache, any number of rows and queries.
 
     On one thread, and on two, which share the heads that are left over.
@@ -37,7 +37,7 @@ def attention(request) -> Iterator[Compiled]:
 
     def attend(query, keys, values, mask) -> torch.Tensor:
         end = mask.shape[-1]
-        output = few_queries.attend(query, keys[:, :, :end], values[:, :, :end], mask, 0.1)
+        output = attention.attend(query, keys[:, :, :end], values[:, :, :end], mask, 0.1)
         return output.transpose(1, 2).flatten(2)
 
     made = Compiled(
@@ -66,11 +66,11 @@ def inputs(rows, heads, key_heads, queries, columns, size, mask_type) -> list[to
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_attention_equals_float64_up_to_the_rounding_of_weights_and_result(
-    attention, sizes
+    compiled_attention, sizes
 ) -> None:
     query, keys, values, mask = inputs(*sizes)
     with torch.inference_mode():
-        found = attention(query, keys, values, mask).double()
+        found = compiled_attention(query, keys, values, mask).double()
     end = mask.shape[-1]
     exact = [tensor.double() for tensor in (query, keys[:, :, :end], values[:, :, :end], mask)]
 
@@ -86,12 +86,12 @@ def test_attention_equals_float64_up_to_the_rounding_of_weights_and_result(
     assert (found - expected).abs().mean() < 0.3 * (rounding * most).mean()
 
 
-def test_a_query_has_the_same_bits_alone_and_among_others(attention) -> None:
+def test_a_query_has_the_same_bits_alone_and_among_others(compiled_attention) -> None:
     query, keys, values, mask = inputs(1, 3, 3, 19, 90, 64, torch.bfloat16)
     with torch.inference_mode():
-        together = attention(query, keys, values, mask)
+        together = compiled_attention(query, keys, values, mask)
         for count in (1, 4, 8, 11):
-            some = attention(query[:, :, :count], keys, values, mask[:, :, :count])
+            some = compiled_attention(query[:, :, :count], keys, values, mask[:, :, :count])
             assert torch.equal(some, together[:, :count])
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.heads.compilation import Compiled
-from drafthead.heads.kernels import few_rows
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.kernels import linear
 
 pytestmark = pytest.mark.skipif(
-    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def made_anew(call) -> None:
 
 
 def test_generated_code_uses_the_kernel(layers, sizes_rendered) -> None:
-    made = sizes_rendered(few_rows.LinearTemplate)
+    made = sizes_rendered(linear.LinearTemplate)
     made_anew(lambda: compiled(layers)(*inputs(layers, 1)))
     assert set(made) == {128, 40, 33}
 
@@ -64,7 +64,7 @@ def test_products_of_one_input_are_one_product(layers, sizes_rendered) -> None:
     alike = nn.ModuleList([*layers[:2], *others]).requires_grad_(False)
     x = torch.randn(3, 96).bfloat16()
     found: list[torch.Tensor] = []
-    made = sizes_rendered(few_rows.LinearTemplate)
+    made = sizes_rendered(linear.LinearTemplate)
     made_anew(lambda: found.extend(compiled(alike)(*[x] * 4)))
     assert set(made) == {128 + 40, 40 + 8}
     for layer, result in zip(alike, found, strict=True):
@@ -75,8 +75,8 @@ def test_products_of_one_input_are_one_product(layers, sizes_rendered) -> None:
 def packed(monkeypatch) -> list[torch.Tensor]:
     """The weights that are packed in a test."""
     found: list[torch.Tensor] = []
-    in_blocks = few_rows.in_blocks
-    monkeypatch.setattr(few_rows, "in_blocks", lambda w: found.append(w) or in_blocks(w))
+    in_blocks = linear.in_blocks
+    monkeypatch.setattr(linear, "in_blocks", lambda w: found.append(w) or in_blocks(w))
     return found
 
 

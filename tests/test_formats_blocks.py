@@ -13,14 +13,14 @@ from written import LAYERS, TARGET, Outputs, Written, random_head
 
 from drafthead.heads.base import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.parallel import ParallelHead
+from drafthead.heads.families.parallel_drafter import ParallelSession
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.dflash import default_ids, our_taps
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.parallel import ParallelHead
-from drafthead.heads.parallel_drafter import ParallelSession
-from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.tree import TreeShape
+from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 
 DFLASH = {

@@ -30,7 +30,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats import FORMATS, load_head
 from drafthead.heads.formats.base import WritableFormat
 from drafthead.heads.formats.files import Checkpoint, checkpoints_at
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 CASES = 200
 SECONDS = 20  # of computing, for one checkpoint

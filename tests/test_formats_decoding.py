@@ -19,16 +19,16 @@ from golden import Case, cases, name_of
 from written import Outputs, Written
 
 import drafthead.infer.verifiers.typical as typical_module
-from drafthead.heads import recurrent_drafter
 from drafthead.heads.base import Committed, DraftHead
+from drafthead.heads.families import recurrent_drafter
+from drafthead.heads.families.medusa import MedusaLayout
+from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.formats import load_head
-from drafthead.heads.medusa import MedusaLayout
-from drafthead.heads.recurrent import RecurrentHead
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target import Features, Target
-from drafthead.heads.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.target.target import Features, Target
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
-from drafthead.infer import run as run_module
+from drafthead.infer.engine import batch_run as run_module
 from drafthead.infer.verifiers import VERIFIERS
 
 ALGORITHMS = "medusa_algorithms/*"

@@ -9,19 +9,19 @@ from conftest import HIDDEN, VOCAB
 from golden import Case, cases, name_of
 from written import LAYERS, TARGET, Outputs, Written, random_head
 
-from drafthead.heads import recurrent_drafter
 from drafthead.heads.base import Committed, HeadBatch
-from drafthead.heads.draft_layers import CacheColumns, DraftCache
-from drafthead.heads.eagle3 import Eagle3Head, default_taps
 from drafthead.heads.errors import UserError
+from drafthead.heads.families import recurrent_drafter
+from drafthead.heads.families.eagle3 import Eagle3Head, default_taps
+from drafthead.heads.families.recurrent import Unrolled
+from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.recurrent import Unrolled
-from drafthead.heads.recurrent_drafter import DraftReader
+from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.tree import Budget, TokenTree
+from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 
 PLAIN = {"tap_norm": "none", "norm_feedback": False}

@@ -15,8 +15,8 @@ from drafthead.heads.formats import FORMATS, build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import difference_of, export_head
 from drafthead.heads.formats.medusa import VllmMedusa
-from drafthead.heads.target import Target
-from drafthead.heads.tree import TokenTree, TreeShape
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 FACTS = TargetFacts("target", HIDDEN, VOCAB, TARGET.num_hidden_layers)
 

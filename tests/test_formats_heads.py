@@ -10,18 +10,18 @@ from golden import Case, cases, loaded, name_of
 from written import Outputs, Written
 
 from drafthead.heads.base import Committed
-from drafthead.heads.draft_layers import CacheColumns, DraftCache
+from drafthead.heads.families.hydra import HydraHeads
+from drafthead.heads.families.medusa import MedusaHeads
+from drafthead.heads.families.mlp_speculator import MlpSpeculator
+from drafthead.heads.families.recurrent import RecurrentHead
+from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
-from drafthead.heads.hydra import HydraHeads
-from drafthead.heads.medusa import MedusaHeads
-from drafthead.heads.mlp_speculator import MlpSpeculator
-from drafthead.heads.recurrent import RecurrentHead
-from drafthead.heads.recurrent_drafter import DraftReader
+from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.tree import TreeShape
+from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.trees.tree import TreeShape
 
 
 def assert_as_recorded(case: Case, found: Outputs) -> None:

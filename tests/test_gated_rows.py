@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drafthead.heads.compilation import Compiled
-from drafthead.heads.kernels import few_rows, gated_rows
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.kernels import gated_mlp, linear
 
 pytestmark = pytest.mark.skipif(
-    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 INNER = 96
 
@@ -52,7 +52,7 @@ def compiled(mlp: GatedMLP) -> Compiled:
 def test_gated_mlps_are_one_function_where_their_blocks_can_be_paired(
     size, together, bias, used, sizes_rendered
 ) -> None:
-    rendered = sizes_rendered(gated_rows.GatedTemplate)
+    rendered = sizes_rendered(gated_mlp.GatedTemplate)
     mlp = made(size, together, bias)
     x = torch.randn(3, INNER).bfloat16()
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(pass_of_mlp) -> None:
 
 def test_paired_blocks_lie_next_to_each_other() -> None:
     gate, up = torch.randn(2, 64, 8).bfloat16()
-    apart, paired = few_rows.pack([gate, up]), few_rows.pack([gate, up], paired=True)
+    apart, paired = linear.pack([gate, up]), linear.pack([gate, up], paired=True)
     assert torch.equal(paired, apart[[0, 2, 1, 3]])
     x = torch.randn(2, 8).bfloat16()
     torch.testing.assert_close(

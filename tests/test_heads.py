@@ -14,10 +14,10 @@ from conftest import NO_HEADS, VOCAB
 
 from drafthead.heads.base import HEADS, MAX_RANK, Committed, Drafter, DraftHead, Ends, HeadBatch
 from drafthead.heads.checkpoint import load_head, save_head
-from drafthead.heads.losses import TOKEN_LOSSES
+from drafthead.heads.objectives.losses import TOKEN_LOSSES
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target import Features, Target
-from drafthead.heads.tree import TokenTree, TreeShape
+from drafthead.heads.target.target import Features, Target
+from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.train.evaluation import chain_lengths
 
 GREEDY, WARM = SamplingConfig(), SamplingConfig(temperature=1.0, top_k=20)

@@ -13,12 +13,12 @@ from transformers import LlamaForCausalLM
 from written import TARGET, random_head
 
 from drafthead.heads.base import DraftHead, HeadBatch
-from drafthead.heads.eagle3 import Eagle3Head
+from drafthead.heads.families.eagle3 import Eagle3Head
+from drafthead.heads.families.parallel import ParallelHead
+from drafthead.heads.families.recurrent import Unrolled
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.parallel import ParallelHead
-from drafthead.heads.recurrent import Unrolled
-from drafthead.heads.target import Features, Target
+from drafthead.heads.target.target import Features, Target
 
 pytest.importorskip("speculators")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from drafthead.heads.kernels import few_rows
-from drafthead.heads.kernels.kept import PRECIOUS, keep_precious
+from drafthead.heads.graphs.kernels import linear
+from drafthead.heads.graphs.kernels.kept import PRECIOUS, keep_precious
 
 pytestmark = pytest.mark.skipif(
-    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 
 

@@ -10,8 +10,8 @@ from test_training import byte_tokenizer, tiny_llama, write_conversations
 
 from drafthead.heads.errors import UserError
 from drafthead.scripts import cli
-from drafthead.scripts.leaderboard_config import Board, load_board
-from drafthead.scripts.leaderboard_training import check_board
+from drafthead.scripts.leaderboard.config import Board, load_board
+from drafthead.scripts.leaderboard.training import check_board
 from drafthead.train.run_summary import summarize
 
 

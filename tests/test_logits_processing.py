@@ -12,12 +12,12 @@ from transformers.generation import logits_process as hf
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target import FeatureSpec
-from drafthead.heads.tree import PADDING, TokenTree
+from drafthead.heads.target.target import FeatureSpec
+from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer import Decoder
-from drafthead.infer.generation_options import read_options
-from drafthead.infer.logits_processing import AnswerPenalty, PathProcessing, processors_for
-from drafthead.infer.rows import Batch
+from drafthead.infer.engine.logits_processing import AnswerPenalty, PathProcessing, processors_for
+from drafthead.infer.engine.rows import Batch
+from drafthead.infer.request.generation_options import read_options
 
 MAX_NEW = 20
 PROMPTS = random_prompts(3)  # of different lengths

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drafthead.heads import losses
 from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
-from drafthead.heads.losses import (
+from drafthead.heads.families.medusa import MedusaConfig
+from drafthead.heads.objectives import losses
+from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     depth_weights,
     dpace_weights,
@@ -25,8 +26,7 @@ from drafthead.heads.losses import (
     soft_cross_entropy,
     total_variation,
 )
-from drafthead.heads.medusa import MedusaConfig
-from drafthead.heads.target import Features, Target
+from drafthead.heads.target.target import Features, Target
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:

@@ -9,15 +9,15 @@ from conftest import BUSHY, HIDDEN, VOCAB
 from torch.nn.functional import softplus
 
 from drafthead.heads.base import MAX_RANK, Committed, HeadBatch
-from drafthead.heads.best_first import best_first_tree
-from drafthead.heads.block_transformer import spread_taps
 from drafthead.heads.errors import UserError
-from drafthead.heads.losses import overlap
-from drafthead.heads.parallel import ParallelConfig, ParallelHead
-from drafthead.heads.parallel_drafter import CANDIDATES, Block, Candidates, ParallelSession
+from drafthead.heads.families.parallel import ParallelConfig, ParallelHead
+from drafthead.heads.families.parallel_drafter import CANDIDATES, Block, Candidates, ParallelSession
+from drafthead.heads.families.parallel_transformer import spread_taps
+from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target import FeatureSpec, Target
-from drafthead.heads.tree import Budget
+from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.trees.best_first import best_first_tree
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.train.features import positions_in_segments, segment_mask
 
@@ -92,7 +92,7 @@ def test_more_blocks_than_attend_at_once_change_nothing(target, make_head, monke
     head, batch = make_head("parallel", target), batch_of(target, ROWS)
     anchors = torch.arange(7).expand(2, 7)
     together = head.drafted(batch, target, anchors)
-    monkeypatch.setattr("drafthead.heads.parallel.BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr("drafthead.heads.families.parallel.BLOCKS_AT_ONCE", 2)
     torch.testing.assert_close(head.drafted(batch, target, anchors), together)
 
 

@@ -8,11 +8,11 @@ from itertools import count
 
 import pytest
 
-from drafthead.heads.tree import Budget, StaticTrees, tree_budgets
+from drafthead.heads.trees.tree import Budget, StaticTrees, tree_budgets
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
-from drafthead.infer.planner import Acceptance, AdaptivePlan, Pace
-from drafthead.infer.step_timing import (
+from drafthead.infer.engine.planner import Acceptance, AdaptivePlan, Pace
+from drafthead.infer.timing.step_timing import (
     ENOUGH_SECONDS,
     ROUNDS,
     Round,

@@ -7,15 +7,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Target
-from drafthead.heads.tree import Budget, StaticTrees
-from drafthead.infer import Decoder, bandwidth
-from drafthead.infer.bandwidth import BandwidthBound, bandwidth_bound, copy_bandwidth, weight_bytes
-from drafthead.infer.ledger import HOST, keep_ledgers, ledger_of
-from drafthead.infer.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
-from drafthead.infer.plan_table import plan_rows, reason
-from drafthead.infer.planner import AdaptivePlan
-from drafthead.infer.results import DecodeStats
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Budget, StaticTrees
+from drafthead.infer import Decoder
+from drafthead.infer.engine.planner import AdaptivePlan
+from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.measuring import bandwidth
+from drafthead.infer.measuring.bandwidth import (
+    BandwidthBound,
+    bandwidth_bound,
+    copy_bandwidth,
+    weight_bytes,
+)
+from drafthead.infer.measuring.ledger import HOST, keep_ledgers, ledger_of
+from drafthead.infer.measuring.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
+from drafthead.infer.measuring.plan_table import plan_rows, reason
 from drafthead.scripts import plan_tree, profile_decoding
 
 PROMPTS = [[9, 10, 11], [20, 21]]

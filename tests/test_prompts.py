@@ -5,10 +5,10 @@ import torch
 from test_cli import byte_tokenizer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.prompts import encode, text_pieces
-from drafthead.infer.rows import Batch
+from drafthead.infer.engine.rows import Batch
+from drafthead.infer.request.prompts import encode, text_pieces
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import VOCAB
 
-from drafthead.heads.anchors import anchor_positions
 from drafthead.heads.base import MAX_RANK, HeadBatch
-from drafthead.heads.tree import TreeShape
+from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.replay import accepted_in, replayed, roots_of_steps
 

@@ -7,8 +7,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.medusa import MedusaConfig
-from drafthead.scripts.leaderboard_config import load_board
+from drafthead.heads.families.medusa import MedusaConfig
+from drafthead.scripts.leaderboard.config import load_board
 from drafthead.train.run_config import RunConfig, load_run_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -8,13 +8,13 @@ from conftest import BUSHY
 
 from drafthead.heads.base import MAX_RANK, Committed, HeadBatch
 from drafthead.heads.errors import UserError
-from drafthead.heads.hydra import HydraConfig, HydraHeads
-from drafthead.heads.levels import levels_of
-from drafthead.heads.mlp_speculator import MlpSpeculatorConfig
+from drafthead.heads.families.hydra import HydraConfig, HydraHeads
+from drafthead.heads.families.mlp_speculator import MlpSpeculatorConfig
+from drafthead.heads.families.sequential import SequentialHead
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.sequential import SequentialHead
-from drafthead.heads.target import Features, Target
-from drafthead.heads.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.target.target import Features, Target
+from drafthead.heads.trees.levels import levels_of
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 VARIANTS = {
     "hydra": ("hydra", {"prefix_layer": False, "num_blocks": 1}),

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 
 MAX_NEW = 40

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import FeatureSpec, Target
+from drafthead.heads.target.target import FeatureSpec, Target
 
 SIZES = {
     "vocab_size": 50,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from drafthead.heads.compilation import Compiled
-from drafthead.heads.kernels import few_rows, top_few
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.kernels import linear, top_k
 
 pytestmark = pytest.mark.skipif(
-    not few_rows.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
+    not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
 
 
@@ -27,7 +27,7 @@ def compiled(count: int) -> Compiled:
 )
 def test_values_and_places_are_those_of_a_stable_sort(sizes_rendered, count, size, used) -> None:
     torch.manual_seed(count)
-    rendered = sizes_rendered(top_few.TopTemplate)
+    rendered = sizes_rendered(top_k.TopTemplate)
     best = compiled(count)
     for rows in (1, 2, 5):
         x = torch.randn(rows, 3, size).bfloat16()  # rounded, so that many are equal

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from drafthead.heads.base import Committed
+from drafthead.heads.drafting.late_reader import Unread, joined
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.unread import Unread, joined
+from drafthead.heads.target.target import Features, FeatureSpec, Target
 
 GREEDY = SamplingConfig()
 

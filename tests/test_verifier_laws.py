@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import ScriptedRandom
 
-from drafthead.heads.tree import TokenTree, TreeShape
+from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.infer.verifiers.lenient import LENIENCE
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 LAYERS = 8
 TARGET = LlamaConfig(

@@ -9,7 +9,7 @@ from accelerate.utils import ProjectConfiguration
 
 from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.train.run_config import RunConfig
 
 

@@ -15,10 +15,10 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from drafthead.heads.base import MAX_RANK, DraftHead
-from drafthead.heads.target import Target
-from drafthead.heads.tree import Path, grow_tree
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Path, grow_tree
 from drafthead.train.features import read_features
-from drafthead.train.head_data import PackedData
+from drafthead.train.packing import PackedData
 
 KEPT_PATHS = 512
 TREE_SIZES = (8, 16, 32, 64)  # nodes, the root included

@@ -10,8 +10,8 @@ import torch
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import FeatureSpec, Target
-from drafthead.train.head_data import TokenBatch
+from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.train.packing import TokenBatch
 
 
 @dataclass(frozen=True)

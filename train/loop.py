@@ -20,18 +20,18 @@ from torch.distributed.tensor import DTensor
 from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.checkpoint import save_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 from drafthead.train.budget import Budget, TrainConfig
 from drafthead.train.console import StepBar, StopRequest
 from drafthead.train.evaluation import Evaluation, chain_lengths, evaluate
 from drafthead.train.features import read_features
-from drafthead.train.head_data import PackedData, RowOrder
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
     lr_share,
     set_learning_rates,
 )
+from drafthead.train.packing import PackedData, RowOrder
 from drafthead.train.replay import replayed
 from drafthead.train.run_folder import (
     EVALUATION_FILE,

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from drafthead.heads.anchors import anchor_positions
 from drafthead.heads.base import HeadBatch
-from drafthead.heads.tree import Path, grow_tree
+from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.trees.tree import Path, grow_tree
 from drafthead.train.evaluation import count_paths
 
 REPLAY_NODES = 16  # of the tree that is drafted behind each root, the root included

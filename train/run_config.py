@@ -18,8 +18,8 @@ from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.train.budget import TrainConfig
 from drafthead.train.features import TargetConfig
-from drafthead.train.head_data import DataConfig
 from drafthead.train.optimizers import OptimizerConfig
+from drafthead.train.packing import DataConfig
 from drafthead.train.run_folder import RunFolder, Settings
 
 DEFAULT_FAMILY = "medusa"

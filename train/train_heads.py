@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 from drafthead.heads.errors import UserError
 from drafthead.train.building import build_accelerator, build_head
 from drafthead.train.features import load_target
-from drafthead.train.head_data import load_packed
 from drafthead.train.loop import Trainer, TrainingTask
+from drafthead.train.packing import load_packed
 from drafthead.train.run_config import RunConfig, load_run_config
 
 logger = logging.getLogger(__name__)

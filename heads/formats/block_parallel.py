@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.parallel import ParallelConfig
 from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name, check_claims
 from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.layers import (
@@ -21,7 +22,6 @@ from drafthead.heads.formats.layers import (
     spread_over,
     without_output_bias,
 )
-from drafthead.heads.parallel import ParallelConfig
 
 MOST_SLOTS = 256  # of a block: a pass looks from every slot at every other
 # Our names for what the formats call by others.

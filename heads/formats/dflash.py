@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.parallel import ParallelConfig
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,
@@ -31,8 +32,7 @@ from drafthead.heads.formats.block_parallel import (
 )
 from drafthead.heads.formats.files import Checkpoint, read_json
 from drafthead.heads.formats.layers import layer_keys, whole_numbers, with_output_bias
-from drafthead.heads.parallel import ParallelConfig
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 
 def default_ids(num_target_layers: int, num_layers: int) -> list[int]:

@@ -10,7 +10,7 @@ from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts, register_format
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
-from drafthead.heads.tree import Path as TreePath
+from drafthead.heads.trees.tree import Path as TreePath
 
 VERSION = 1
 ACCEPTANCE_FILE = "acceptance.json"

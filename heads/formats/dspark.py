@@ -29,7 +29,7 @@ from drafthead.heads.formats.block_parallel import (
 from drafthead.heads.formats.dflash import block_with_ids, described, num_layers_known, their_ids
 from drafthead.heads.formats.files import Checkpoint, read_json
 from drafthead.heads.formats.layers import whole_numbers, with_output_bias
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 
 @register_format

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.eagle import EagleConfig
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.eagle import EagleConfig
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,
@@ -33,7 +33,7 @@ from drafthead.heads.formats.layers import (
     layer_options,
     num_layers_of,
 )
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
 DEPTH = 5  # tokens drafted behind the root, of which the file says nothing: the official default

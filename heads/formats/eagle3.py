@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.eagle3 import Eagle3Config
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.eagle3 import Eagle3Config
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,
@@ -46,7 +46,7 @@ from drafthead.heads.formats.layers import (
     with_output_bias,
     without_output_bias,
 )
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers pass over

@@ -12,8 +12,8 @@ from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFo
 from drafthead.heads.formats.files import fresh_folder
 from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target import Features, Target
-from drafthead.heads.tree import TokenTree, TreeShape
+from drafthead.heads.target.target import Features, Target
+from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 POSITIONS = 12  # of the target, up to the one before the probe's root
 TOLERANCE = 1e-3  # of log-probabilities in float32, relative to their spread where that is above 1

@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import silu
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.draft_layers import LayerConfig
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.hydra import HydraConfig
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,
@@ -31,8 +31,8 @@ from drafthead.heads.formats.base import (
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
 from drafthead.heads.formats.layers import PlainLayers, Tensors
-from drafthead.heads.hydra import HydraConfig
-from drafthead.heads.target import Target
+from drafthead.heads.layers.decoder_layer import LayerConfig
+from drafthead.heads.target.target import Target
 
 PREFIX = "prefix_embeding_layer."  # the official spelling
 LAYER = PREFIX + "layers.0."

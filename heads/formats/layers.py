@@ -15,10 +15,10 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drafthead.heads.draft_layers import ROPE_TYPES, LayerConfig
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import check_claims
 from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.layers.decoder_layer import ROPE_TYPES, LayerConfig
 
 Tensors = dict[str, torch.Tensor]
 

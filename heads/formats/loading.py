@@ -10,7 +10,7 @@ from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import FORMATS, Foreign, Format, TargetFacts
 from drafthead.heads.formats.files import Checkpoint, checkpoints_at, first_line
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 logger = logging.getLogger(__name__)
 

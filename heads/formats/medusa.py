@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.medusa import MedusaConfig
 from drafthead.heads.formats.base import (
     WEIGHTS,
     Foreign,
@@ -34,8 +35,7 @@ from drafthead.heads.formats.base import (
     write_config,
 )
 from drafthead.heads.formats.files import Checkpoint
-from drafthead.heads.medusa import MedusaConfig
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 MERGED = "medusa_head."
 

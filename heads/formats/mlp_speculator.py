@@ -9,6 +9,7 @@ from torch.nn.functional import gelu
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
 from drafthead.heads.formats.base import (
     WEIGHTS,
     Foreign,
@@ -24,8 +25,7 @@ from drafthead.heads.formats.base import (
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
 from drafthead.heads.formats.layers import Tensors, rms_normed
-from drafthead.heads.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 PREFIX = "speculator."
 # Our modules by their names; of tied steps the first projection is still its own.

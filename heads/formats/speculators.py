@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.heads.families.parallel import ParallelConfig
 from drafthead.heads.formats import block_parallel, eagle3
 from drafthead.heads.formats.base import (
     Foreign,
@@ -29,8 +30,7 @@ from drafthead.heads.formats.base import (
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
 from drafthead.heads.formats.layers import layer_keys, whole_numbers, with_output_bias
-from drafthead.heads.parallel import ParallelConfig
-from drafthead.heads.target import Target
+from drafthead.heads.target.target import Target
 
 KIND = "speculators_model_type"
 EAGLES, BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark")

@@ -7,6 +7,7 @@ token by token, so K drafted tokens cost K passes (Leviathan et al., 2023, arXiv
 import torch
 
 from drafthead.heads.base import Committed, Drafter, DraftSession, at_last
+from drafthead.heads.drafting.late_reader import Unread
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
@@ -15,10 +16,9 @@ from drafthead.heads.sampling import (
     draw_without_replacement,
     probabilities,
 )
-from drafthead.heads.target import Features, FeatureSpec, Target
-from drafthead.heads.tree import Budget, TokenTree, TreeShape, chain_budgets
-from drafthead.heads.unread import Unread
-from drafthead.infer.compiled import CompiledTarget, new_cache
+from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, chain_budgets
+from drafthead.infer.engine.compiled_target import CompiledTarget, new_cache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 

@@ -9,8 +9,8 @@ import torch
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target import FeatureSpec
-from drafthead.heads.tree import PADDING, Budget, TokenTree, TreeShape, chain_budgets
+from drafthead.heads.target.target import FeatureSpec
+from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, chain_budgets
 
 MAX_NGRAM = 3
 

@@ -11,8 +11,8 @@ import torch
 
 from drafthead.heads.base import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target import FeatureSpec
-from drafthead.heads.tree import Budget, TokenTree, TreeShape, tree_budgets
+from drafthead.heads.target.target import FeatureSpec
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, tree_budgets
 
 
 class Scripted(Drafter):

@@ -14,7 +14,7 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom
-from drafthead.heads.tree import TokenTree
+from drafthead.heads.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 
 from drafthead.heads.sampling import RowRandom, sample
-from drafthead.heads.tree import TokenTree
+from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, path_to, register_verifier
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.sampling import sample
-from drafthead.heads.tree import PADDING, TokenTree
+from drafthead.heads.trees.tree import PADDING, TokenTree
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 
 from drafthead.heads.sampling import RowRandom
-from drafthead.heads.tree import TokenTree
+from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, path_to, register_verifier
 from drafthead.infer.verifiers.match import match
 from drafthead.infer.verifiers.refusals import DrawnChildren

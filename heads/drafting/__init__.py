@@ -1,0 +1,1 @@
+"""drafthead.heads.drafting: the seam between whatever drafts and the engine that verifies."""

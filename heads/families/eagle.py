@@ -1,0 +1,100 @@
+"""EAGLE (Li et al., 2024, arXiv 2401.15077): one decoder layer that continues target features.
+
+From the target's final hidden state at position t and the token behind it, it predicts the hidden
+state at t + 1, which the target's own output head turns into the guess of token t + 2.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from drafthead.heads.base import register_head
+from drafthead.heads.families.recurrent import RecurrentConfig, RecurrentHead
+from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerStore, Rotation
+from drafthead.heads.objectives.losses import feature_loss
+from drafthead.heads.target.target import Features, FeatureSpec, Target
+
+
+@dataclass(frozen=True)
+class EagleConfig(RecurrentConfig):
+    """Shape and loss of an EAGLE head.
+
+    The original learns one step (`ttt_steps` 1); more are HASS's alignment (arXiv 2408.15766).
+    """
+
+    ttt_steps: int = 1
+    fc_bias: bool = True
+    embeddings: Literal["target", "own"] = "target"  # own: read, not trained
+    feature_weight: float = 1.0  # of the distance from the target's hidden state
+    token_weight: float = 0.1  # of the token loss
+    feature_noise: float = 0.0  # training adds uniform noise from -x to x to the features read
+
+
+@register_head("eagle", EagleConfig)
+class EagleHead(RecurrentHead):
+    """EAGLE's head; with dynamic trees it is EAGLE-2's."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.embed_tokens = None
+        if config.embeddings == "own":
+            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        # `fc` stands in for the first layer's norm.
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, input_norm=index > 0) for index in range(config.num_layers)
+        )
+
+    @property
+    def features_needed(self) -> FeatureSpec:
+        """The hidden state after the final norm."""
+        return FeatureSpec(layers=(), last=True)
+
+    def initialize(self, target: Target) -> None:
+        """Copy the target's embeddings if the head has its own; the output head is the target's."""
+        if self.embed_tokens is not None:
+            tokens = torch.arange(target.vocab_size, device=target.device)
+            self.embed_tokens.weight.data.copy_(target.embed(tokens))
+
+    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's embeddings, or the head's own."""
+        if self.embed_tokens is None:
+            return super().embed(token_ids, target)
+        return self.embed_tokens(token_ids)
+
+    def encode(self, features: Features) -> torch.Tensor:
+        """The final hidden states as they are, but for the noise of training."""
+        assert features.last is not None
+        noise = self.config.feature_noise if self.training else 0
+        if noise == 0:
+            return features.last
+        return features.last + noise * (2 * torch.rand_like(features.last) - 1)
+
+    def run_layers(
+        self,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        rotation: Rotation,
+        mask: torch.Tensor,
+        store: LayerStore,
+    ) -> torch.Tensor:
+        """Embedding and state are mixed into one vector, then the layers follow."""
+        hidden = self.fc(torch.cat([embeds, states], dim=-1))
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotation, mask, partial(store, index))
+        return hidden
+
+    def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        """Outputs are hidden states of the target, so its output head reads them."""
+        return target.project(outputs)
+
+    def training_losses(
+        self, outputs: torch.Tensor, features: torch.Tensor, token_losses: torch.Tensor
+    ) -> torch.Tensor:
+        """The distance from the target's states and the token loss, weighted."""
+        distance = feature_loss(outputs, features)
+        return self.config.feature_weight * distance + self.config.token_weight * token_losses

@@ -1,0 +1,245 @@
+"""EAGLE-3 (Li et al., 2025, arXiv 2503.01840): a draft layer on low, middle and high features.
+
+Nothing ties its states to the target's, so the head learns on its own outputs instead: the
+training-time test of `recurrent.Unrolled`. It may guess among the frequent tokens only. The norms
+of EAGLE-3.1 ("Attention Drift", arXiv 2605.09992) keep the states that are fed back from growing.
+P-EAGLE (arXiv 2602.01469) feeds nothing back: one pass over mask tokens drafts all depths.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from drafthead.heads.base import register_head
+from drafthead.heads.errors import UserError
+from drafthead.heads.families.recurrent import RecurrentConfig, RecurrentHead
+from drafthead.heads.layers.decoder_layer import (
+    Attention,
+    DecoderLayer,
+    GatedMlp,
+    LayerStore,
+    RMSNorm,
+    Rotation,
+    Store,
+)
+from drafthead.heads.layers.draft_vocabulary import most_frequent
+from drafthead.heads.target.target import Features, FeatureSpec, Target
+
+
+@dataclass(frozen=True)
+class Eagle3Config(RecurrentConfig):
+    """Shape and training of an EAGLE-3 head.
+
+    `tap_norm` each and `norm_feedback` are EAGLE-3.1; EAGLE-3 has neither. A hidden size other than
+    the target's brings embeddings of its own. `mask_token` is P-EAGLE: drafted positions read this
+    token and learnt taps instead of what was drafted there.
+    """
+
+    target_hidden_size: int = 0
+    taps: tuple[int, ...] = ()  # layers of the target whose OUTPUT is read, see `FeatureSpec`
+    tap_norm: Literal["none", "each", "joint"] = "each"  # joint: over all taps as one vector
+    norm_feedback: bool = True  # feed back the state after the final norm
+    norm_before_residual: bool = False  # the first layer adds to the normed state
+    qk_norm: bool = False  # norm queries and keys of each attention head, as Qwen3 does
+    embeddings: Literal["target", "own"] = "target"  # own: as many numbers as the target's
+    mask_token: int | None = None
+    output: Literal["own", "sliced"] = "own"  # sliced: the target's rows, not trained
+    draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "taps", tuple(self.taps))  # JSON brings a list
+        if self.mask_token is not None and not 0 <= self.mask_token < (self.vocab_size or 2**31):
+            raise UserError(
+                f"head.mask_token is {self.mask_token}, which is no token of a vocabulary of "
+                f"{self.vocab_size}"
+            )
+        if self.vocab_size and self.draft_vocab_size > self.vocab_size:
+            raise UserError(
+                f"head.draft_vocab_size is {self.draft_vocab_size}, but the vocabulary has "
+                f"{self.vocab_size} tokens"
+            )
+        other_width = self.target_hidden_size not in (0, self.hidden_size)
+        if self.output == "sliced" and other_width:
+            raise UserError(
+                f"head.output sliced needs the target's hidden size {self.target_hidden_size}, "
+                f"but head.hidden_size is {self.hidden_size}"
+            )
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """The layers of which EAGLE-3 reads the output: low, middle and high.
+
+    Its authors name the layers whose INPUT they read, 2, L/2 and L - 3; one less is the layer of
+    which that is the output: 1, 3, 4 of 8 layers. Below 7 layers these coincide, and first, middle
+    and last are taken.
+    """
+    if num_layers >= 7:
+        return (1, num_layers // 2 - 1, num_layers - 4)
+    return tuple(sorted({0, num_layers // 2, num_layers - 1}))
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads embedding and state side by side."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.hidden_norm = RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, input_size=2 * size, qk_norm=config.qk_norm)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.mlp = GatedMlp(config)
+
+    def forward(
+        self,
+        embeds: torch.Tensor,  # [B, T, D]
+        states: torch.Tensor,  # [B, T, D]
+        rotation: Rotation,
+        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
+        store: Store,
+    ) -> torch.Tensor:
+        """The new states [B, T, D]."""
+        normed = self.hidden_norm(states)
+        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        hidden = normed if self.norm_before_residual else states
+        hidden = hidden + self.self_attn(both, rotation, mask, store)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@register_head("eagle3", Eagle3Config)
+class Eagle3Head(RecurrentHead):
+    """EAGLE-3's head, with or without the norms of 3.1."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
+        width = config.target_hidden_size
+        if config.tap_norm == "each":
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps=eps) for _ in range(num_taps))
+        elif config.tap_norm == "joint":
+            self.input_norm = RMSNorm(num_taps * width, eps=eps)
+        self.fc = nn.Linear(num_taps * width, size, bias=False)
+        more = (DecoderLayer(config, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
+        self.layers = nn.ModuleList([Eagle3Layer(config), *more])
+        self.norm = RMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.lm_head.requires_grad_(config.output == "own")
+        own_embeddings = config.embeddings == "own" or size != width
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if own_embeddings else None
+        self.mask_hidden = None
+        if config.mask_token is not None:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_taps * width))
+        if config.draft_vocab_size:
+            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
+            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
+
+    @classmethod
+    def sized(cls, config: Any, target: Target) -> Any:
+        """As for any recurrent head; the width may be another than the target's."""
+        filled = super().sized(replace(config, hidden_size=0, output="own"), target)
+        return replace(
+            filled,
+            hidden_size=config.hidden_size or target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            taps=config.taps or default_taps(target.num_layers),
+            output=config.output,
+        )
+
+    @property
+    def features_needed(self) -> FeatureSpec:
+        """The taps, and the final hidden state that the target's distribution is read from."""
+        return FeatureSpec(layers=self.config.taps, last=True)
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """The tokens of the draft vocabulary [Vd], if it has one."""
+        if not self.config.draft_vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def prepare(self, token_counts: torch.Tensor) -> None:
+        """Make the most frequent tokens the draft vocabulary; of equals the first."""
+        if self.config.draft_vocab_size:
+            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
+            self.d2t.copy_(d2t)
+            self.t2d.copy_(t2d)
+
+    def initialize(self, target: Target) -> None:
+        """Copy the target's output head and the scale of its final norm, if they fit."""
+        if self.config.hidden_size != self.config.target_hidden_size:
+            return
+        if self.embed_tokens is not None:
+            tokens = torch.arange(target.vocab_size, device=target.device)
+            self.embed_tokens.weight.data.copy_(target.embed(tokens))
+        weight = target.output_weight()
+        ids = self.draft_ids
+        self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
+        self.norm.weight.data.copy_(scale_of(target.final_norm, target))
+
+    def encode(self, features: Features) -> torch.Tensor:
+        """The taps, normed and mixed."""
+        taps: tuple[torch.Tensor, ...] = features.taps
+        if self.config.tap_norm == "each":
+            taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
+        joined = torch.cat(taps, dim=-1)
+        return self.fc(self.input_norm(joined) if self.config.tap_norm == "joint" else joined)
+
+    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's embeddings, or the head's own."""
+        return (
+            target.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+        )
+
+    def run_layers(
+        self,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        rotation: Rotation,
+        mask: torch.Tensor,
+        store: LayerStore,
+    ) -> torch.Tensor:
+        """The first layer reads embeddings and states, the others what is below them."""
+        hidden = self.layers[0](embeds, states, rotation, mask, partial(store, 0))
+        for index, layer in enumerate(self.layers[1:], 1):
+            hidden = layer(hidden, rotation, mask, partial(store, index))
+        return hidden
+
+    def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The outputs, normed in EAGLE-3.1."""
+        return self.norm(outputs) if self.config.norm_feedback else outputs
+
+    def drafted(
+        self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was drafted; in P-EAGLE the mask token and the learnt taps."""
+        if self.mask_hidden is None:
+            return super().drafted(token_ids, outputs, target)
+        mask = torch.full_like(token_ids, self.config.mask_token)
+        taps = self.mask_hidden.chunk(len(self.config.taps), dim=-1)
+        return self.embed(mask, target), self.encode(Features(None, taps)).expand_as(outputs)
+
+    @property
+    def drafts_blindly(self) -> bool:
+        """Whether this is P-EAGLE."""
+        return self.mask_hidden is not None
+
+    def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [..., Vd] of the draft vocabulary."""
+        return target.finish_logits(self.lm_head(self.norm(outputs)))
+
+
+@torch.no_grad()
+def scale_of(norm: nn.Module, target: Target) -> torch.Tensor:
+    """By what a norm of the target multiplies each of D normalised numbers, [D].
+
+    Normalising a vector of ones and minus ones changes nothing, and the difference between the
+    norms of it and of its opposite is free of any bias.
+    """
+    signs = 1 - 2 * (torch.arange(target.hidden_size) % 2)
+    signs = signs.to(target.device, target.dtype)
+    return (norm(signs) - norm(-signs)) / 2 * signs

@@ -1,0 +1,58 @@
+"""A trained head as a drafter: what it drafts for, and what was measured of it."""
+
+from typing import Generic, TypeVar
+
+from drafthead.heads.base import Drafter, DraftHead
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import RowRandom
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.levels import Level, levels_of
+from drafthead.heads.trees.tree import Budget, StaticTrees, TreeShape
+
+Head = TypeVar("Head", bound=DraftHead)
+
+
+class HeadDrafter(Drafter, Generic[Head]):
+    """A head with the target that it drafts for, and the static trees that it may fill."""
+
+    def __init__(
+        self,
+        head: Head,
+        target: Target,
+        shape: TreeShape | None,
+        budgets: tuple[Budget, ...] | None = None,
+    ):
+        """Trees of a fixed `shape`, or else of the head's own choice within one of `budgets`, by
+        default those of static trees.
+
+        Raises UserError when the shape is deeper than the head drafts.
+        """
+        if shape is not None and shape.depth > head.depth:
+            raise UserError(
+                f"a token tree of depth {shape.depth} does not fit a {head.family} head that "
+                f"drafts {head.depth} tokens"
+            )
+        self.head, self.target, self.fixed = head, target, shape
+        self.features = head.features_needed
+        self.trees = StaticTrees(head.path_counts, head.depth, shape)
+        self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
+        self.known_levels: dict[TreeShape, list[Level]] = {}
+
+    def levels(self, shape: TreeShape) -> list[Level]:
+        """The levels of a static tree, made once for each shape."""
+        if shape not in self.known_levels:
+            self.known_levels[shape] = levels_of(shape, self.target.device)
+        return self.known_levels[shape]
+
+    def shape(self, budget: Budget, random: RowRandom | None) -> TreeShape:
+        """The static tree for a budget; with `random`, one whose children can be drawn."""
+        shape = self.trees.shape(budget)
+        return shape if random is None else shape.gapless
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured after training for the best static tree."""
+        return self.trees.chances(budget) or super().chances(budget)
+
+    def identity(self) -> str:
+        """The shape of the head, and of a fixed tree."""
+        return repr((self.head.config, self.fixed))

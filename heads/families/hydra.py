@@ -1,0 +1,175 @@
+"""Hydra (Ankner et al., 2024, arXiv 2402.05109): heads that see the tokens drafted before them.
+
+Head k reads the target's hidden state and the embeddings of the root and of the k - 1 tokens
+drafted behind it. Hydra++ puts a decoder layer, the prefix layer, between target and heads.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from drafthead.heads.base import register_head
+from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.layers.decoder_layer import (
+    CacheColumns,
+    DecoderLayer,
+    DraftCache,
+    LayerConfig,
+    Rotary,
+)
+from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
+from drafthead.heads.target.target import Target
+
+
+@dataclass(frozen=True)
+class HydraConfig(LayerConfig):
+    """Shape and loss of Hydra heads; the layer's shape is that of the prefix layer.
+
+    The defaults are Hydra++. Hydra is prefix_layer false, num_blocks 1 and loss hard.
+    """
+
+    num_heads: int = 4
+    num_blocks: int = 4  # all but a head's first are one block, applied again and again
+    prefix_layer: bool = True
+    grounded: bool = True  # false: the heads see no drafted tokens, as Medusa's
+    dropout: float = 0.0  # before every block and output; 0.2 in the paper's 10 epochs
+    loss: str = "soft"  # a name in heads.losses.TOKEN_LOSSES
+    depth_decay: float = 1.0  # head k's loss is weighted by depth_decay ** (k - 1)
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_blocks < 1:
+            raise ValueError("num_heads and num_blocks must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
+
+
+class HydraBranch(nn.Module):
+    """One head: a block that reads all it is given, a repeated residual block, and the output."""
+
+    def __init__(self, config: HydraConfig, index: int):
+        super().__init__()
+        size = config.hidden_size
+        width = size * (index + 2) if config.grounded else size
+        self.dropout = nn.Dropout(config.dropout)
+        self.first = nn.Linear(width, size)
+        self.shortcut = nn.Linear(width, size) if config.grounded else nn.Identity()
+        self.block = nn.Linear(size, size) if config.num_blocks > 1 else None
+        self.repeats = config.num_blocks - 1
+        self.output = nn.Linear(size, config.vocab_size)
+        self._pass_on_the_hidden_state()
+
+    def _pass_on_the_hidden_state(self) -> None:
+        """A fresh head without prefix layer says exactly what the target's output head says."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        if isinstance(self.shortcut, nn.Linear):
+            nn.init.eye_(self.shortcut.weight)
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] from the hidden state and the tokens behind it, [..., width]."""
+        state = self.dropout(state)
+        hidden = self.shortcut(state) + silu(self.first(state))
+        for _ in range(self.repeats):
+            hidden = self.dropout(hidden)
+            assert self.block is not None
+            hidden = hidden + silu(self.block(hidden))
+        return self.output(self.dropout(hidden))
+
+
+class PrefixLayer(nn.Module):
+    """A decoder layer over the target's hidden states, and a norm."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__()
+        self.layer = DecoderLayer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config)
+        for output in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+            nn.init.zeros_(output.weight)  # a fresh layer passes on its input
+
+    def train_pass(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        """Outputs [B, T, D] of packed rows; each segment [B, T] sees itself alone."""
+        mask = (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
+        # Rotary positions are relative, so they need not restart with each segment.
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        return self.norm(self.layer(hidden, self.rotary(positions), mask))
+
+    def decode_pass(
+        self,
+        hidden: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
+        cached: CacheColumns,
+    ) -> torch.Tensor:
+        """Take in newly committed positions; their outputs [B, T, D]."""
+        rotation = self.rotary(positions)
+        return self.norm(self.layer(hidden, rotation, mask, partial(cached.append, 0)))
+
+
+@register_head("hydra", HydraConfig)
+class HydraHeads(SequentialHead):
+    """K Hydra heads. A state is the hidden state with the embeddings of the path behind it."""
+
+    def __init__(self, config: HydraConfig):
+        super().__init__(config)
+        self.prefix = PrefixLayer(config) if config.prefix_layer else None
+        self.branches = nn.ModuleList(HydraBranch(config, i) for i in range(config.num_heads))
+
+    @classmethod
+    def sized(cls, config: HydraConfig, target: Target) -> Any:
+        """The sizes of the target, and its layers' shape for the prefix layer."""
+        sized = super().sized(config, target)
+        return sized.like(target) if config.prefix_layer else sized
+
+    @property
+    def depth(self) -> int:
+        """One token for each head."""
+        return len(self.branches)
+
+    def initialize(self, target: Target) -> None:
+        """Copy the target's output head into each head's own."""
+        weight = target.output_weight()
+        for index in range(self.depth):
+            self.branch(index).output.weight.data.copy_(weight)
+
+    def branch(self, index: int) -> HydraBranch:
+        """Head `index`, which guesses the token index + 1 places behind the root."""
+        return cast(HydraBranch, self.branches[index])
+
+    def contexts(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        """What the prefix layer makes of packed hidden states [B, T, D]."""
+        return hidden if self.prefix is None else self.prefix.train_pass(hidden, segments)
+
+    def new_cache(self) -> DraftCache | None:
+        """The prefix layer's keys and values of committed positions."""
+        return None if self.prefix is None else DraftCache([self.prefix.layer])
+
+    def read(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cached: CacheColumns,
+    ) -> torch.Tensor:
+        """What the prefix layer makes of newly committed positions, [B, T, D]."""
+        assert self.prefix is not None
+        return self.prefix.decode_pass(hidden, positions, mask, cached)
+
+    def advance(
+        self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target
+    ) -> torch.Tensor:
+        """The parents' states [..., S] and the embeddings of the nodes' own tokens behind them."""
+        if not self.config.grounded:
+            return state
+        return torch.cat([state, target.embed(tokens).to(state.dtype)], dim=-1)
+
+    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+        """Logits [..., V] of head `index` from state [..., (index + 2) D]; ungrounded [..., D]."""
+        return target.finish_logits(self.branch(index)(state))

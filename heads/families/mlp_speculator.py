@@ -1,0 +1,121 @@
+"""MLP speculator (Wertheimer et al., 2024, arXiv 2404.19124): a recurrent MLP on the hidden state.
+
+Each step takes one token into the state, state <- GELU(norm(W state + c embedding(token))), and
+guesses the next from it; every step has weights of its own unless they are tied.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu, rms_norm
+
+from drafthead.heads.base import register_head
+from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
+from drafthead.heads.target.target import Target
+
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class MlpSpeculatorConfig:
+    """Shape and loss of an MLP speculator. Sizes are filled in from the target."""
+
+    num_heads: int = 4  # steps, and so tokens drafted
+    inner_size: int = 0  # of the state; 0 is the target's hidden size
+    tie_weights: bool = False  # one set of weights for all steps; the first projection is its own
+    scale_input: bool = False  # normalise the target's hidden state first
+    loss: str = "hard"  # a name in heads.losses.TOKEN_LOSSES
+    depth_decay: float = 1.0  # step k's loss is weighted by depth_decay ** (k - 1)
+    hidden_size: int = 0
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError("num_heads must be at least 1")
+        if self.inner_size < 0:
+            raise ValueError(f"inner_size must be 0 (the hidden size) or above: {self.inner_size}")
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
+
+
+class ShiftedNorm(nn.Module):
+    """RMS norm with a scale and a shift."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        """Maps [..., S] to [..., S], computed in float32."""
+        normed = rms_norm(state.float(), state.shape[-1:], eps=NORM_EPS)
+        return (normed * self.weight + self.bias).to(state.dtype)
+
+
+@register_head("mlp_speculator", MlpSpeculatorConfig)
+class MlpSpeculator(SequentialHead):
+    """An MLP speculator. First states are hidden states [..., D], all others have inner_size S.
+
+    Tied modules are one module, used for all the steps behind its own.
+    """
+
+    def __init__(self, config: MlpSpeculatorConfig):
+        super().__init__(config)
+        inner, vocab, steps = config.inner_size, config.vocab_size, config.num_heads
+        own = 1 if config.tie_weights else steps
+        # The first projection reads the hidden state, so the steps share at most the second.
+        widths = [config.hidden_size, *[inner] * (steps - 1)][: own + 1]
+        self.embeddings = nn.ModuleList(nn.Embedding(vocab, inner) for _ in range(own))
+        self.projections = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
+        self.norms = nn.ModuleList(ShiftedNorm(inner) for _ in range(own))
+        self.outputs = nn.ModuleList(nn.Linear(inner, vocab, bias=False) for _ in range(own))
+        # After all steps half of the state's variance is still the hidden state's.
+        state_weight = 0.5 ** (0.5 / steps)
+        token_weight = math.sqrt((1 - state_weight**2) * inner / 2)
+        self.token_scale = token_weight / state_weight
+
+    @classmethod
+    def sized(cls, config: MlpSpeculatorConfig, target: Target) -> Any:
+        """The sizes of the target; the state is as wide as its hidden states unless given."""
+        sized = super().sized(config, target)
+        return replace(sized, inner_size=config.inner_size or target.hidden_size)
+
+    @property
+    def depth(self) -> int:
+        """One token for each step."""
+        return self.config.num_heads
+
+    def initialize(self, target: Target) -> None:
+        """Matrices are drawn from a normal distribution of variance 1 / inner_size."""
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | nn.Linear):
+                nn.init.normal_(module.weight, std=self.config.inner_size**-0.5)
+
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [..., D], normalised and divided by sqrt(2) where so configured."""
+        if not self.config.scale_input:
+            return hidden
+        normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=NORM_EPS)
+        return (normed / math.sqrt(2)).to(hidden.dtype)
+
+    def advance(
+        self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target
+    ) -> torch.Tensor:
+        """GELU(norm(W state + token_scale x embedding(tokens))) [..., S]."""
+        projection, embedding, norm = (
+            of_step(modules, index) for modules in (self.projections, self.embeddings, self.norms)
+        )
+        return gelu(norm(projection(state) + self.token_scale * embedding(tokens)))
+
+    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+        """Logits [..., V] of step `index` from its state [..., S]."""
+        return target.finish_logits(of_step(self.outputs, index)(state))
+
+
+def of_step(modules: nn.ModuleList, index: int) -> nn.Module:
+    """The module of step `index`: its own or, where steps share, the last there is."""
+    return modules[min(index, len(modules) - 1)]

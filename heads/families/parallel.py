@@ -1,0 +1,322 @@
+"""Block-parallel heads: one pass of a small transformer drafts a whole block of tokens.
+
+The logits of each slot are then corrected by the token before it, which a tree knows for each of
+its nodes without another pass. DFlash (arXiv 2602.06036: no correction, the root's slot unused),
+JetSpec (arXiv 2606.18394: causal in the block), DSpark (arXiv 2607.05147: Markov correction and
+confidence output) and Domino (arXiv 2605.29707: recurrent correction) are configurations.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from drafthead.heads.base import (
+    MAX_RANK,
+    Drafter,
+    DraftHead,
+    HeadBatch,
+    HeadLoss,
+    register_head,
+)
+from drafthead.heads.errors import UserError
+from drafthead.heads.families.eagle3 import scale_of
+from drafthead.heads.families.parallel_correction import Correction
+from drafthead.heads.families.parallel_drafter import ParallelDrafter
+from drafthead.heads.families.parallel_transformer import (
+    BlockConfig,
+    BlockTransformer,
+    KeysValues,
+    spread_taps,
+)
+from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
+from drafthead.heads.objectives.anchors import anchor_positions, labels_at
+from drafthead.heads.objectives.losses import (
+    TOKEN_LOSSES,
+    check_depth_decay,
+    check_token_loss,
+    depth_weights,
+    dpace_weights,
+    hard_cross_entropy,
+    in_chunks,
+    overlap,
+    ranks_of,
+)
+from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.trees.tree import TreeShape
+
+# Blocks of a row that attend at once in training: their mask grows with the square of this.
+BLOCKS_AT_ONCE = 32
+
+MOST_RANK = 256  # of a correction that is not told its own
+
+
+@dataclass(frozen=True)
+class ParallelConfig(BlockConfig):
+    """Shape and loss of a block-parallel head; what is 0 or empty is filled in from the target."""
+
+    vocab_size: int = 0
+    draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
+    correction: Literal["none", "markov", "gated", "recurrent"] = "markov"
+    correction_rank: int = 0  # a quarter of the hidden size, at most 256
+    loss: str = "soft"  # a name in losses.TOKEN_LOSSES
+    depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
+    dpace: bool = False  # and by what its place is worth to the block as drafted, see dpace_weights
+    warm: bool = False  # begin with copies of the target's own layers
+    anchors: int = 32  # blocks of a row that a training step drafts
+    anchor_places: Literal["random", "blocks"] = "random"  # blocks: end to end
+    confidence_weight: float = 0.0  # of the confidence output's loss; 0: there is no such output
+    confidence_reads_token: bool = True  # it knows the token before the slot
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.correction_rank < 0 or 0 < self.hidden_size < self.correction_rank:
+            raise ValueError(
+                f"correction_rank must lie between 1 and the hidden size, got "
+                f"{self.correction_rank}"
+            )
+        if self.draft_vocab_size < 0 or 0 < self.vocab_size < self.draft_vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must lie between 0 and the target's {self.vocab_size} tokens, "
+                f"got {self.draft_vocab_size}"
+            )
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
+        if self.anchors < 1 or self.confidence_weight < 0:
+            raise ValueError("anchors must be at least 1 and confidence_weight not negative")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where the blocks of a batch stand. A block's anchor is the position before its root."""
+
+    anchors: torch.Tensor  # [B, A]
+    valid: torch.Tensor  # [B, A] bool: the others only fill up rows with fewer blocks
+    weights: torch.Tensor  # [B]: for how many places of its row a block stands
+
+
+@register_head("parallel", ParallelConfig)
+class ParallelHead(DraftHead):
+    """A block-parallel head."""
+
+    def __init__(self, config: ParallelConfig):
+        super().__init__(config)
+        size, rank = config.hidden_size, config.correction_rank
+        self.transformer = BlockTransformer(config)
+        self.output = None
+        if config.draft_vocab_size > 0:
+            # Rows of the target's output head, as little trained as the whole of it.
+            self.output = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
+            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
+            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
+        self.correction = None
+        if config.correction != "none":
+            says = config.draft_vocab_size or config.vocab_size
+            self.correction = Correction(config.correction, rank, size, config.vocab_size, says)
+        self.confidence = None
+        if config.confidence_weight > 0:
+            reads_token = config.confidence_reads_token and self.correction is not None
+            self.confidence = nn.Linear(size + rank if reads_token else size, 1)
+
+    @classmethod
+    def sized(cls, config: ParallelConfig, target: Target) -> ParallelConfig:
+        """The config with sizes and taps of the target.
+
+        Raises UserError for a setting that does not fit the target.
+        """
+        try:
+            config = config.like(target)
+            rank = config.correction_rank or max(1, min(MOST_RANK, config.hidden_size // 4))
+            taps = config.taps or spread_taps(target.num_layers)
+            return super().sized(replace(config, correction_rank=rank, taps=taps), target)
+        except ValueError as error:
+            raise UserError(f"head: {error}") from error
+
+    @property
+    def features_needed(self) -> FeatureSpec:
+        """The taps; the last hidden state teaches."""
+        return FeatureSpec(layers=self.config.taps, last=True)
+
+    @property
+    def depth(self) -> int:
+        """Tokens that one pass drafts."""
+        return self.config.depth
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """The tokens of the draft vocabulary [Vd], if it has one."""
+        if self.output is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def prepare(self, token_counts: torch.Tensor) -> None:
+        """Make the most frequent tokens the draft vocabulary; of equals the first."""
+        if self.output is not None:
+            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
+            self.d2t.copy_(d2t)
+            self.t2d.copy_(t2d)
+
+    def initialize(self, target: Target) -> None:
+        """Take over the scale of the target's final norm; begin the codes like its embeddings."""
+        if self.config.warm:
+            self.transformer.begin_like(target)
+        self.transformer.norm.weight.data.copy_(scale_of(target.final_norm, target))
+        if self.output is not None:
+            self.output.weight.data.copy_(target.output_weight()[self.draft_ids])
+        if self.correction is not None:
+            tokens = torch.arange(target.vocab_size, device=target.device)
+            self.correction.begin_alike(target.embed(tokens))
+
+    def base_logits(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [..., Vd] of slots [..., D] before the correction."""
+        if self.output is None:
+            return target.project(hidden)
+        return target.finish_logits(self.output(hidden))
+
+    def tokens_of(self, guesses: torch.Tensor) -> torch.Tensor:
+        """The target's token ids of guesses [...], which count the draft vocabulary."""
+        return guesses if self.output is None else guesses + self.d2t[guesses]
+
+    def confidence_logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Logits [...] of the chance that what is drafted in slots [..., D] is accepted.
+
+        `before` [...] are the tokens before the slots.
+        """
+        assert self.confidence is not None
+        if self.confidence.in_features > hidden.shape[-1]:
+            assert self.correction is not None
+            hidden = torch.cat([hidden, self.correction.embed(before)], dim=-1)
+        return self.confidence(hidden).squeeze(-1)
+
+    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
+        """Sum over depths k of depth_decay^(k-1) x loss, as if all places had been anchors.
+
+        Anchors are the positions whose next token (the root) is supervised; training drafts from
+        `anchors` of them a row, measuring from all. For the ids ``p q A B C`` with A B C
+        supervised, the block behind root A sees p and q and learns B behind A and C behind B.
+        """
+        blocks = self.choose_blocks(batch)
+        rows, _ = blocks.valid.nonzero(as_tuple=True)
+        anchors = blocks.anchors[blocks.valid]  # [M]
+        hidden = self.drafted(batch, target, blocks.anchors)[blocks.valid]  # [M, K, D]
+        found = [labels_at(batch, rows, anchors, offset=k + 2) for k in range(self.depth)]
+        valid, labels = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))  # [M, K]
+        before = torch.cat([batch.input_ids[rows, anchors + 1, None], labels[:, :-1]], dim=1)
+        codes = (
+            hidden[..., :0] if self.correction is None else self.correction.codes(before, hidden)
+        )
+        # The target's own prediction of a label stands one place before it.
+        teachers = anchors[:, None] + 1 + torch.arange(self.depth, device=anchors.device)
+        assert batch.features.last is not None
+        judged = in_chunks(
+            partial(self._judge, target),
+            self.config.vocab_size,
+            hidden[valid],
+            codes[valid],
+            batch.features.last[rows[:, None].expand_as(valid)[valid], teachers[valid]],
+            before[valid],
+            labels[valid],
+        )
+        nothing = (0.0, 0.0, 0.0, MAX_RANK)
+        losses, doubts, chances, ranks = (
+            torch.full_like(labels, fill, dtype=values.dtype).masked_scatter(valid, values)
+            for fill, values in zip(nothing, judged, strict=True)
+        )
+        weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
+        weights = weights * blocks.weights[rows, None]  # [M, K]
+        if self.config.dpace:
+            weights = weights * dpace_weights(chances, valid)
+        return HeadLoss(
+            total=(weights * (losses + self.config.confidence_weight * doubts)).sum(),
+            depth_losses=losses.detach().sum(dim=0),
+            depth_counts=valid.sum(dim=0),
+            ranks=ranks,
+        )
+
+    def _judge(
+        self,
+        target: Target,
+        hidden: torch.Tensor,  # [P, D]
+        codes: torch.Tensor,  # [P, rank], rank 0 without a correction
+        teacher: torch.Tensor,  # [P, D]
+        before: torch.Tensor,  # [P]
+        labels: torch.Tensor,  # [P]
+    ) -> tuple[torch.Tensor, ...]:
+        """Of P slots the loss, that of the confidence, and the true token's probability and rank.
+
+        See `draft_vocabulary.translated` for what a draft vocabulary is taught.
+        """
+        logits = self.base_logits(hidden, target)
+        if self.correction is not None:
+            logits = logits + self.correction.output(codes)
+        rule = TOKEN_LOSSES[self.config.loss]
+        reads_target = rule.reads_target or self.confidence is not None
+        target_logits = target.project(teacher) if reads_target else None
+        taught = known = torch.ones_like(labels, dtype=torch.bool)
+        if self.draft_ids is not None:
+            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
+            labels, target_logits, taught, known = lesson
+        losses = rule.function(logits, target_logits, labels).where(taught, 0)
+        doubts = torch.zeros_like(losses)
+        if self.confidence is not None and target_logits is not None:
+            accepted = overlap(logits.detach(), target_logits)
+            confidence = self.confidence_logits(hidden, before).float()
+            doubts = binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+        chances = torch.exp(-hard_cross_entropy(logits.detach(), labels)).where(known, 0)
+        return losses, doubts, chances, ranks_of(logits, labels, MAX_RANK).where(known, MAX_RANK)
+
+    def drafted(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, A, K, D] of the blocks behind anchors [B, A], for one context."""
+        length = batch.input_ids.shape[1]
+        positions = torch.arange(length, device=anchors.device).expand_as(batch.input_ids)
+        fused = self.transformer.fused(batch.features.taps)
+        context = self.transformer.context(fused, positions)
+        rows = torch.arange(len(fused), device=fused.device)[:, None]
+        parts = []
+        for some in anchors.split(BLOCKS_AT_ONCE, dim=1):
+            mask = self.training_mask(batch.segments, some)
+            stores = [partial(behind, keys_values) for keys_values in context]
+            roots = batch.input_ids.gather(1, some + 1)
+            parts.append(self.transformer(target, roots, fused[rows, some], some + 1, mask, stores))
+        return torch.cat(parts, dim=1)
+
+    def training_mask(self, segments: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """What the slots of blocks see, [B, 1, A x block_size, T + A x block_size].
+
+        The tokens up to the anchor in its segment [B, T], and their own block.
+        """
+        places = torch.arange(segments.shape[1], device=segments.device)
+        same = segments[:, None] == segments.gather(1, anchors)[..., None]
+        context = same & (places <= anchors[..., None])  # [B, A, T]
+        context = context.repeat_interleave(self.config.block_size, dim=1)
+        own = self.transformer.visible(anchors.shape[1], anchors.device)
+        return torch.cat([context, own.expand(len(segments), *own.shape)], dim=-1)[:, None]
+
+    def choose_blocks(self, batch: HeadBatch) -> Blocks:
+        """All anchors when measuring; in training at most `anchors` of each row."""
+        allowed = torch.zeros_like(batch.supervised)
+        allowed[anchor_positions(batch)] = True
+        counts = allowed.sum(dim=1)
+        limit = self.config.anchors if self.training else allowed.shape[1]
+        if self.training and self.config.anchor_places == "blocks":
+            places = torch.arange(allowed.shape[1], device=allowed.device)
+            allowed = allowed & (places % self.depth == 0)
+        order = torch.rand(allowed.shape, device=allowed.device).masked_fill(~allowed, -1)
+        taken = allowed.sum(dim=1).clamp_max(limit)
+        anchors = order.topk(max(1, int(taken.max())), dim=1).indices
+        valid = torch.arange(anchors.shape[1], device=anchors.device) < taken[:, None]
+        # From left to right; a padding block stands at 0, where it has a root.
+        anchors = torch.where(valid, anchors, allowed.shape[1]).sort(dim=1).values
+        return Blocks(anchors.where(valid, 0), valid, counts / taken.clamp_min(1))
+
+    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
+        """The head on its most probable trees, or on trees of the given shape."""
+        return ParallelDrafter(self, target, shape)
+
+
+def behind(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+    """The context's keys and values with those of the blocks behind them."""
+    return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)

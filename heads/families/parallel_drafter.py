@@ -1,0 +1,337 @@
+"""Drafting with a block-parallel head: its context, its candidates, and the trees of them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from drafthead.heads.base import Committed, DraftSession, at_last
+from drafthead.heads.drafting.late_reader import LateReader
+from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.graphs.compiled import Compiled, Sizes
+from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache, Store
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.best_first import best_first_tree
+from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, tree_budgets
+
+if TYPE_CHECKING:
+    from drafthead.heads.families.parallel import ParallelHead
+
+CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
+
+Tensors = tuple[torch.Tensor, ...]
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # see `Candidates.tables`
+
+
+class ParallelDrafter(HeadDrafter["ParallelHead"]):
+    """A block-parallel head on its most probable trees, or on static ones."""
+
+    def __init__(self, head: "ParallelHead", target: Target, shape: TreeShape | None):
+        """Raises UserError when the tree is deeper than the block."""
+        super().__init__(head, target, shape, tree_budgets(head.depth))
+        self.read: Callable[..., torch.Tensor] = self.read_eagerly
+        self.block: Callable[..., Tensors] = self._block
+        self.candidates: Callable[..., Tables] = self._candidates
+        self.compiled_trees: dict[Budget, Compiled] | None = None
+
+    def read_eagerly(
+        self,
+        taps: Tensors,  # [B, T, D] each
+        positions: torch.Tensor,  # [B or 1, T]
+        columns: torch.Tensor,  # [T]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Fused features [B, T, D] of committed positions, whose keys and values are written."""
+        transformer = self.head.transformer
+        fused = transformer.fused(taps)
+        cached = CacheColumns(keys, values, columns, end=0)
+        for layer, states in enumerate(transformer.context(fused, positions)):
+            cached.append(layer, *states)
+        return fused
+
+    def _block(
+        self,
+        roots: torch.Tensor,  # [B]
+        before: torch.Tensor,  # [B, D], fused features before the roots
+        positions: torch.Tensor,  # [B, 1] of the roots
+        mask: torch.Tensor,  # [B or 1, 1, block_size, S]
+        columns: torch.Tensor,  # [block_size]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Tensors:
+        """Hidden states [B, K, D] of the block behind the roots, and its logits [B, K, Vd]."""
+        transformer = self.head.transformer
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        stores: list[Store] = [
+            partial(cached.append, layer) for layer in range(len(transformer.layers))
+        ]
+        both = roots[:, None], before[:, None]
+        hidden = transformer(self.target, *both, positions, mask, stores)[:, 0]
+        return hidden, self.head.base_logits(hidden, self.target).float()
+
+    def _candidates(
+        self, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
+    ) -> Tables:
+        """The tables of `Candidates` behind roots [B], from what `block` gives."""
+        return Candidates.of(Block(self.head, hidden, logits), roots).tables()
+
+    def guesses(
+        self,
+        hidden: torch.Tensor,  # [B, D] of a slot
+        logits: torch.Tensor,  # [B, Vd] likewise
+        states: torch.Tensor,  # [B, m, R] one level up
+        level: Level,
+        tokens: torch.Tensor,  # [B, n]
+    ) -> tuple[torch.Tensor, Guesses]:
+        """States [B, n, R] of inner nodes of a level, and the guesses of their children."""
+        block = Block(self.head, hidden[:, None], logits[:, None])
+        codes, states = block.codes(0, tokens, states[:, level.above])
+        return states, best_guesses(block.logits_behind(0, codes), self.head.draft_ids)
+
+    def tree(
+        self, budget: Budget, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
+    ) -> TokenTree:
+        """The most probable tree behind roots [B], from what `block` gives."""
+        tables = self.candidates(roots, hidden, logits)
+        if self.compiled_trees is None:
+            return TokenTree(*self._tree(budget, roots, hidden, *tables))
+        if budget not in self.compiled_trees:
+            grow = partial(self._tree, budget)
+            self.compiled_trees[budget] = Compiled(
+                grow, roots.device, self.target.dtype, kind_of, rows_of
+            )
+        return TokenTree(*self.compiled_trees[budget](roots, hidden, *tables))
+
+    def _tree(
+        self,
+        budget: Budget,
+        roots: torch.Tensor,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        logits: torch.Tensor,
+        outputs: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """The fields of the tree."""
+        scorer = Candidates(Block(self.head, hidden), ids, logits, outputs)
+        tree = best_first_tree(roots, scorer, budget)
+        return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_depth, tree.width
+
+    def compile(self) -> None:
+        """Compile the passes, and the trees of each size when they are first grown."""
+        made_for = self.target.device, self.target.dtype
+        self.read = Compiled(self.read_eagerly, *made_for, kind_of_reading, sizes_of_reading)
+        self.block = Compiled(self._block, *made_for, kind_of, sizes_of_block)
+        self.candidates = Compiled(self._candidates, *made_for, kind_of, rows_of)
+        self.compiled_trees = {}
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session; the prompt's features come with the first commit."""
+        return ParallelSession(self)
+
+
+def kind_of(roots: torch.Tensor, *_: object) -> bool:
+    """One row or several: roots [B]."""
+    return roots.shape[0] == 1
+
+
+def rows_of(*tensors: torch.Tensor | None) -> Sizes:
+    """Nothing but the rows changes."""
+    return [[(tensor, 0) for tensor in tensors if tensor is not None]]
+
+
+def sizes_of_block(
+    roots: torch.Tensor,
+    before: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> Sizes:
+    """The sizes that change from step to step: rows, columns in use, capacity."""
+    layers = (*keys, *values)
+    rows = rows_of(roots, before, positions, mask, *layers)
+    return [*rows, [(mask, 3)], [(tensor, 2) for tensor in layers]]
+
+
+def kind_of_reading(taps: Tensors, *_: object) -> tuple[bool, bool]:
+    """One row or several, one token or several: taps [B, T, D]."""
+    return taps[0].shape[0] == 1, taps[0].shape[1] == 1
+
+
+def sizes_of_reading(
+    taps: Tensors,
+    positions: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> Sizes:
+    """The sizes that change from step to step: rows, tokens, capacity."""
+    layers = (*keys, *values)
+    tokens = [*((tensor, 1) for tensor in (*taps, positions)), (columns, 0)]
+    return [*rows_of(*taps, positions, *layers), tokens, [(tensor, 2) for tensor in layers]]
+
+
+class ParallelSession(LateReader):
+    """A block-parallel head at work: the state is the context's keys and values."""
+
+    def __init__(self, drafter: ParallelDrafter):
+        super().__init__()
+        self.drafter = drafter
+        self.cache = DraftCache(drafter.head.transformer.layers)
+        self.before: torch.Tensor | None = None  # [B, D], fused features before the roots
+
+    @torch.no_grad()
+    def read(self, committed: Committed) -> None:
+        """Add what was committed to the context."""
+        tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
+        is_prompt = cache.lengths is None  # prompts are seldom of one length
+        read = self.drafter.read_eagerly if is_prompt else self.drafter.read
+        positions, columns = cache.positions(tokens), cache.columns(tokens)
+        fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
+        cache.stay(tokens.shape[1])
+        cache.commit(lengths)
+        self.before = at_last(fused, lengths)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop the state of all other rows."""
+        super().keep_rows(rows)
+        assert self.before is not None
+        self.cache.keep_rows(rows)
+        self.before = self.before[rows]
+
+    @torch.no_grad()
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """One pass over the block, then a tree of what it says."""
+        hidden, logits = self._passed()
+        assert self.roots is not None
+        drafter = self.drafter
+        if random is None and drafter.fixed is None:
+            return drafter.tree(budget, self.roots, hidden, logits)
+        shape = drafter.shape(budget, random)
+        states = Block(drafter.head, hidden).begin()
+
+        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+            """Behind each real path."""
+            nonlocal states
+            slot = hidden[:, depth], logits[:, depth]
+            states, guesses = drafter.guesses(*slot, states, level, tokens)
+            return guesses
+
+        return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)
+
+    def drafted(self) -> torch.Tensor:
+        """Hidden states [B, K, D] of the block behind the roots."""
+        return self._passed()[0]
+
+    def _passed(self) -> Tensors:
+        """What a pass over the block gives; its keys and values are not kept."""
+        self.catch_up()
+        cache, transformer = self.cache, self.drafter.head.transformer
+        assert self.roots is not None and cache.lengths is not None
+        mask = cache.mask(transformer.visible(1, self.roots.device)[None])
+        columns = cache.columns(self.roots[:, None].expand(-1, transformer.config.block_size))
+        positions = cache.lengths[:, None]
+        both = self.roots, self.before
+        return self.drafter.block(*both, positions, mask, columns, cache.keys, cache.values)
+
+
+class Block:
+    """What one pass says of a block, and how it depends on the tokens chosen in it."""
+
+    def __init__(
+        self, head: "ParallelHead", hidden: torch.Tensor, logits: torch.Tensor | None = None
+    ):
+        """`hidden` [B, K, D] and `logits` [B, K, Vd] are those of the slots."""
+        self.correction, self.tokens_of = head.correction, head.tokens_of
+        self.hidden, self.logits = hidden, logits
+
+    def begin(self) -> torch.Tensor:
+        """The state [B, 1, R] in front of the roots."""
+        first = self.hidden[:, :1]
+        return first[..., :0] if self.correction is None else self.correction.begin(first)
+
+    def codes(
+        self, depth: int, before: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The correction's codes [B, n, rank] of a slot (0 is the first) behind tokens [B, n].
+
+        Takes the states [B, n, R] in front of these tokens and gives those behind them.
+        """
+        if self.correction is None:
+            return state, state
+        hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
+        return self.correction.step(before, hidden, state)
+
+    def logits_behind(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
+        """Logits [B, n, Vd] of a slot with the corrections of codes [B, n, rank]."""
+        assert self.logits is not None
+        logits = self.logits[:, depth, None]
+        if self.correction is None:
+            return logits.expand(-1, codes.shape[1], -1)
+        return logits + self.correction.output(codes)
+
+
+class Candidates:
+    """The few tokens of each depth that a tree chooses from, for `best_first_tree`."""
+
+    def __init__(
+        self,
+        block: Block,
+        candidates: torch.Tensor,  # [B, K, k] tokens
+        logits: torch.Tensor,  # [B, K, k] before the correction
+        outputs: torch.Tensor | None,  # [B, K, rank, k]: codes times these are the correction
+    ):
+        self.block, self.candidates, self.logits, self.outputs = block, candidates, logits, outputs
+
+    @classmethod
+    def of(cls, block: Block, roots: torch.Tensor) -> "Candidates":
+        """Candidates behind the roots [B].
+
+        Without its correction a slot does not know what it follows, so the candidates are those
+        that the average correction favours: over the candidates of the slot before, weighted by how
+        probable they are.
+        """
+        everywhere = block.logits
+        assert everywhere is not None
+        before, state = roots[:, None], block.begin()
+        weights = torch.ones_like(before, dtype=block.hidden.dtype)[..., None]  # [B, n, 1]
+        chosen = []
+        for depth in range(everywhere.shape[1]):
+            codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
+            code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
+            logits = block.logits_behind(depth, code)[:, 0]
+            best, places = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+            chosen.append(places)
+            before = block.tokens_of(places)
+            weights = best.softmax(-1)[..., None].to(weights.dtype)
+        guesses = torch.stack(chosen, dim=1)
+        outputs: torch.Tensor | None = None
+        if block.correction is not None:
+            # In float32: a CPU multiplies small 16-bit matrices many times slower.
+            outputs = block.correction.output.weight[guesses].float().mT
+        return cls(block, block.tokens_of(guesses), everywhere.gather(-1, guesses), outputs)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """All but the block."""
+        return self.candidates, self.logits, self.outputs
+
+    def begin(self) -> torch.Tensor:
+        """The state [B, 1, R] in front of the roots."""
+        return self.block.begin()
+
+    def log_probs(
+        self, depth: int, parents: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities [B, F, k] of a depth's candidates behind parents [B, F]."""
+        codes, state = self.block.codes(depth, parents, state)
+        logits = self.logits[:, depth, None].expand(-1, parents.shape[1], -1)
+        if self.outputs is not None:
+            logits = logits + codes.float() @ self.outputs[:, depth]
+        return logits.log_softmax(-1), state

@@ -1,0 +1,277 @@
+"""Draft heads that say one token after the other: what the EAGLE family has in common.
+
+A small transformer reads, for each position t, a state and the embedding of token t + 1, and puts
+out what the guess of token t + 2 is read from. Where the target has been, the state comes from the
+target's features; ahead of it, the head feeds back its own output.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
+from drafthead.heads.families.recurrent_drafter import RecurrentDrafter
+from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
+from drafthead.heads.layers.draft_vocabulary import translated
+from drafthead.heads.objectives.anchors import is_anchor, labels_at
+from drafthead.heads.objectives.losses import (
+    TOKEN_LOSSES,
+    check_depth_decay,
+    check_token_loss,
+    in_chunks,
+    ranks_of,
+)
+from drafthead.heads.target.target import Features, Target
+from drafthead.heads.trees.tree import TreeShape
+
+
+@dataclass(frozen=True)
+class RecurrentConfig(LayerConfig):
+    """Layers and training of a recurrent head. Sizes are filled in from the target."""
+
+    vocab_size: int = 0
+    num_layers: int = 1
+    depth: int = 5  # tokens drafted behind the root
+    ttt_steps: int = 5  # training-time test: steps that training unrolls, 1 for none
+    depth_decay: float = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
+    loss: str = "soft"  # a name in heads.losses.TOKEN_LOSSES
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.depth < 1:
+            raise ValueError("num_layers and depth must be at least 1")
+        if not 1 <= self.ttt_steps <= self.depth:
+            raise ValueError(
+                f"ttt_steps must lie in 1 to depth ({self.depth}), got {self.ttt_steps}"
+            )
+        check_token_loss(self.loss)
+        check_depth_decay(self.depth_decay)
+
+
+class RecurrentHead(DraftHead):
+    """A head that drafts by feeding back its own outputs."""
+
+    layers: nn.ModuleList
+
+    def __init__(self, config: RecurrentConfig):
+        super().__init__(config)
+        self.rotary = Rotary(config)
+
+    @classmethod
+    def sized(cls, config: Any, target: Target) -> Any:
+        """`config` with everything that it leaves open taken from the target's layers."""
+        return super().sized(config, target).like(target)
+
+    @property
+    def depth(self) -> int:
+        """As configured; a recurrent head could go on for ever, but ever less surely."""
+        return int(self.config.depth)
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Token ids [Vd] that the head can guess, in the order of its logits; None for all."""
+        return None
+
+    @abstractmethod
+    def encode(self, features: Features) -> torch.Tensor:
+        """The states [B, T, D] of positions where the target has been."""
+
+    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
+        """Embeddings [..., D] of tokens [...]: the target's own, unless a head has others."""
+        return target.embed(token_ids)
+
+    @abstractmethod
+    def run_layers(
+        self,
+        embeds: torch.Tensor,  # [B, T, D] of the token behind each position
+        states: torch.Tensor,  # [B, T, D]
+        rotation: Rotation,
+        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
+        store: LayerStore,
+    ) -> torch.Tensor:
+        """The outputs [B, T, D]; `store` keeps the keys and values of each layer."""
+
+    def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
+        """What is fed back of outputs [..., D] as the state of the position behind."""
+        return outputs
+
+    def drafted(
+        self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and states [..., D] that are read ahead of the target.
+
+        There tokens [...] were drafted from outputs [..., D]. In training the tokens are true.
+        """
+        return self.embed(token_ids, target), self.next_states(outputs)
+
+    @property
+    def drafts_blindly(self) -> bool:
+        """Whether `drafted` reads neither tokens nor outputs: one pass can draft all depths."""
+        return False
+
+    @abstractmethod
+    def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [..., Vd] of outputs [..., D]."""
+
+    def training_losses(
+        self,
+        outputs: torch.Tensor,  # [A, D]
+        features: torch.Tensor,  # [A, D] final features of the target where the outputs stand in
+        token_losses: torch.Tensor,  # [A]
+    ) -> torch.Tensor:
+        """What is minimised, [A]."""
+        return token_losses
+
+    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
+        """Sum over steps k of depth_decay^(k-1) x the loss against the token k + 1 places on.
+
+        Anchors are the positions whose next token (the root) is supervised. Step k is given the
+        true tokens up to k places behind the anchor and, as states, the head's own outputs, just as
+        in decoding. Training unrolls `ttt_steps` steps; depths beyond are measured in eval mode
+        alone and count nothing in the training log.
+        """
+        final = batch.features.last
+        assert final is not None
+        rows, places, real = anchors_by_row(batch)
+        unrolled = Unrolled(self, target, batch, places)
+        steps = self.config.ttt_steps if self.training else self.depth
+        total = final.new_zeros((), dtype=torch.float32)
+        sums, counts = torch.zeros(2, self.depth, device=final.device)
+        ranks = torch.full((*places.shape, self.depth), MAX_RANK, device=places.device)
+        for step in range(steps):
+            outputs = unrolled.step()
+            valid, labels = labels_at(batch, rows, places, offset=step + 2)
+            valid &= real
+            # The target's own prediction of that label stands one place before it.
+            teacher = final[rows, (places + step + 1).clamp_max(final.shape[1] - 1)]
+            losses, token_losses, step_ranks = in_chunks(
+                partial(self._judge, target),
+                self.config.vocab_size,
+                outputs[valid],
+                teacher[valid],
+                labels[valid],
+            )
+            if step < self.config.ttt_steps:
+                total = total + self.config.depth_decay**step * losses.sum()
+            sums[step], counts[step] = token_losses.detach().sum(), valid.sum()
+            ranks[..., step].masked_scatter_(valid, step_ranks)
+        return HeadLoss(total, sums, counts.long(), ranks[real])
+
+    def _judge(
+        self,
+        target: Target,
+        outputs: torch.Tensor,  # [A, D]
+        teacher: torch.Tensor,  # [A, D]
+        labels: torch.Tensor,  # [A]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is minimised [A], the token losses [A], and the ranks [A] of the true tokens."""
+        logits = self.logits(outputs, target)
+        rule = TOKEN_LOSSES[self.config.loss]
+        target_logits = target.project(teacher) if rule.reads_target else None
+        if self.draft_ids is None:
+            token_losses = rule.function(logits, target_logits, labels)
+            ranks = ranks_of(logits, labels, MAX_RANK)
+        else:
+            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
+            token_losses = rule.function(logits, lesson.target_logits, lesson.labels)
+            token_losses = token_losses.where(lesson.taught, 0)
+            ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
+        return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
+
+    def drafter(self, target: Target, shape: TreeShape | None = None) -> RecurrentDrafter:
+        """The head on EAGLE-2's dynamic trees, or on a tree of a fixed shape."""
+        return RecurrentDrafter(self, target, shape)
+
+
+def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [B, 1], places [B, A] and which of them [B, A] are anchors and not padding.
+
+    A is the most anchors of any row, but at least 1. Rows with anchors 2 5 and 3 make the places
+    (2, 5) and (3, 0), with (1, 1) and (1, 0).
+    """
+    here = is_anchor(batch)
+    counts = here.sum(1)
+    most = max(1, int(counts.max()))
+    places = (~here).byte().argsort(dim=1, stable=True)[:, :most]
+    real = torch.arange(most, device=places.device) < counts[:, None]
+    rows = torch.arange(places.shape[0], device=places.device)[:, None]
+    return rows, places.where(real, 0), real
+
+
+class Unrolled:
+    """A head's steps on true tokens from many anchors at once: EAGLE-3's training-time test.
+
+    Step 0 reads the target's features at all positions. Step k stands k places behind its anchor
+    and reads the output of step k - 1. It sees what drafting would see: the keys of step 0 up to
+    the anchor, and those of its own anchor's steps 1 to k (Li et al., 2025, arXiv 2503.01840,
+    section 3.2). For anchors 1 and 2 of four positions the mask of step 2 is::
+
+        1 1 . .   1 .   1 .
+        1 1 1 .   . 1   . 1
+    """
+
+    def __init__(self, head: RecurrentHead, target: Target, batch: HeadBatch, places: torch.Tensor):
+        """`places` [B, A] are the anchors."""
+        self.head, self.target, self.batch, self.places = head, target, batch, places
+        self.rows = torch.arange(places.shape[0], device=places.device)[:, None]
+        same = batch.segments[:, :, None] == batch.segments[:, None, :]
+        self.seen = same.tril()  # [B, T, T] what each position sees of step 0
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
+        self.done = 0
+        self.outputs: torch.Tensor | None = None  # [B, A, D]
+
+    def step(self) -> torch.Tensor:
+        """The next step's outputs [B, A, D] at the anchors."""
+        if self.outputs is None:
+            self.outputs = self._first()[self.rows, self.places]
+        else:
+            self.outputs = self._next(self.outputs)
+        self.done += 1
+        return self.outputs
+
+    def _first(self) -> torch.Tensor:
+        """Step 0 at all positions, [B, T, D]."""
+        states = self.head.encode(self.batch.features)
+        # Positions count on across segments: rotation only tells how far two of them are apart.
+        positions = torch.arange(states.shape[1], device=states.device)[None]
+        # The first token stands in for the one behind the last.
+        following = self.batch.input_ids.roll(-1, dims=1)
+        return self.head.run_layers(
+            self.head.embed(following, self.target),
+            states,
+            self.head.rotary(positions),
+            self.seen[:, None],
+            self._keep,
+        )
+
+    def _next(self, outputs: torch.Tensor) -> torch.Tensor:
+        """A later step from outputs [B, A, D]."""
+        positions = self.places + self.done
+        following = (positions + 1).clamp_max(self.batch.input_ids.shape[1] - 1)
+        tokens = self.batch.input_ids[self.rows, following]
+        embeds, states = self.head.drafted(tokens, outputs, self.target)
+        own = torch.eye(self.places.shape[1], dtype=torch.bool, device=states.device)
+        own = own.expand(len(self.rows), -1, -1)
+        mask = torch.cat([self.seen[self.rows, self.places], *[own] * self.done], dim=-1)
+        return self.head.run_layers(
+            embeds,
+            states,
+            self.head.rotary(positions),
+            mask[:, None],
+            self._keep,
+        )
+
+    def _keep(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put a step's keys and values behind those of the steps before."""
+        if layer in self.kept:
+            keys, values = (
+                torch.cat([old, new], dim=2)
+                for old, new in zip(self.kept[layer], (keys, values), strict=True)
+            )
+        self.kept[layer] = keys, values
+        return keys, values

@@ -1,0 +1,349 @@
+"""Drafting with a recurrent head: its cache, and the trees that it grows or fills."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from drafthead.heads.base import Committed, DraftSession, at_last
+from drafthead.heads.drafting.late_reader import LateReader
+from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
+from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target.target import Features, Target
+from drafthead.heads.trees.dynamic import TreeGrowth
+from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+
+if TYPE_CHECKING:
+    from drafthead.heads.families.recurrent import RecurrentHead
+
+# Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
+DYNAMIC_WIDTH = 10
+
+# Sizes of dynamic tree that are worth telling apart, and the most nodes that a level is worth.
+DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
+NODES_A_LEVEL = 13
+
+
+class Said(NamedTuple):
+    """What the head puts out at n nodes, and what it guesses behind them."""
+
+    outputs: torch.Tensor  # [B, n, D]
+    logits: torch.Tensor  # [B, n, k] of the best guesses
+    ids: torch.Tensor  # [B, n, k] their tokens
+    total: torch.Tensor  # [B, n, 1] log of the sum of exp over all logits
+
+
+class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
+    """A recurrent head on dynamic trees, and on static ones where children are drawn.
+
+    The static trees are the fixed one, or those grown from measured paths.
+    """
+
+    def __init__(self, head: "RecurrentHead", target: Target, shape: TreeShape | None):
+        """Raises UserError when the tree is deeper than the head drafts."""
+        super().__init__(head, target, shape, dynamic_budgets(head.depth))
+        self.draft_ids = head.draft_ids
+        self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
+        self.read: Callable[..., Said] = self.read_eagerly
+        self.draft: Callable[..., Said] = self._draft
+
+    def read_eagerly(
+        self,
+        last: torch.Tensor | None,  # [B, T, D]
+        taps: tuple[torch.Tensor, ...],  # [B, T, D] each
+        tokens: torch.Tensor,  # [B, T]
+        lengths: torch.Tensor,  # [B]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
+        columns: torch.Tensor,  # [T]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Said:
+        """Read committed positions; what is said at the last one of each row."""
+        states = self.head.encode(Features(last, taps))
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        embeds = self.head.embed(tokens, self.target)
+        outputs = self._pass(embeds, states, positions, mask, cached)
+        return self._said(at_last(outputs, lengths)[:, None])
+
+    def _draft(
+        self,
+        above: torch.Tensor,  # [B, n, D] outputs at their parents
+        tokens: torch.Tensor,  # [B, n]
+        positions: torch.Tensor,  # [B, n]
+        mask: torch.Tensor,  # [B or 1, 1, n, S]
+        columns: torch.Tensor,  # [n]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Said:
+        """What is said at drafted nodes."""
+        embeds, states = self.head.drafted(tokens, above, self.target)
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        return self._said(self._pass(embeds, states, positions, mask, cached))
+
+    def _pass(
+        self,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cached: CacheColumns,
+    ) -> torch.Tensor:
+        rotation = self.head.rotary(positions)
+        return self.head.run_layers(embeds, states, rotation, mask, cached.append)
+
+    def _said(self, outputs: torch.Tensor) -> Said:
+        logits = self.head.logits(outputs, self.target).float()
+        total = logits.logsumexp(-1, keepdim=True)
+        return Said(outputs, *best_guesses(logits, self.draft_ids), total)
+
+    def compile(self) -> None:
+        """Compile the passes over committed positions and over drafted nodes."""
+        made_for = self.target.device, self.target.dtype
+        self.read = Compiled(self.read_eagerly, *made_for, kind_of_reading, sizes_of_reading)
+        self.draft = Compiled(self._draft, *made_for, kind_of_draft, sizes_of_draft)
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A fresh session; the first commit brings the features of the whole prompt."""
+        return RecurrentSession(self)
+
+    def visible(self, shape: TreeShape) -> list[torch.Tensor]:
+        """`visible_nodes` of a static tree, made once for each shape."""
+        if shape not in self.known_visible:
+            self.known_visible[shape] = visible_nodes(shape, self.levels(shape))
+        return self.known_visible[shape]
+
+
+def kind_of_reading(
+    last: torch.Tensor | None, taps: tuple[torch.Tensor, ...], tokens: torch.Tensor, *_: object
+) -> tuple[bool, bool]:
+    """One row or several, one token or several: tokens [B, T]."""
+    return tokens.shape[0] == 1, tokens.shape[1] == 1
+
+
+def sizes_of_reading(
+    last: torch.Tensor | None,
+    taps: tuple[torch.Tensor, ...],
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> Sizes:
+    """The sizes of reading that change."""
+    by_token = [*([] if last is None else [last]), *taps, tokens, positions]
+    return sizes_behind_cache(by_token, mask, columns, (*keys, *values), by_row=[lengths])
+
+
+def kind_of_draft(above: torch.Tensor, *_: object) -> tuple[bool, bool]:
+    """One row or several, one node or several: above [B, n, D]."""
+    return above.shape[0] == 1, above.shape[1] == 1
+
+
+def sizes_of_draft(
+    above: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+    columns: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> Sizes:
+    """The sizes of a level that change: its nodes are its tokens."""
+    return sizes_behind_cache((above, tokens, positions), mask, columns, (*keys, *values))
+
+
+def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
+    """Budgets of a drafter for which each level of a tree is a pass, so that depth is a choice."""
+    return tuple(
+        Budget(nodes, levels)
+        for nodes in DYNAMIC_SIZES
+        for levels in range(1, depth + 1)
+        if levels < nodes <= NODES_A_LEVEL * levels
+    )
+
+
+def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
+    """For each level [1, n, m + n]: what its n inner nodes see of themselves and of the m before.
+
+    The root is not drafted, so it is not among them. Of a tree with the paths (0,) (1,) (1, 0) and
+    a child of each leaf, inner nodes 1 2, then 3, see: 1 sees 1, 2 sees 2, and 3 sees 2 and 3.
+    """
+    visible, drafted = [], levels[0].nodes[:0]
+    for depth, level in enumerate(levels):
+        if depth > 0:
+            drafted = torch.cat([drafted, level.nodes])
+        visible.append(shape.ancestors.to(drafted.device)[level.nodes][:, drafted][None])
+    return visible
+
+
+class DraftReader:
+    """A recurrent head reading a batch: true positions for good, drafted ones for a while."""
+
+    def __init__(self, drafter: RecurrentDrafter):
+        self.drafter = drafter
+        self.cache = DraftCache(drafter.head.layers)
+
+    def read(self, committed: Committed) -> Said:
+        """Read committed positions; what is said at the last one of each row."""
+        tokens, cache, drafter = committed.tokens, self.cache, self.drafter
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = cache.mask((steps[:, None] >= steps)[None])
+        is_prompt = cache.lengths is None  # prompts are seldom of one length
+        said = (drafter.read_eagerly if is_prompt else drafter.read)(
+            committed.features.last,
+            committed.features.taps,
+            tokens,
+            committed.lengths,
+            cache.positions(tokens),
+            mask,
+            cache.columns(tokens),
+            cache.keys,
+            cache.values,
+        )
+        cache.stay(tokens.shape[1])
+        cache.commit(committed.lengths)
+        return Said(*said)
+
+    def draft(
+        self,
+        said: Said,  # of the level above
+        above: torch.Tensor,  # [B, n] places of the parents in it
+        tokens: torch.Tensor,  # [B, n]
+        depth: int,
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
+    ) -> Said:
+        """What is said at drafted nodes of one depth, which stay pending.
+
+        `visible` says which of the nodes drafted so far, and of these, each one descends from or
+        is.
+        """
+        assert self.cache.lengths is not None
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        positions = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
+        return self._drafted(said.outputs[rows, above], tokens, positions, visible)
+
+    def draft_blindly(self, roots: torch.Tensor, said: Said, depth: int) -> Said:
+        """What is said at depths 1 to depth - 1, for any tokens there.
+
+        Roots [B] and what is said at them lend only their shapes; see `drafts_blindly`.
+        """
+        assert self.cache.lengths is not None
+        steps = torch.arange(depth - 1, device=roots.device)
+        tokens = roots[:, None].expand(-1, depth - 1)
+        positions = self.cache.lengths[:, None] + steps
+        above = said.outputs.expand(-1, depth - 1, -1)
+        return self._drafted(above, tokens, positions, (steps[:, None] >= steps)[None])
+
+    def _drafted(
+        self,
+        above: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> Said:
+        cache = self.cache
+        mask, columns = cache.mask(visible), cache.columns(tokens)
+        said = self.drafter.draft(above, tokens, positions, mask, columns, cache.keys, cache.values)
+        cache.stay(tokens.shape[1])
+        return Said(*said)
+
+
+class RecurrentSession(LateReader):
+    """A recurrent head at work on one batch."""
+
+    def __init__(self, drafter: RecurrentDrafter):
+        super().__init__()
+        self.drafter = drafter
+        self.reader = DraftReader(drafter)
+        self.said: Said | None = None  # at the roots
+        self.ahead: Said | None = None  # at all depths, of a head that drafts blindly
+
+    @torch.no_grad()
+    def read(self, committed: Committed) -> None:
+        """Note what is said at the roots."""
+        self.said = self.reader.read(committed)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop the state of all other rows."""
+        super().keep_rows(rows)
+        assert self.said is not None
+        self.reader.cache.keep_rows(rows)
+        self.said = Said(*(part[rows] for part in self.said))
+
+    @torch.no_grad()
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """Read what is new, then draft level by level."""
+        self.catch_up()
+        drafter = self.drafter
+        if random is None and drafter.fixed is None:
+            self._look_ahead(budget.depth)
+            tree = self._grown(budget)
+        else:
+            shape = drafter.shape(budget, random)
+            self._look_ahead(shape.depth)
+            tree = self._filled(shape, sampling, random)
+        self.reader.cache.discard()
+        return tree
+
+    def _look_ahead(self, depth: int) -> None:
+        """Draft all depths of a tree at once, if the head can."""
+        if self.drafter.head.drafts_blindly and depth > 1:
+            assert self.roots is not None and self.said is not None
+            self.ahead = self.reader.draft_blindly(self.roots, self.said, depth)
+
+    def _drafted(
+        self,
+        said: Said,
+        above: torch.Tensor,
+        tokens: torch.Tensor,
+        depth: int,
+        visible: torch.Tensor,
+    ) -> Said:
+        """What is said at drafted nodes [B, n] of one depth; see `DraftReader.draft`."""
+        if self.ahead is None:
+            return self.reader.draft(said, above, tokens, depth, visible)
+        there = (part[:, depth - 1, None] for part in self.ahead)
+        return Said(*(part.expand(-1, tokens.shape[1], -1) for part in there))
+
+    def _grown(self, budget: Budget) -> TokenTree:
+        """A tree that goes where the head is most sure of itself."""
+        assert self.roots is not None and self.said is not None
+        growth, said = TreeGrowth(self.roots), self.said
+        visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=self.roots.device)
+        for depth in range(1, budget.depth + 1):
+            width = min(DYNAMIC_WIDTH, budget.nodes - 1, said.ids.shape[-1])
+            log_probs = said.logits[..., :width] - said.total
+            growth.add_children(log_probs, said.ids[..., :width])
+            if depth == budget.depth:
+                break
+            tokens, above = growth.open_best(width)
+            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+            itself = torch.eye(width, dtype=torch.bool, device=tokens.device)
+            seen = visible.expand(len(rows), -1, -1)[rows, above]
+            visible = torch.cat([seen, itself.expand(len(rows), -1, -1)], dim=-1)
+            said = self._drafted(said, above, tokens, depth, visible)
+        return growth.tree(budget.nodes)
+
+    def _filled(
+        self, shape: TreeShape, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
+        assert self.roots is not None and self.said is not None
+        said, visible = self.said, self.drafter.visible(shape)
+
+        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+            nonlocal said
+            if depth > 0:
+                above = level.above.expand_as(tokens)
+                said = self._drafted(said, above, tokens, depth, visible[depth])
+            return said.logits, said.ids
+
+        return filled_tree(shape, self.drafter.levels(shape), self.roots, guess, sampling, random)

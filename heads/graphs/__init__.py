@@ -1,0 +1,1 @@
+"""drafthead.heads.graphs: compiled passes, and the kernels that they are made of."""

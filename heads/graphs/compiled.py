@@ -1,0 +1,232 @@
+"""Compiling what runs once a step: `torch.compile` with the settings that decoding needs.
+
+On a CPU the weights are frozen into the graph and laid out for the processor once; eagerly they are
+laid out anew at every call, which at one row costs more than the multiplication. Calls go through
+C++, as a step is many short calls. On a GPU the passes are recorded as CUDA graphs.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from itertools import chain
+from pathlib import Path
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.types import GuardFilterEntry
+from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
+from drafthead.heads.graphs.substitutions import CpuKernels
+
+CPU_OPTIONS: dict[str, Any] = {
+    "freezing": True,
+    "cpp_wrapper": True,
+    "cpp.enable_concat_linear": True,
+    # A loop of fewer steps a thread is over before the other threads have begun.
+    "cpp.min_chunk_size": 4096,
+}
+GPU_OPTIONS = {"triton.cudagraphs": True}
+# A graph that torch makes anew for other arguments is made without our settings, and many times
+# slower. Older versions of torch cannot be told not to.
+ONE_GRAPH: dict[str, Any] = (
+    {"recompile_limit": 1} if "recompile_limit" in signature(torch.compile).parameters else {}
+)
+# Graphs of one kind; a need for more means that arguments differ in ways that kinds do not tell.
+MOST_GRAPHS = 8
+
+# Dimensions that may change from call to call; those of one inner list are always equal.
+Sizes = Sequence[Sequence[tuple[torch.Tensor, int]]]
+Graph = Callable[..., Any]
+NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+class Compiled:
+    """A function of tensors under `torch.compile`, with an account of what compiling took.
+
+    Sizes named in `sizes` may change from call to call without another graph, except that
+    size 1 is a graph of its own, because the code for it differs. What the function reads beside
+    its arguments, such as a model, is taken to stay as it was when the graph was made: checking
+    each part of a model at every call would cost more than a drafting pass.
+    """
+
+    made: ClassVar[int] = 0  # graphs, by this process
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        kind: Callable[..., Hashable],
+        sizes: Callable[..., Sizes],
+        around: AbstractContextManager[object] = NOTHING,
+    ):
+        """`kind(*arguments)` says which graph a call needs, and `sizes(*arguments)` lists what
+        changes within a kind. `dtype` is that of the weights. A graph is made within `around`:
+        with the hooks, say, whose work is to become part of it.
+
+        The function returns a tensor, None, a constant number, or a tuple of such values.
+        """
+        keep_compiled_code()
+        self.function, self.kind, self.sizes, self.around = function, kind, sizes, around
+        self.on_cpu = device.type == "cpu"
+        self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
+        self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
+        if self.has_kernels:
+            from drafthead.heads.graphs.kernels.rewrites import Joined
+
+            self.options = self.options | {
+                "joint_custom_post_pass": Joined(),
+                "epilogue_fusion": False,  # into our kernels, which store what they compute
+            }
+        self.graphs: dict[Hashable, list[Graph]] = {}
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The function's value; raises UserError for code that cannot be compiled."""
+        graphs = self.graphs.setdefault(self.kind(*arguments), [])
+        for graph in graphs:
+            try:
+                return graph(*arguments)
+            except (OtherLayoutError, FailOnRecompileLimitHit):
+                continue  # made for arguments of another layout
+        if len(graphs) == MOST_GRAPHS:
+            raise UserError(
+                f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
+                "one kind: decode without compile"
+            )
+        graph, result = self._compiled(arguments)
+        graphs.append(graph)
+        return result
+
+    def _compiled(self, arguments: Sequence[Any]) -> tuple[Graph, Any]:
+        """A graph for calls of the kind of `arguments`, and its value for them."""
+        for tensor, dim in chain.from_iterable(self.sizes(*arguments)):
+            if tensor.shape[dim] != 1:
+                torch._dynamo.mark_dynamic(tensor, dim)
+        started = time.perf_counter()
+        # A CUDA graph is recorded in steps, of which torch's own entry keeps count.
+        recorder = Recorder(self.options) if self.on_cpu else None
+        traced = with_own_code(self._call)
+        guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
+        compiled = torch.compile(
+            traced,
+            fullgraph=True,
+            backend=recorder or "inductor",
+            options=guards if recorder else guards | self.options,
+            **ONE_GRAPH,
+        )
+        try:
+            # Tracing too must know that weights will be frozen: it then takes them for constants.
+            # What differs between two models of a process is not thereby a size that changes.
+            with (
+                self.around,
+                torch._inductor.config.patch(self.options),
+                torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+            ):
+                result = compiled(*arguments)
+        except (TorchDynamoException, InductorError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"this model or drafter cannot be compiled ({reason}): decode without compile"
+            ) from error
+        # torch's own entry may trace once more.
+        graph = recorder.direct_call(traced, result) if recorder else within(self.around, compiled)
+        self.seconds += time.perf_counter() - started
+        Compiled.made += 1
+        return graph, result
+
+    def _call(self, *arguments: Any) -> Any:
+        """What is traced: the function, behind the news that sizes of one place are one size.
+
+        Each size is handed to a graph as a tensor of its own, which takes microseconds.
+        """
+        for place in self.sizes(*arguments):
+            first, first_dim = place[0]
+            for tensor, dim in place[1:]:
+                torch._check(tensor.shape[dim] == first.shape[first_dim])
+        with CpuKernels(self.has_kernels) if self.on_cpu else nullcontext():
+            return self.function(*arguments)
+
+
+def within(context: AbstractContextManager[object], function: Graph) -> Graph:
+    """The function, called within a context each time."""
+
+    def call(*arguments: Any) -> Any:
+        with context:
+            return function(*arguments)
+
+    return call
+
+
+def sizes_behind_cache(
+    by_token: Sequence[torch.Tensor],  # [B, T, ...]
+    mask: torch.Tensor,  # [B, 1, T, S]
+    columns: torch.Tensor,  # [T] that the tokens are written to
+    layers: Sequence[torch.Tensor],  # keys and values of each layer, [B, H, capacity, D]
+    by_row: Sequence[torch.Tensor] = (),  # [B, ...]
+) -> Sizes:
+    """The sizes of a pass behind a cache that change: rows, tokens, columns in use, capacity."""
+    return [
+        [(tensor, 0) for tensor in (*by_token, *by_row, mask, *layers)],
+        [*((tensor, 1) for tensor in by_token), (mask, 2), (columns, 0)],
+        [(mask, 3)],
+        [(tensor, 2) for tensor in layers],
+    ]
+
+
+def has_kernels() -> bool:
+    """Whether our own kernels can be compiled for this processor, by this version of torch."""
+    try:
+        # Importing them takes seconds, is needed only here, and makes them known to torch.
+        from drafthead.heads.graphs.kernels import linear
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "
+            "passes work, but at about half of the speed",
+            stacklevel=2,
+        )
+        return False
+    return linear.has_kernel()
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a code object of its own.
+
+    torch keeps graphs by code object and would otherwise offer those of one model to another.
+    """
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+
+
+def guards_of_arguments(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Which conditions torch checks at every call: those on arguments and on its own state, which
+    has no name.
+    """
+    return [not guard.name or guard.name.startswith("arguments") for guard in guards]
+
+
+def keep_compiled_code() -> None:
+    """Let compiled code outlive the process and the machine's next start, unless the user has
+    chosen a place for it.
+
+    Importing torch's tracer writes a temporary folder into the environment: that is no choice.
+    """
+    place = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
+        os.environ[place] = str(cache_folder() / "compiled")
+
+
+def cache_folder() -> Path:
+    """Where the user's account keeps what later runs on this machine can use again."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"

@@ -1,0 +1,131 @@
+"""Changes to the graph of a pass, before its weights are packed: less to compute in fewer calls."""
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import (
+    CallFunction,
+    KeywordArg,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+
+from drafthead.heads.graphs.kernels import (
+    attention,
+    draw,
+    gated_mlp,
+    kept,
+    linear,
+    move_columns,
+    top_k,
+)
+
+aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.drafthead
+
+
+class Joined(CustomGraphPass):
+    """Products of one input become one product, and gated MLPs one function; rotary positions are
+    computed once.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Change the graph of a pass."""
+        join_products(graph)
+        gated_halves.apply(graph)
+        kept.keep_precious(graph)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        """Compiled code of another version of the kernels is not to be taken from torch's cache."""
+        modules = move_columns, draw, attention, linear, gated_mlp, kept, top_k
+        return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)))
+
+
+def join_products(graph: torch.fx.Graph) -> None:
+    """Make one product of those of one input, such as queries, keys and values."""
+    alike = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=ours.linear.default):
+        alike[node.args[0], node.args[3] is None].append(node)
+    for nodes in alike.values():
+        if len(nodes) > 1:
+            join(graph, nodes)
+
+
+def join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
+    """Put one product and its parts in the place of several."""
+    x, biases = nodes[0].args[0], [node.args[3] for node in nodes]
+    sizes: list[int] = [node.args[2] for node in nodes]  # type: ignore[misc]
+    weights = [weight for node in nodes for weight in node.args[1].args[0]]  # type: ignore
+    with graph.inserting_before(nodes[0]):
+        packed = graph.call_function(ours.pack.default, (weights,))
+        bias = None
+        if biases[0] is not None:
+            bias = graph.call_function(aten.cat.default, (biases,))
+        arguments = (x, packed, sum(sizes), bias)
+        whole = graph.call_function(ours.linear.default, arguments)
+        parts = graph.call_function(aten.split_with_sizes.default, (whole, sizes, -1))
+        for index, node in enumerate(nodes):
+            part = graph.call_function(operator.getitem, (parts, index))
+            node.replace_all_uses_with(part)
+            part.meta.update(node.meta)
+    packs: list[torch.fx.Node] = [node.args[1] for node in nodes]  # type: ignore[misc]
+    for node in nodes:
+        graph.erase_node(node)
+    for part in dict.fromkeys(packs):
+        if not part.users:  # it would be packed and kept all the same
+            graph.erase_node(part)
+
+
+def silu_times(gate: Any, up: Any) -> CallFunction:
+    """silu(gate) * up in bfloat16, as torch takes it apart."""
+    convert = prims.convert_element_type.default
+    x = CallFunction(convert, gate, torch.float32, _users=2)
+    exp = CallFunction(aten.exp.default, CallFunction(aten.neg.default, x))
+    silu = CallFunction(aten.div.Tensor, x, CallFunction(aten.add.Tensor, exp, 1))
+    return CallFunction(aten.mul.Tensor, CallFunction(convert, silu, torch.bfloat16), up)
+
+
+def are_halves(match: Match) -> bool:
+    """Whether gate and up are the halves of one product, which nothing else reads."""
+    gate: Any = match.kwargs["gate"]
+    up: Any = match.kwargs["up"]
+    if not all(part.target is operator.getitem and len(part.users) == 1 for part in (gate, up)):
+        return False
+    parts = gate.args[0]
+    if parts is not up.args[0] or (gate.args[1], up.args[1]) != (0, 1) or len(parts.users) != 2:
+        return False
+    whole = parts.args[0]
+    sizes = [part.meta["val"].shape[-1] for part in (gate, up)]
+    return (
+        whole.target is ours.linear.default
+        and whole.args[3] is None  # bias
+        and len(whole.users) == 1
+        and len(whole.args[1].users) == 1
+        and sizes[0] == sizes[1]
+        and sum(sizes) == whole.args[2]
+        and sizes[0] % linear.COLUMNS == 0
+    )
+
+
+gated_halves = PatternMatcherPass()
+
+
+@register_graph_pattern(
+    silu_times(KeywordArg("gate"), KeywordArg("up")),
+    extra_check=are_halves,
+    pass_dict=gated_halves,
+)
+def use_gated(match: Match, gate: Any, up: Any) -> None:
+    """Put the function of `gated_mlp` in the place of a product and what gates it."""
+    x, packed, size, _ = gate.args[0].args[0].args
+    output = match.output_node()
+    with match.graph.inserting_before(output):
+        paired = match.graph.call_function(ours.pack.default, (packed.args[0], True))
+        node = match.graph.call_function(ours.gated.default, (x, paired, size // 2))
+    node.meta.update(output.meta)
+    output.replace_all_uses_with(node)
+    match.erase_nodes()

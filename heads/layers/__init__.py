@@ -1,0 +1,1 @@
+"""drafthead.heads.layers: building blocks of small draft transformers."""

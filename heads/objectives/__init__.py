@@ -1,0 +1,1 @@
+"""drafthead.heads.objectives: what heads learn from, and by which loss."""

@@ -1,0 +1,1 @@
+"""drafthead.heads.target: the frozen base model behind one interface."""

@@ -1,0 +1,418 @@
+"""The frozen base model behind one interface, whatever its architecture.
+
+Features are read with forward hooks on the model's own modules, so no modelling file is patched
+and quantised or PEFT-wrapped models work alike. Only the asked-for layers are kept; transformers'
+`output_hidden_states=True` would keep them all.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.alibi import AlibiByPosition
+from drafthead.heads.target.masks import (
+    LayerMasks,
+    check_forward,
+    layer_kinds,
+    masks_by_kind,
+    uses_alibi,
+)
+
+# Where the architectures of transformers keep their decoder layers and their final norm.
+LAYER_NAMES = ("layers", "h", "blocks")
+NORM_NAMES = (
+    *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
+    *("layer_norm", "layernorm"),
+)
+TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Which hidden states a drafter reads.
+
+    `layers` are decoder layer indices and mean the OUTPUT of that layer (0 is the first layer), in
+    the order in which they are concatenated. Two ids stand for states that no layer puts out: -1
+    for what enters the first layer, the embeddings, and the number of layers for the state after
+    the final norm. `last` asks for that state beside the others.
+
+    Who else numbers the states of L layers, for i = 0 to L - 1: transformers calls ours ``i``
+    ``hidden_states[i + 1]``, and what it calls ``hidden_states[L]`` comes after the final norm.
+    """
+
+    layers: tuple[int, ...] = ()
+    last: bool = True
+
+    def with_last(self) -> "FeatureSpec":
+        """The same layers and the last hidden state."""
+        return FeatureSpec(self.layers, last=True)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Hidden states of the target at T positions."""
+
+    last: torch.Tensor | None  # [B, T, D] after the final norm
+    taps: tuple[torch.Tensor, ...] = ()  # one [B, T, D] for each of FeatureSpec.layers
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Features":
+        """The same features with `function` applied to each tensor."""
+        last = None if self.last is None else function(self.last)
+        return Features(last, tuple(function(tap) for tap in self.taps))
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one pass of the target gives."""
+
+    logits: torch.Tensor  # [B, T or logits_to_keep, V]
+    features: Features
+
+
+def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
+    """The first attribute of `root` among `names`; raises UserError that says what is missing."""
+    for name in names:
+        module = getattr(root, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise UserError(
+        f"{type(root).__name__} has no {what} under any of the names {', '.join(names)}: "
+        "this architecture cannot be tapped"
+    )
+
+
+def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a PEFT wrapper, whose adapters sit in the layers and go on working.
+
+    Raises UserError for prompt tuning, which does not sit there.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is None:
+        return model
+    if adapter.is_prompt_learning:
+        raise UserError(
+            f"a target with a {adapter.peft_type.value} adapter is not supported: it puts a "
+            "learned prompt before the text, of which positions and masks know nothing"
+        )
+    return model.get_base_model()  # type: ignore[operator]  # PeftModel's method
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The stack of decoder layers of a causal language model, without its output head.
+
+    For a few models `get_decoder` gives the whole model or the output head.
+    """
+    decoder = model.get_decoder()
+    if any(hasattr(decoder, name) for name in LAYER_NAMES):
+        return decoder
+    return getattr(model, "model", decoder)
+
+
+def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
+    """Whether `logits_to_keep` spares logits, and nothing else.
+
+    Gemma 4 also hands it to its decoder, which then drops the other positions' hidden states.
+    """
+    takes = inspect.signature(type(model).forward).parameters
+    decoder_takes = inspect.signature(type(decoder).forward).parameters
+    return "logits_to_keep" in takes and "logits_to_keep" not in decoder_takes
+
+
+class Target:
+    """A frozen causal language model with taps on its hidden states."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
+        """Freeze `model` and find its layers; a PEFT wrapper is taken off, its adapters stay.
+
+        Raises UserError when the architecture hides its decoder layers, final norm or output head,
+        or when its layers cannot hold a token tree.
+        """
+        model = without_wrapper(model)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config(decoder=True)
+        # What its layers may look at: decides which masks a pass needs.
+        self.layer_kinds = layer_kinds(self.config, type(model).__name__)
+        decoder = find_decoder(model)
+        check_forward(model, decoder, self.config)
+        self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
+        self.final_norm = find_module(decoder, NORM_NAMES, "final norm")
+        output_head = model.get_output_embeddings()
+        if output_head is None:
+            raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
+        self.output_head: nn.Module = output_head
+        self.has_alibi = uses_alibi(self.config)
+        self.skips_logits = can_skip_logits(model, decoder)
+        scale = getattr(self.config, "logit_scale", None) or 1.0  # Cohere
+        divisor = getattr(self.config, "logits_scaling", None) or 1.0  # Granite
+        self.logit_scale: float = scale / divisor
+        self.logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
+    ) -> "Target":
+        """Load a model and its tokenizer from a folder or a hub id, a PEFT adapter's included.
+
+        `dtype` is `auto` (as stored), `float32`, `bfloat16` or `float16`; `device` is `auto` (a GPU
+        if there is one) or a torch device. Raises UserError naming what could not be loaded.
+        """
+        torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
+        torch_device = device_named(device)
+        refuse_missing_folder(str(name))
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch_dtype, trust_remote_code=trust_code
+            )
+            tokenizer = load_tokenizer(name, model.name_or_path or str(name), trust_code)
+            if not is_on(model, torch_device):  # quantised weights may not be movable
+                model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps Module.to
+        except Exception as error:  # transformers raises many kinds for a bad folder
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise UserError(f"cannot load the model {name}: {reason}") from error
+        return cls(model, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs belong."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type of the hidden states."""
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the features."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number V of logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence in tokens that the positions allow; None when unlimited.
+
+        LongRoPE turns to other frequencies behind a certain length, for all tokens at once, so that
+        what the cache holds must be computed anew: sequences end there.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return min(longest, rope["original_max_position_embeddings"])
+        return longest
+
+    def output_weight(self) -> torch.Tensor:
+        """Weight [V, D] of the output head.
+
+        It is read off what the head answers when it is no plain linear layer: quantised, or with an
+        adapter.
+        """
+        weight = getattr(self.output_head, "weight", None)
+        if type(self.output_head) is nn.Linear and type(weight) is nn.Parameter:
+            return weight
+        rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+        return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings [..., D] of token ids [...]."""
+        return self.model.get_input_embeddings()(token_ids)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of final hidden states [..., D], as the model itself would give them."""
+        return self.finish_logits(self.output_head(hidden))
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scaling and the cap that the model puts on what its output head says."""
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.logit_cap is not None:
+            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
+        return logits
+
+    @torch.no_grad()
+    def run(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S] added to the attention scores
+        features: FeatureSpec,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> TargetOutput:
+        """One pass over T tokens, behind what `cache` holds.
+
+        The mask says who sees whom; sliding windows, chunks and ALiBi are worked out from it. None
+        means causal. `logits_to_keep=n` gives the logits of the last n positions alone (0: of all).
+        Features are given for all T positions.
+        """
+        with Taps(self, features) as taps:
+            logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+        return TargetOutput(logits, taps.features())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:
+        """The model's own pass, as in `run`; the logits alone."""
+        options = {"logits_to_keep": logits_to_keep} if self.skips_logits else {}
+        masks, alibi = self._layer_masks(attention_mask)
+        with alibi:
+            output = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=masks,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **options,
+            )
+        return output.logits[:, -logits_to_keep:]
+
+    def _layer_masks(
+        self, mask: torch.Tensor | None
+    ) -> tuple[LayerMasks, AbstractContextManager[object]]:
+        """What the model is given as a mask, and what must be in force while it runs."""
+        if mask is None:
+            return None, nullcontext()
+        if self.has_alibi:
+            return None, AlibiByPosition(self.layers.children(), mask)
+        return masks_by_kind(mask, self.layer_kinds), nullcontext()
+
+
+def module_at(target: Target, place: int) -> nn.Module:
+    """The module whose output, or at place -1 whose input, `FeatureSpec` calls by that number."""
+    if place == target.num_layers:
+        return target.final_norm
+    return target.layers[max(place, 0)]  # type: ignore[index]
+
+
+class Taps:
+    """Forward hooks that keep the outputs of chosen layers during one pass."""
+
+    def __init__(self, target: Target, spec: FeatureSpec):
+        """Raises UserError when a layer of `spec` lies outside the model."""
+        outside = [i for i in spec.layers if not -1 <= i <= target.num_layers]
+        if outside:
+            raise UserError(
+                f"the target has layers 0 to {target.num_layers - 1}, but the head taps {outside}"
+            )
+        self.spec = spec
+        places = [*spec.layers, target.num_layers] if spec.last else [*spec.layers]
+        self.modules = [module_at(target, place) for place in places]
+        self.before = [place == -1 for place in places]  # what enters the module, not its output
+        self.kept: list[torch.Tensor | None] = [None] * len(self.modules)
+
+    def __enter__(self) -> "Taps":
+        """Attach the hooks."""
+        self.handles = [
+            module.register_forward_pre_hook(self._entry_keeper(i), with_kwargs=True)
+            if self.before[i]
+            else module.register_forward_hook(self._keeper(i))
+            for i, module in enumerate(self.modules)
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks, whatever happened during the pass."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _keeper(self, index: int) -> Callable[..., None]:
+        def keep(_module: nn.Module, _inputs: object, output: object) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self.kept[index] = hidden  # type: ignore[assignment]
+
+        return keep
+
+    def _entry_keeper(self, index: int) -> Callable[..., None]:
+        def keep(
+            _module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+        ) -> None:
+            self.kept[index] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def features(self) -> Features:
+        """What the hooks kept; raises UserError if a tapped module was not run."""
+        kept = [hidden for hidden in self.kept if hidden is not None]
+        if len(kept) != len(self.kept):
+            raise UserError("a tapped layer did not run: this architecture cannot be tapped")
+        return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
+
+
+def load_tokenizer(
+    name: str | Path, base_name: str, trust_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; an adapter that brings none is used with its base model's.
+
+    None for a folder that holds no file of a tokenizer: its model takes token ids.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+    except (OSError, ValueError):
+        if base_name == str(name):
+            folder = Path(name)
+            if folder.is_dir() and not any(any(folder.glob(p)) for p in TOKENIZER_FILES):
+                return None
+            raise
+        return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
+
+
+def is_on(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether a model's weights are on a device; `cuda` means any GPU."""
+    return model.device.type == device.type and device.index in (None, model.device.index)
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Raise UserError for a name that can only be a folder and is none.
+
+    A hub id has the form NAME or OWNER/NAME; asking the hub for anything else, or for a folder
+    beside existing ones, costs a user many seconds to be told less.
+    """
+    path = Path(name)
+    is_hub_id = len(path.parts) <= 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
+    if not path.exists() and not is_hub_id:
+        raise UserError(f"cannot load the model {name}: this folder does not exist")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch type called `name`; raises UserError for a name that is not a floating type."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"unknown dtype {name!r}: use auto, float32, bfloat16 or float16")
+    return dtype
+
+
+def device_named(name: str) -> torch.device:
+    """The torch device called `name`, `auto` being a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but this machine has no usable CUDA GPU")
+    return device

@@ -1,0 +1,65 @@
+"""Trees whose tokens are found within the graph of a step, in front of the pass that verifies them.
+
+A small drafting pass of its own takes longer to call than to compute: a graph of a step that begins
+with it saves the call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from drafthead.heads.trees.tree import TokenTree, TreeShape
+
+Places = tuple[tuple[int, int], ...]  # (argument, dimension)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What a graph computes a tree's tokens [B, N] with: a function of tensors alone.
+
+    `rows` and `nodes` say which sizes of its arguments are the number of rows and of nodes.
+    """
+
+    tokens: Callable[..., torch.Tensor]
+    rows: Places
+    nodes: Places
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tree as the graph of a step takes it: its form, and what its tokens are found with."""
+
+    parents: torch.Tensor  # [B, N], -1 for the root
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, N] bool
+    max_depth: int
+    filling: Filling
+    arguments: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> "Outline":
+        """A tree whose tokens are known."""
+        form = tree.parents, tree.depths, tree.ancestors, tree.max_depth
+        return cls(*form, KNOWN, (tree.tokens,))
+
+    @classmethod
+    def from_shape(
+        cls, shape: TreeShape, rows: int, filling: Filling, arguments: tuple[torch.Tensor, ...]
+    ) -> "Outline":
+        """A static tree, on the device of the arguments."""
+        tables = shape.tables(rows, arguments[0].device)
+        return cls(*tables, shape.depth, filling, arguments)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number N of nodes, the root included."""
+        return self.parents.shape[1]
+
+
+def as_given(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens [B, N] that were known before."""
+    return tokens
+
+
+KNOWN = Filling(as_given, rows=((0, 0),), nodes=((0, 1),))

@@ -1,0 +1,1 @@
+"""drafthead.infer.engine: propose, verify, commit."""

@@ -1,0 +1,301 @@
+"""Logits processors of transformers on every node of a token tree.
+
+A processor such as a repetition penalty reads the tokens so far. Behind a node these are the
+prompt, the committed answer and the node's own path, so one penalty for the whole tree would change
+the output. Here each node is processed with its own path, as `model.generate` would have done if it
+had gone there.
+
+That needs the tree's tokens on the host: the step waits for the device once, and once more for
+each depth. Nothing here runs, and nothing is waited for, unless a processor was asked for.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import PADDING, TokenTree
+from drafthead.infer.engine.rows import Batch
+
+# Options whose processor counts from the end of the prompt, or to the end of the answer.
+COUNT_TOKENS = (
+    "min_new_tokens",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "begin_suppress_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+)
+# Remember what they were called with, or hold one row of data for each row of the batch.
+STATEFUL = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+
+class AnswerPenalty(LogitsProcessor):
+    """OpenAI's and vLLM's frequency and presence penalties, which transformers does not have.
+
+    A token that stands c > 0 times in the answer so far (the prompt does not count) loses
+    `frequency` x c + `presence` of its score.
+    """
+
+    def __init__(self, prompt_length: int, frequency: float, presence: float):
+        """Raises UserError for a penalty outside [-2, 2], the range of those interfaces."""
+        for name, penalty in (("frequency_penalty", frequency), ("presence_penalty", presence)):
+            if not -2 <= penalty <= 2:
+                raise UserError(f"{name} must lie in [-2, 2], got {penalty}")
+        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The penalised scores [M, V] behind input_ids [M, L]."""
+        answer = input_ids[:, self.prompt_length :]
+        ones = torch.ones_like(answer, dtype=scores.dtype)
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, ones)
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+def processors_for(
+    target: Target,
+    config: GenerationConfig,
+    custom: Sequence[LogitsProcessor],
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    end_ids: frozenset[int],
+) -> list[LogitsProcessorList]:
+    """The processors of each prompt, in transformers' order; an empty list when there are none.
+
+    Prompts for which they are the same share one list. `limits` is most new tokens for each
+    prompt. Raises UserError for options that transformers refuses and for a custom processor that
+    is not a function of its inputs alone.
+    """
+    for processor in custom:
+        refuse_state(for_prompt(processor, 0), prompts[0], target)
+    by_length = any(getattr(config, name, None) is not None for name in COUNT_TOKENS)
+    by_number = any(isinstance(each, PrefixConstrainedLogitsProcessor) for each in custom)
+    shared: dict[object, LogitsProcessorList] = {}
+    lists = []
+    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        key = (by_length and (len(prompt), limit), by_number and number)
+        if key not in shared:
+            own = [for_prompt(processor, number) for processor in custom]
+            shared[key] = build(target, config, own, len(prompt), limit, end_ids)
+        lists.append(shared[key])
+    return lists if any(lists) else []
+
+
+def build(
+    target: Target,
+    config: GenerationConfig,
+    custom: list[LogitsProcessor],
+    prompt_length: int,
+    limit: int,
+    end_ids: frozenset[int],
+) -> LogitsProcessorList:
+    """What `model.generate` would build for one prompt, without the warpers of sampling.
+
+    transformers' own method is called, private as it is: the order of the processors, and which of
+    them a custom one replaces, is part of what the answer must equal.
+    """
+    frequency = getattr(config, "frequency_penalty", None) or 0.0
+    presence = getattr(config, "presence_penalty", None) or 0.0
+    if frequency or presence:
+        custom = [AnswerPenalty(prompt_length, frequency, presence), *custom]
+    config = copy.deepcopy(config)
+    config.do_sample = False
+    config.max_length = prompt_length + limit
+    ends = torch.tensor(sorted(end_ids), device=target.device) if end_ids else None
+    config._eos_token_tensor = ends
+    if ends is None and config.exponential_decay_length_penalty is not None:
+        raise UserError("exponential_decay_length_penalty needs an end token; the target has none")
+    try:
+        return target.model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=prompt_length,
+            logits_processor=LogitsProcessorList(custom),
+            device=target.device,
+            model_kwargs={},
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"generation_config: {error}") from error
+
+
+def for_prompt(processor: LogitsProcessor, number: int) -> LogitsProcessor:
+    """The processor as prompt `number` needs it.
+
+    `prefix_allowed_tokens_fn(batch_id, ids)` is told the number of the prompt, where transformers'
+    class would tell it a row of our calls.
+    """
+    if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return processor
+    function = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda _, ids: function(number, ids), num_beams=1)
+
+
+def refuse_state(processor: LogitsProcessor, prompt: Sequence[int], target: Target) -> None:
+    """Raise UserError for a processor that remembers earlier calls or depends on the batch.
+
+    A tree asks for many continuations of a row in one call, some of which never come true, so a
+    processor that expects one call a token, or one row a prompt, cannot be right. Some are known;
+    others are found out by two trial calls: for the prompt, and for the prompt twice. All three
+    rows must get the same scores and no number, flag or string of the processor may change in the
+    second call. State that shows in neither, such as a list that only matters later, is not found.
+    """
+    name = type(processor).__name__
+    refusal = UserError(
+        f"logits processor {name} remembers earlier calls or depends on the batch; a token tree "
+        "needs scores that follow from input_ids and scores alone"
+    )
+    if isinstance(processor, STATEFUL):
+        raise refusal
+    ids = torch.tensor([list(prompt)], device=target.device)
+    scores = torch.linspace(-1, 1, target.vocab_size, device=target.device)[None]
+    try:
+        one = apply(LogitsProcessorList([processor]), ids, scores.clone())
+        before = plain_attributes(processor)
+        two = apply(LogitsProcessorList([processor]), ids.repeat(2, 1), scores.repeat(2, 1))
+    except Exception as error:  # whatever a user's code raises
+        raise UserError(f"logits processor {name} failed in a trial call: {error}") from error
+    if plain_attributes(processor) != before or not two.equal(one.expand_as(two)):
+        raise refusal
+
+
+def apply(processors: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The scores [M, V] behind ids [M, L] as the processors, one after the other, change them."""
+    return processors(ids, scores)  # type: ignore[arg-type]  # transformers says LongTensor
+
+
+def plain_attributes(processor: LogitsProcessor) -> dict[str, object]:
+    """The numbers, flags and strings that a processor holds; caches are left out."""
+    return {k: v for k, v in vars(processor).items() if isinstance(v, bool | int | float | str)}
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A node of the tree of one running row, and the drafted tokens on the way to it."""
+
+    place: int  # in the running batch
+    node: int
+    path: tuple[int, ...]  # without the root, which is committed
+
+
+class PathProcessing:
+    """Applies each row's processors to the logits behind every continuation in a pass.
+
+    Only continuations that can come true are processed: behind an end token, the limit, or a token
+    that the processors have just forbidden the scores stay as they are and are never used. So a
+    processor is not shown a path that it has ruled out itself.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessorList],  # of each prompt
+        prompts: Sequence[Sequence[int]],
+        batch: Batch,
+        greedy: bool,
+    ):
+        """With `greedy` a continuation can come true only if it is the most probable token."""
+        self.processors, self.batch, self.greedy = processors, batch, greedy
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
+
+    def behind_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits [B, V], float32, behind the last token of each running row."""
+        processed = logits[:, None].to(torch.float32, copy=True)
+        self._process(self._roots(logits.device), processed)
+        return processed[:, 0]
+
+    def behind_nodes(self, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits [B, N, V], float32, behind each node of a tree, depth by depth."""
+        processed = logits.to(torch.float32, copy=True)
+        children = child_lists(tree)
+        level = self._roots(logits.device)
+        while level:
+            self._process(level, processed)
+            level = self._possible_children(level, children, processed)
+        return processed
+
+    def _roots(self, device: torch.device) -> list[Spot]:
+        """The root of each row that goes on; brings the rows' pasts up to date."""
+        places = [place for place, row in enumerate(self.batch.running_rows()) if row.active]
+        for place in places:
+            number = self.batch.running[place]
+            past = self.pasts[number].to(device)
+            known = len(past) - self.prompt_lengths[number]
+            new = torch.tensor(self.batch.rows[number].tokens[known:], dtype=past.dtype)
+            self.pasts[number] = torch.cat([past, new.to(device)])
+        return [Spot(place, 0, ()) for place in places]
+
+    def _process(self, level: list[Spot], processed: torch.Tensor) -> None:
+        """Process the spots of one depth in place, in one call for all of one length."""
+        groups = defaultdict(list)
+        for spot in level:
+            number = self.batch.running[spot.place]
+            groups[id(self.processors[number]), len(self.pasts[number])].append(spot)
+        for spots in groups.values():
+            numbers = [self.batch.running[spot.place] for spot in spots]
+            paths = torch.tensor([spot.path for spot in spots], dtype=torch.long)  # [M, depth]
+            past = torch.stack([self.pasts[number] for number in numbers])
+            ids = torch.cat([past, paths.to(past.device)], dim=1)
+            where = [spot.place for spot in spots], [spot.node for spot in spots]
+            scores = apply(self.processors[numbers[0]], ids, processed[where])
+            if not self.greedy and scores.amax(-1).isneginf().any():
+                raise UserError("the logits processors forbid every token of a continuation")
+            processed[where] = scores
+
+    def _possible_children(
+        self,
+        level: list[Spot],
+        children: list[dict[int, list[tuple[int, int]]]],
+        processed: torch.Tensor,
+    ) -> list[Spot]:
+        """The children of a processed level that can be accepted and have a token behind them."""
+        parents, found = [], []
+        for spot in level:
+            row = self.batch.rows[self.batch.running[spot.place]]
+            if len(row.tokens) + len(spot.path) + 1 >= row.limit:
+                continue
+            for node, token in children[spot.place].get(spot.node, ()):
+                if token != PADDING and token not in self.batch.end_ids:
+                    parents.append(spot.node)
+                    found.append(Spot(spot.place, node, (*spot.path, token)))
+        if not found:
+            return []
+        places = [spot.place for spot in found]
+        tokens = torch.tensor([spot.path[-1] for spot in found], device=processed.device)
+        if self.greedy:
+            possible = processed[places, parents].argmax(-1) == tokens
+        else:
+            possible = processed[places, parents, tokens] > -torch.inf
+        return [spot for spot, kept in zip(found, possible.tolist(), strict=True) if kept]
+
+
+def child_lists(tree: TokenTree) -> list[dict[int, list[tuple[int, int]]]]:
+    """For each row the (node, token) of every node's children.
+
+    Parents (-1, 0, 0, 1) with tokens (9, 5, 6, 7) give {0: [(1, 5), (2, 6)], 1: [(3, 7)]}.
+    """
+    rows = torch.stack([tree.parents, tree.tokens], dim=1).tolist()
+    lists = []
+    for parents, tokens in rows:
+        children = defaultdict(list)
+        for node, parent in enumerate(parents[1:], 1):
+            children[parent].append((node, tokens[node]))
+        lists.append(dict(children))
+    return lists

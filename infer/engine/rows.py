@@ -1,0 +1,84 @@
+"""The host's account of a batch: what each row has said, and which rows go on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from drafthead.infer.request.stopping import Stop
+
+# Rows that have ended run along idly until this share of the batch is idle: taking them out copies
+# the whole cache, which must not happen each time that one of many rows ends.
+IDLE_SHARE = 0.25
+
+
+@dataclass
+class Row:
+    """One prompt's answer so far."""
+
+    limit: int  # most new tokens
+    tokens: list[int] = field(default_factory=list)
+    stop: Stop | None = None  # what may end the answer besides end tokens
+    finished: bool = False  # an end was reached
+    accept_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def active(self) -> bool:
+        """Whether the row needs more tokens."""
+        return not self.finished and len(self.tokens) < self.limit
+
+    def take(self, committed: Sequence[int], end_ids: frozenset[int]) -> list[int]:
+        """Append committed tokens up to the first end or the limit; returns those kept."""
+        kept = list(committed[: self.limit - len(self.tokens)])
+        for place, token in enumerate(kept):
+            if token in end_ids or self._stops(kept[: place + 1]):
+                kept = kept[: place + 1]
+                self.finished = True
+                break
+        self.tokens += kept
+        return kept
+
+    def _stops(self, new: list[int]) -> bool:
+        """Whether the answer ends with the last of its new tokens, though that is no end token."""
+        return self.stop is not None and self.stop(self.tokens + new)
+
+
+class Batch:
+    """Rows in the order of the prompts, and which of them stand in the running batch."""
+
+    def __init__(self, limits: Sequence[int], end_ids: frozenset[int], stops: Sequence[Stop] = ()):
+        """`stops` has one entry for each row, or none."""
+        self.rows = [Row(limit) for limit in limits]
+        for row, stop in zip(self.rows, stops, strict=False):
+            row.stop = stop
+        self.end_ids = end_ids
+        self.running = list(range(len(limits)))  # row numbers, by place in the running batch
+
+    def running_rows(self) -> list[Row]:
+        """The rows of the running batch, idle ones among them, in its order."""
+        return [self.rows[number] for number in self.running]
+
+    def take(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Give each active row its committed tokens; returns what was kept, by row number."""
+        return {
+            number: self.rows[number].take(tokens, self.end_ids)
+            for number, tokens in zip(self.running, committed, strict=True)
+            if self.rows[number].active
+        }
+
+    def take_step(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """`take` for a verification step, whose accept lengths are recorded."""
+        for row, tokens in zip(self.running_rows(), committed, strict=True):
+            if row.active:
+                row.accept_lengths.append(len(tokens))
+        return self.take(committed)
+
+    def drop_idle(self) -> list[int] | None:
+        """Shrink the running batch to its active rows, once enough rows are idle.
+
+        Returns the places that stay, in the batch as it was; None when all of them do.
+        """
+        places = [place for place, row in enumerate(self.running_rows()) if row.active]
+        idle = len(self.running) - len(places)
+        if not idle or (places and idle < IDLE_SHARE * len(self.running)):
+            return None
+        self.running = [self.running[place] for place in places]
+        return places

@@ -1,0 +1,1 @@
+"""drafthead.infer.measuring: comparison, profiles and the tests of exactness."""

@@ -1,0 +1,308 @@
+"""A fair race: every way of decoding on the same prompts, interleaved, counted alike.
+
+Machines drift, so contestants take turns prompt by prompt and a speedup is the median over rounds
+of a ratio within the round. Only tokens that were returned count, and the prompt pass is apart.
+"""
+
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median
+
+import psutil
+import torch
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share, summed
+from drafthead.infer.measuring.contestants import Answer, Contestant
+from drafthead.infer.measuring.speedup_model import ChainPrediction, predict_chain, speedup_bound
+
+PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
+
+
+@dataclass
+class Record:
+    """All answers of one contestant: answers[round][prompt]."""
+
+    contestant: Contestant
+    answers: list[list[Answer]] = field(default_factory=list)
+    peak_memory_bytes: int = 0
+
+    def rates(self) -> list[float]:
+        """Decoded tokens per second of each round, over all prompts."""
+        return [
+            sum(a.decoded_tokens for a in answers) / sum(a.decode_seconds for a in answers)
+            for answers in self.answers
+        ]
+
+    def stats(self) -> DecodeStats | None:
+        """The engine's accounts of all rounds, added up; None for a foreign contestant."""
+        accounts = [a.stats for answers in self.answers for a in answers if a.stats is not None]
+        return summed(accounts) if accounts else None
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One line of the table. Speedups are medians over rounds; `*_range` their extremes."""
+
+    mode: str
+    drafter: str
+    verifier: str
+    tree_nodes: float | None  # on average; None for a foreign engine
+    temperature: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    prefill_seconds: float
+    tau: float | None
+    acceptance_by_depth: list[float]
+    accept_length_counts: dict[int, int]
+    draft_cost: float | None  # seconds of drafting a step / seconds of a plain step
+    phase_seconds: dict[str, float]
+    speedup: float
+    speedup_range: tuple[float, float]
+    speedup_hf: float
+    speedup_hf_range: tuple[float, float]
+    speedup_bound: float | None
+    efficiency: float | None
+    chain_prediction: ChainPrediction | None
+    repeated_8gram_share: float
+    answers_ended: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a lossless greedy answer first differs from plain decoding's.
+
+    `top2_gap` is the difference of the target's two largest logits there: near zero means a tie
+    that rounding decided, anything else is an error. `token_gap` is by how much the logit of the
+    token said lies below the largest, as if it were the least probable one when an answer ends
+    where the other goes on; `rounding_step` is the distance of neighbouring numbers of the
+    target's dtype at that size.
+    """
+
+    mode: str
+    prompt: int
+    position: int
+    plain_token: int
+    token: int
+    top2_gap: float
+    token_gap: float
+    rounding_step: float
+
+
+def race(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[list[int]],
+    rounds: int,
+    max_new_tokens: int,
+    seed: int,
+    on_answer: Callable[[], None],
+) -> list[Record]:
+    """Decode every prompt with every contestant, `rounds` times, in rotating order.
+
+    A warm-up on the first prompt comes before and is not recorded. `on_answer` is called after
+    each answer. Raises UserError when a contestant's answers are too short to be timed.
+    """
+    records = [Record(contestant) for contestant in contestants]
+    for contestant in contestants:
+        contestant.decode(prompts[0], min(16, max_new_tokens), seed)
+    order = random.Random(seed)
+    for number in range(rounds):
+        for record in records:
+            record.answers.append([])
+        for index, prompt in enumerate(prompts):
+            for record in order.sample(records, len(records)):
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                # At a temperature each round draws other answers, alike for all contestants.
+                row_seed = seed + number * len(prompts) + index
+                answer = undisturbed(record.contestant, prompt, max_new_tokens, row_seed)
+                record.answers[-1].append(answer)
+                record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
+                on_answer()
+        for record in records:
+            if not any(answer.decoded_tokens for answer in record.answers[-1]):
+                raise UserError(
+                    f"no answer of {record.contestant.mode} goes beyond its first tokens, so there "
+                    "is no decoding to time: allow more new tokens, or use other prompts"
+                )
+    return records
+
+
+def undisturbed(
+    contestant: Contestant, prompt: list[int], max_new_tokens: int, seed: int
+) -> Answer:
+    """The answer to a prompt, and once more if a graph had to be compiled for it."""
+    while True:
+        before = Compiled.made
+        answer = contestant.decode(prompt, max_new_tokens, seed)
+        if Compiled.made == before:
+            return answer
+
+
+def memory_in_use() -> int:
+    """Peak bytes of the GPU since the last reset, or of the whole process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return psutil.Process(os.getpid()).memory_info().rss
+
+
+def rows_of(
+    records: Sequence[Record], temperature: float, end_ids: frozenset[int]
+) -> list[ComparisonRow]:
+    """The table of a race that both baselines took part in."""
+    by_mode = {record.contestant.mode: record for record in records}
+    return [
+        _row(record, by_mode[PLAIN], by_mode[GENERATE], temperature, end_ids) for record in records
+    ]
+
+
+def _row(
+    record: Record, plain: Record, generate: Record, temperature: float, end_ids: frozenset[int]
+) -> ComparisonRow:
+    answers = [answer for answers in record.answers for answer in answers]
+    speedups = _ratios(record, plain)
+    speedups_hf = _ratios(record, generate)
+    stats, plain_stats = record.stats(), plain.stats()
+    drafts = stats is not None and record is not plain
+    speedup = median(speedups)
+    contestant = record.contestant
+    return ComparisonRow(
+        mode=contestant.mode,
+        drafter=contestant.drafter,
+        verifier=contestant.verifier,
+        tree_nodes=stats.nodes_per_step if stats else None,
+        temperature=temperature,
+        tokens=sum(answer.decoded_tokens for answer in answers),
+        seconds=sum(answer.decode_seconds for answer in answers),
+        tokens_per_second=median(record.rates()),
+        prefill_seconds=sum(answer.prefill_seconds for answer in answers),
+        tau=stats.tau if stats else None,
+        acceptance_by_depth=stats.acceptance_by_depth() if stats else [],
+        accept_length_counts=_counts(stats) if stats else {},
+        draft_cost=_draft_cost(stats, plain_stats) if drafts else None,
+        phase_seconds=stats.seconds if stats else {},
+        speedup=speedup,
+        speedup_range=(min(speedups), max(speedups)),
+        speedup_hf=median(speedups_hf),
+        speedup_hf_range=(min(speedups_hf), max(speedups_hf)),
+        speedup_bound=_bound(stats, plain_stats) if drafts else None,
+        efficiency=speedup / stats.tau if drafts and stats else None,
+        chain_prediction=_prediction(record, stats, plain_stats) if drafts else None,
+        repeated_8gram_share=repeated_ngram_share([answer.sequence for answer in answers]),
+        answers_ended=sum(bool(end_ids & {*a.sequence[-1:]}) for a in answers) / len(answers),
+        peak_memory_bytes=record.peak_memory_bytes,
+    )
+
+
+def _ratios(record: Record, baseline: Record) -> list[float]:
+    """Speed against a baseline, round by round."""
+    return [a / b for a, b in zip(record.rates(), baseline.rates(), strict=True)]
+
+
+def _counts(stats: DecodeStats) -> dict[int, int]:
+    lengths = [length for row in stats.accept_lengths for length in row]
+    return {length: lengths.count(length) for length in sorted(set(lengths))}
+
+
+def _plain_step(plain: DecodeStats) -> float:
+    """t_1: seconds of plain decoding a token."""
+    return plain.decode_seconds / max(1, plain.steps)
+
+
+def _draft_cost(stats: DecodeStats | None, plain: DecodeStats | None) -> float:
+    assert stats is not None and plain is not None
+    return stats.seconds["draft"] / max(1, stats.steps) / _plain_step(plain)
+
+
+def _bound(stats: DecodeStats | None, plain: DecodeStats | None) -> float:
+    assert stats is not None and plain is not None
+    steps = max(1, stats.steps)
+    return speedup_bound(
+        tau=stats.tau,
+        verify_seconds=stats.seconds["verify"] / steps,
+        draft_seconds=stats.seconds["draft"] / steps,
+        host_seconds=(stats.seconds["accept"] + stats.seconds["commit"]) / steps,
+        t_1=_plain_step(plain),
+    )
+
+
+def _prediction(
+    record: Record, stats: DecodeStats | None, plain: DecodeStats | None
+) -> ChainPrediction | None:
+    assert stats is not None
+    length = round(stats.nodes_per_step) - 1
+    if not record.contestant.is_chain or length < 1 or length + 1 != stats.nodes_per_step:
+        return None  # the formula is for chains of one length; the planner may have drafted none
+    lengths = [n for row in stats.accept_lengths for n in row]
+    return predict_chain(lengths, length, _draft_cost(stats, plain) / length)
+
+
+def divergences(
+    records: Sequence[Record], prompts: Sequence[list[int]], target: Target
+) -> list[Divergence]:
+    """Where our greedy answers of the first round differ from plain decoding's."""
+    plain = next(record for record in records if record.contestant.mode == PLAIN)
+    found = []
+    for record in records:
+        if record is plain:
+            continue
+        both = zip(plain.answers[0], record.answers[0], strict=True)
+        for index, (expected, answer) in enumerate(both):
+            if expected.sequence != answer.sequence:
+                found.append(
+                    divergence(
+                        record.contestant.mode,
+                        index,
+                        prompts[index],
+                        expected.sequence,
+                        answer.sequence,
+                        target,
+                    )
+                )
+    return found
+
+
+def divergence(
+    mode: str,
+    index: int,
+    prompt: list[int],
+    plain: list[int],
+    other: list[int],
+    target: Target,
+) -> Divergence:
+    """Where the answer `other` to prompt number `index` first differs from the answer `plain`."""
+    pairs = enumerate(zip([*plain, -1], [*other, -1], strict=False))
+    position, (plain_token, token) = next(islice(((i, p) for i, p in pairs if p[0] != p[1]), 1))
+    ids = torch.tensor([prompt + plain[:position]], device=target.device)
+    positions = torch.arange(ids.shape[1], device=target.device)[None]
+    spec = FeatureSpec(layers=(), last=False)
+    logits = target.run(ids, positions, None, spec, logits_to_keep=1).logits[0, -1].float()
+    top = logits.topk(2).values
+    best = float(top[0])
+    return Divergence(
+        mode=mode,
+        prompt=index,
+        position=position,
+        plain_token=plain_token,
+        token=token,
+        top2_gap=best - float(top[1]),
+        token_gap=best - float(logits[token] if token >= 0 else logits.min()),
+        rounding_step=rounding_step(best, target.dtype),
+    )
+
+
+def rounding_step(number: float, dtype: torch.dtype) -> float:
+    """The distance of neighbouring numbers of a dtype at the size of `number`.
+
+    bfloat16 keeps 8 binary digits, so between 16 and 32 its numbers are 16 / 128 = 0.125 apart.
+    """
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** math.floor(math.log2(max(abs(number), info.tiny)))

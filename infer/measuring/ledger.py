@@ -1,0 +1,78 @@
+"""Where the wall clock of an average step goes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from drafthead.heads.errors import UserError
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.engine.results import DecodeStats, summed
+
+STEP_PHASES = ("draft", "verify", "accept", "commit")
+# What a step spends outside its phases: the planner, the loop itself, handing tokens out.
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class StepLedger:
+    """The parts of an average step, and what it brings.
+
+    On a GPU kernels run on after their phase has been left: their time then stands in the phase
+    that waits for them, which is `accept`. The step as a whole is right on every device. A compiled
+    step under `greedy` or `match` accepts within the graph of its pass, and small drafts are made
+    there too: it is all `verify`.
+    """
+
+    seconds: dict[str, float]  # of a step, by phase; they add up to `step_seconds`
+    step_seconds: float
+    steps: int
+    nodes: float  # that the target scored in one row and step, on average
+    tau: float
+    tokens_per_second: float
+
+    def share(self, phase: str) -> float:
+        """Part of the step that a phase takes."""
+        return self.seconds[phase] / self.step_seconds
+
+    def as_fields(self) -> dict[str, object]:
+        """The ledger with its shares, as JSON wants it."""
+        return {**asdict(self), "shares": {phase: self.share(phase) for phase in self.seconds}}
+
+
+def ledger_of(stats: DecodeStats) -> StepLedger:
+    """The ledger of an account; raises UserError for one without steps."""
+    if not stats.steps:
+        raise UserError(
+            "no answer goes beyond its first token, so there is no step to account for: allow more "
+            "new tokens, or use other prompts"
+        )
+    step = stats.decode_seconds / stats.steps
+    seconds = {phase: stats.seconds[phase] / stats.steps for phase in STEP_PHASES}
+    seconds[HOST] = step - sum(seconds.values())
+    return StepLedger(
+        seconds, step, stats.steps, stats.nodes_per_step, stats.tau, stats.tokens_per_second
+    )
+
+
+def keep_ledgers(
+    decoders: Mapping[str, Decoder],
+    batches: Sequence[Sequence[Sequence[int]]],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    on_batch: Callable[[], object],
+) -> dict[str, StepLedger]:
+    """Decode batches of prompts with several decoders, which take turns; one ledger each.
+
+    `on_batch` is called after each. Compiling, if any is left to do, would count as decoding: warm
+    the decoders up before.
+    """
+    accounts: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
+    for number, prompts in enumerate(batches):
+        order = list(decoders) if number % 2 == 0 else list(decoders)[::-1]
+        for name in order:
+            result = decoders[name].generate(
+                prompts, max_new_tokens, temperature, seed=seed + number * len(prompts)
+            )
+            accounts[name].append(result.stats)
+            on_batch()
+    return {name: ledger_of(summed(stats)) for name, stats in accounts.items()}

@@ -1,0 +1,215 @@
+"""Passes alone: what the target and the drafter take outside the engine, and what the engine adds.
+
+Everything is timed in turns, so that a machine that slows down slows all of it down.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target.target import FeatureSpec, Target, TargetOutput
+from drafthead.heads.trees.recipe import Outline
+from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.engine.batch_run import Request, Run
+from drafthead.infer.engine.loop import speculate
+from drafthead.infer.engine.planner import FixedPlan
+from drafthead.infer.measuring.clock import seconds_of
+from drafthead.infer.verifiers import VERIFIERS
+
+COMMITTED = 256  # cache columns that stand before a pass
+PASS_SIZES = (1, 2, 4, 8, 16, 32, 64)
+ROUNDS = 9
+STEPS = 40
+WARM_UP = 3  # calls of each kind that are not counted: they compile, allocate, fill caches
+
+GREEDY = SamplingConfig()
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Median seconds of passes alone, behind `columns` committed positions in each of `batch` rows.
+
+    `verify[n]` is a pass of the target over n new nodes a row, `draft[budget]` one proposal.
+    """
+
+    batch: int
+    columns: int
+    verify: dict[int, float]
+    draft: dict[Budget, float]
+
+
+@torch.no_grad()
+def time_passes(
+    target: Target,
+    drafter: Drafter | None = None,
+    batch: int = 1,
+    sizes: Sequence[int] = PASS_SIZES,
+    rounds: int = ROUNDS,
+    on_round: Callable[[], object] = lambda: None,
+) -> PassTimes:
+    """Time the target at `sizes` and the drafter at its budgets; `on_round` is called
+    `WARM_UP + rounds` times.
+
+    The text is random tokens, `COMMITTED` of them or as many as the context holds. A proposal is
+    made behind one newly committed token; taking that in is not part of it.
+    """
+    columns = min(COMMITTED, target.max_length or COMMITTED)
+    features = drafter.features if drafter else FeatureSpec(layers=(), last=False)
+    text = torch.randint(
+        target.vocab_size, (batch, columns), generator=torch.Generator().manual_seed(0)
+    )
+    run = Run(target, endless(text.tolist(), 1), features, max(sizes))
+    prompt, _ = run.prefill()
+    passes = {nodes: pass_alone(run, nodes) for nodes in sizes}
+    verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
+    draft: dict[Budget, list[float]] = {b: [] for b in (drafter.budgets if drafter else ())}
+    for _ in range(WARM_UP + rounds):
+        for nodes, call in passes.items():
+            verify[nodes].append(seconds_of(call, target.device))
+        if drafter is not None:
+            for budget, seconds in time_proposals(drafter, run, prompt).items():
+                draft[budget].append(seconds)
+        on_round()
+    return PassTimes(batch, columns, medians(verify), medians(draft))
+
+
+def time_proposals(drafter: Drafter, run: Run, prompt: Committed) -> dict[Budget, float]:
+    """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
+    session = drafter.start(run.prompt_ids, run.prompt_lengths)
+    session.commit(prompt)
+    session.propose(drafter.budgets[0], GREEDY, None)  # reads what of the prompt was left to read
+    one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
+    taken = {}
+    for budget in drafter.budgets:
+        session.commit(one)
+        propose = partial(session.propose, budget, GREEDY, None)
+        taken[budget] = seconds_of(propose, run.target.device)
+    return taken
+
+
+def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
+    """A greedy request whose answers end at nothing but their limit."""
+    rows = len(prompts)
+    return Request(prompts, [limit] * rows, GREEDY, [0] * rows, frozenset())
+
+
+def pass_alone(run: Run, nodes: int) -> Callable[[], TargetOutput]:
+    """A pass over a chain of `nodes` tokens behind what the run has committed, ready to be called.
+
+    Mask and positions are made here, outside the pass, and nothing of the pass is kept.
+    """
+    assert run.cache.lengths is not None
+    device = run.target.device
+    steps = torch.arange(nodes, device=device)
+    tokens = run.roots[:, None].expand(-1, nodes).contiguous()
+    positions = run.legal(run.cache.lengths[:, None] + steps)
+    mask = run.cache.mask((steps[:, None] >= steps)[None], run.target.dtype)
+    return lambda: run.target.run(tokens, positions, mask, run.features, run.cache)
+
+
+def medians(taken: dict[Key, list[float]]) -> dict[Key, float]:
+    """Median of each list of seconds, without the warm-up."""
+    return {key: median(seconds[WARM_UP:]) for key, seconds in taken.items()}
+
+
+@dataclass(frozen=True)
+class StepOverhead:
+    """What the engine adds to its two passes: median seconds of one interleaved run."""
+
+    nodes: float  # of a row's tree, on average
+    step_seconds: float
+    verify_seconds: float  # a pass of the target over as many nodes, alone
+    draft_seconds: float  # a proposal, alone
+
+    @property
+    def seconds(self) -> float:
+        """What a step takes beyond its passes."""
+        return self.step_seconds - self.verify_seconds - self.draft_seconds
+
+    @property
+    def share(self) -> float:
+        """Part of the step that is neither pass."""
+        return self.seconds / self.step_seconds
+
+
+@torch.no_grad()
+def step_overhead(
+    target: Target,
+    drafter: Drafter,
+    budget: Budget,
+    prompts: Sequence[Sequence[int]],
+    steps: int = STEPS,
+    on_step: Callable[[], object] = lambda: None,
+) -> StepOverhead:
+    """Decode a batch greedily, timing before each step its proposal and its pass alone.
+
+    All three are behind the same committed text, and the proposal alone is the very one that the
+    engine makes next: a second session is told all that the engine's own is told. `on_step` is
+    called `WARM_UP + steps` times.
+    """
+    overheard = Overheard(drafter)
+    limit = (WARM_UP + steps) * (budget.depth + 1) + 2
+    run = Run(target, endless(prompts, limit), drafter.features, budget.nodes)
+    engine = speculate(run, overheard, FixedPlan(budget), VERIFIERS["greedy"])
+    next(engine)  # the prompt
+    twin = drafter.start(run.prompt_ids, run.prompt_lengths)
+    taken: dict[str, list[float]] = {"draft": [], "verify": [], "step": []}
+    trees: list[TokenTree] = []
+    for _ in range(WARM_UP + steps):
+        twin.commit(overheard.commits.pop())
+        taken["draft"].append(
+            seconds_of(lambda: trees.append(twin.propose(budget, GREEDY, None)), target.device)
+        )
+        alone = pass_alone(run, trees[-1].num_nodes)
+        taken["verify"].append(seconds_of(alone, target.device))
+        taken["step"].append(seconds_of(lambda: next(engine), target.device))
+        on_step()
+    middle = medians(taken)
+    nodes = sum(tree.num_nodes for tree in trees) / len(trees)
+    return StepOverhead(nodes, middle["step"], middle["verify"], middle["draft"])
+
+
+class Overheard(Drafter):
+    """A drafter whose session keeps what it is told, for another session to follow along."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.features, self.budgets = drafter.features, drafter.budgets
+        self.commits: list[Committed] = []
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T] of lengths [B]."""
+        return OverheardSession(self.drafter.start(prompts, lengths), self.commits)
+
+
+class OverheardSession(DraftSession):
+    """A session that notes down each commit."""
+
+    def __init__(self, session: DraftSession, commits: list[Committed]):
+        self.session, self.commits = session, commits
+
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """The session's own proposal."""
+        return self.session.propose(budget, sampling, random)
+
+    def outline(self, budget: Budget) -> Outline | None:
+        """The session's own."""
+        return self.session.outline(budget)
+
+    def commit(self, committed: Committed) -> None:
+        """Note and pass on."""
+        self.commits.append(committed)
+        self.session.commit(committed)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Pass on; rows of an endless request never leave."""
+        self.session.keep_rows(rows)

@@ -1,0 +1,113 @@
+"""The law of an acceptance rule on small random tables, where the target's law is known exactly.
+
+The shipped rule is run on a great many trees at once, filled and tossed for as while decoding.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from drafthead.heads.sampling import RowRandom, draw_without_replacement, sample
+from drafthead.heads.trees.tree import TokenTree, TreeShape
+from drafthead.infer.engine.outcome import following_tokens
+from drafthead.infer.measuring.goodness_of_fit import Fit, fit
+from drafthead.infer.verifiers import Verifier
+
+VOCAB = 5
+SHAPE = TreeShape.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])
+LENGTH = SHAPE.depth + 1  # tokens that a step commits at most
+ROWS = 1 << 14  # trees at a time
+
+Laws = list[torch.Tensor]  # for each length d the laws [V^d, V] behind the prefixes of d tokens
+
+
+class OneStream(RowRandom):
+    """Uniform numbers for all rows from one generator: a million generators would take minutes."""
+
+    def __init__(self, rows: int, generator: torch.Generator):
+        super().__init__([], generator.device)
+        self.rows, self.generator = rows, generator
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """Uniform numbers in [0, 1), float32 [B, *shape]."""
+        return torch.rand(self.rows, *shape, generator=self.generator)
+
+    def ahead(self, count: int) -> torch.Tensor:
+        """Numbers [B, count] for the next tokens; plain decoding is not there to share them."""
+        return self.uniform(count)
+
+
+def fit_of_rule(
+    verifier: Verifier, seed: int, batches: int, on_batch: Callable[[], object] = lambda: None
+) -> Fit:
+    """What `verifier` says in `batches` x ROWS steps, beside the law of a random target table.
+
+    A step's tokens are continued by the target to the most that a step commits, so all samples
+    have LENGTH tokens; their VOCAB^LENGTH probabilities are products of table entries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = random_laws(generator), random_laws(generator)
+    counts = torch.zeros(VOCAB**LENGTH, dtype=torch.long)
+    for _ in range(batches):
+        counts += torch.bincount(
+            said_texts(verifier, target, draft, OneStream(ROWS, generator)), minlength=len(counts)
+        )
+        on_batch()
+    law = torch.ones(1, dtype=torch.float64)
+    for table in target:
+        law = (law[:, None] * table).flatten()
+    return fit(counts, law)
+
+
+def random_laws(generator: torch.Generator) -> Laws:
+    """A table model: uneven laws, each with one token that is never said."""
+    laws = []
+    for length in range(LENGTH):
+        scores = 1.5 * torch.randn(VOCAB**length, VOCAB, generator=generator)
+        never = torch.randint(VOCAB, (VOCAB**length, 1), generator=generator)
+        laws.append(scores.scatter(1, never, -torch.inf).softmax(-1))
+    return laws
+
+
+def said_texts(verifier: Verifier, target: Laws, draft: Laws, random: OneStream) -> torch.Tensor:
+    """Which of the VOCAB^LENGTH texts each row says, [B]: the digits of the number are the tokens.
+
+    Children are drawn if the rule makes use of that, and otherwise the most probable ones.
+    """
+    tokens, codes = filled(draft, random if verifier.draws_children else None, random.rows)
+    depths = SHAPE.depths.tolist()
+
+    def behind_nodes(laws: Laws) -> torch.Tensor:  # [B, N, V]
+        return torch.stack([laws[d][codes[:, node]] for node, d in enumerate(depths)], dim=1)
+
+    tree = TokenTree.from_shape(SHAPE, tokens)
+    if verifier.draws_children:
+        draft_probs = behind_nodes(draft)
+        ids = torch.arange(VOCAB).expand_as(draft_probs)
+        tree = TokenTree.from_shape(SHAPE, tokens, ids, draft_probs)
+    acceptance = verifier.rule(tree, behind_nodes(target), random)
+    said = following_tokens(tree, acceptance)  # [B, LENGTH]
+    text = torch.zeros_like(acceptance.bonus)
+    for place in range(LENGTH):
+        continued = sample(target[place][text], random.uniform())
+        token = torch.where(place < acceptance.length, said[:, place], continued)
+        text = text * VOCAB + token
+    return text
+
+
+def filled(draft: Laws, random: OneStream | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B, N] of SHAPE, and the prefix [B, N] that ends with each node as a number."""
+    tokens = torch.zeros(rows, SHAPE.num_nodes, dtype=torch.long)
+    codes = torch.zeros_like(tokens)
+    for node, depth in enumerate(SHAPE.depths.tolist()):
+        children = (SHAPE.parents == node).nonzero().flatten()
+        if len(children) == 0:
+            continue
+        law = draft[depth][codes[:, node]]  # [B, V]
+        if random is None:
+            chosen = law.topk(len(children), dim=-1).indices
+        else:
+            chosen = draw_without_replacement(law, len(children), random.uniform(VOCAB))
+        tokens[:, children] = chosen
+        codes[:, children] = codes[:, node, None] * VOCAB + chosen
+    return tokens, codes

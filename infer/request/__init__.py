@@ -1,0 +1,1 @@
+"""drafthead.infer.request: what a user asks for: prompts, generation options, stop conditions."""

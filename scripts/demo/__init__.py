@@ -1,0 +1,1 @@
+"""drafthead.scripts.demo: how the demo's models, prompts and figures are made."""

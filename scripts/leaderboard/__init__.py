@@ -1,0 +1,1 @@
+"""drafthead.scripts.leaderboard: every head trained alike, then raced."""

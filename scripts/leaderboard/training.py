@@ -1,0 +1,128 @@
+"""Training the entries of a leaderboard, each in a process of its own, after all were checked."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from drafthead.heads.base import head_family
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import decoder_for
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.scripts.leaderboard.config import Board, Entry
+from drafthead.scripts.measuring import prompt_ids
+from drafthead.train.conversations import read_conversations
+from drafthead.train.features import check_row_length
+
+STOPPED = 130  # exit status of a training that was stopped and can be continued
+
+
+def check_board(board: Board) -> dict[str, int]:
+    """Raise UserError for whatever could stop a leaderboard after hours of training.
+
+    Models, prompts and data are read, and each head is made with the target's sizes but without
+    memory. Gives the number of trained parameters of each entry.
+    """
+    sources = {board.data.train, board.data.validation}
+    if board.race.prompts in sources:
+        raise UserError(
+            f"race.prompts is {board.race.prompts}, which heads are trained or measured on: race "
+            "on a file of its own"
+        )
+    target = Target.from_pretrained(board.target.name, board.target.dtype)
+    prompt_ids(
+        board.race.prompts, board.race.limit, decoder_for(target, None, None, False),
+        board.race.max_new_tokens,
+    )  # fmt: skip
+    if board.race.draft_model is not None:
+        small = Target.from_pretrained(board.race.draft_model, board.target.dtype)
+        DraftModel(small, target, board.race.draft_tokens)
+    for entry in board.entries:
+        data = entry.run.data
+        sources |= {source for source in (data.train, data.validation) if source is not None}
+    for source in sorted(sources):
+        if next(iter(read_conversations(source, limit=1)), None) is None:
+            raise UserError(f"{source} holds no conversation")
+    return {entry.name: check_entry(entry, target) for entry in board.entries}
+
+
+def check_entry(entry: Entry, target: Target) -> int:
+    """The number of parameters that an entry trains; raises UserError when it cannot be trained."""
+    run = entry.run
+    try:
+        run.train.accumulation(1)
+        check_row_length(target, run.target.name, run.data.max_length)
+        run.folder().status(run.train.overwrite)
+        family = head_family(run.family)
+        with torch.device("meta"):
+            head = family(family.sized(run.head, target))
+    except UserError as error:
+        raise UserError(f"entries.{entry.name}: {error}") from error
+    return sum(p.numel() for p in head.parameters() if p.requires_grad)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of training all entries."""
+
+    anew: bool  # whether any of them was not finished before
+    stopped: bool  # whether a stop was asked for before the last was finished
+
+
+def train_entries(board: Board, say: Callable[[str], None]) -> Trained:
+    """Train what is not finished, one after the other; `say` is told what begins."""
+    anew = False
+    for number, entry in enumerate(board.entries, 1):
+        folder = entry.run.folder()
+        status = folder.status(entry.run.train.overwrite)
+        about = f"entry {number} of {len(board.entries)}, {entry.name}"
+        if status == "finished":
+            say(f"{about}: trained already")
+            continue
+        anew = True
+        minutes = f"{board.train.minutes:g} minutes"
+        begins = "continues" if status == "resumable" else "begins"
+        say(f"{about}: training of {minutes} {begins}")
+        if not train_apart(entry):
+            return Trained(anew, stopped=True)
+    return Trained(anew, stopped=False)
+
+
+def train_apart(entry: Entry) -> bool:
+    """Train one entry in a process of its own; False when it was stopped and can be continued.
+
+    Raises UserError when training failed; what was wrong stands above it in the terminal.
+    """
+    module = "drafthead.train.train_heads"
+    command = [sys.executable, "-m", module, "--config", str(entry.config), *entry.settings]
+    with interrupting_terminate(), subprocess.Popen(command) as process:
+        while True:
+            try:
+                status = process.wait()
+                break
+            except KeyboardInterrupt:
+                # A terminal has told the child already; asked twice it still stops once, saving.
+                process.send_signal(signal.SIGINT)
+    if status == STOPPED:
+        return False
+    if status != 0:
+        raise UserError(
+            f"training {entry.name} failed, for the reason above; heads that are finished are "
+            "kept, and the same command goes on"
+        )
+    return True
+
+
+@contextmanager
+def interrupting_terminate() -> Iterator[None]:
+    """Treat a polite kill as Ctrl-C, so that it is passed on to the training process."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
