@@ -24,10 +24,12 @@ import typer
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafthead.heads.base import Drafter
-from drafthead.heads.checkpoint import load_head, write_text
+from drafthead.heads.checkpoint import load_head
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.files import write_text
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target, device_named
+from drafthead.heads.target.loading import device_named
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, head_drafter
 from drafthead.infer.drafters.scripted import Scripted

@@ -14,22 +14,16 @@ import torch
 from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
+from drafthead.heads.files import write_text
 from drafthead.heads.formats import load_head
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import ACCEPTANCE_FILE, TAP_CONVENTION, VERSION
 from drafthead.heads.formats.files import CONFIG_FILE
 from drafthead.heads.target.target import Target
 
-__all__ = ["load_head", "save_head", "write_text"]
+__all__ = ["load_head", "save_head"]
 
 WEIGHTS_FILE = "model.safetensors"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def save_head(

@@ -8,10 +8,12 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from drafthead.heads.base import Drafter, DraftHead
+from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from drafthead.heads.checkpoint import write_text
+from drafthead.heads.files import write_text
 from drafthead.infer.measuring.comparison import ComparisonRow
 from drafthead.scripts.reporting import BASELINE, OURS, THEIRS, print_table, save_figure
 

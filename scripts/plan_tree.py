@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from matplotlib import pyplot as plt
 
-from drafthead.heads.base import UNMEASURED_ALPHA, Drafter
-from drafthead.heads.checkpoint import write_text
+from drafthead.heads.drafting.drafter import UNMEASURED_ALPHA, Drafter
 from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.measuring.plan_table import PlanRow, plan_rows, reason

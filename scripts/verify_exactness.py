@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from drafthead.heads.checkpoint import write_text
 from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder

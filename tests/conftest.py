@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafthead.heads.base import HEADS, Drafter, DraftHead
+from drafthead.heads.base import HEADS, DraftHead
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape

@@ -15,11 +15,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.masks import LayerKind, key_positions, masks_by_kind
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup

@@ -5,10 +5,10 @@ import torch
 from conftest import END, VOCAB
 from scipy.stats import chisquare
 
-from drafthead.heads.base import Drafter
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import FeatureSpec
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import Planner

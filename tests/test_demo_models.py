@@ -8,7 +8,8 @@ import torch
 from scipy.stats import chisquare
 
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel

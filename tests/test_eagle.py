@@ -14,14 +14,15 @@ from scipy.stats import chisquare
 from test_decoding import law_of_three_tokens, random_prompts
 from torch.nn.functional import smooth_l1_loss
 
-from drafthead.heads.base import HEADS, MAX_RANK, Committed, HeadBatch
+from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families import recurrent_drafter
 from drafthead.heads.families.eagle3 import default_taps
 from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Features
+from drafthead.heads.target.features import Features
 from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import attention, linear
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.infer.engine.batch_run import Run
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.pass_times import endless, pass_alone

@@ -11,7 +11,7 @@ from golden import Case, cases, name_of
 from transformers import AutoModel, LlamaForCausalLM
 from written import LAYERS, TARGET, Outputs, Written, random_head
 
-from drafthead.heads.base import Committed
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.families.parallel_drafter import ParallelSession
@@ -19,7 +19,8 @@ from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.dflash import default_ids, our_taps
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 

@@ -19,13 +19,15 @@ from golden import Case, cases, name_of
 from written import Outputs, Written
 
 import drafthead.infer.verifiers.typical as typical_module
-from drafthead.heads.base import Committed, DraftHead
+from drafthead.heads.base import DraftHead
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families import recurrent_drafter
 from drafthead.heads.families.medusa import MedusaLayout
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.formats import load_head
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine import batch_run as run_module

@@ -9,7 +9,8 @@ from conftest import HIDDEN, VOCAB
 from golden import Case, cases, name_of
 from written import LAYERS, TARGET, Outputs, Written, random_head
 
-from drafthead.heads.base import Committed, HeadBatch
+from drafthead.heads.base import HeadBatch
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families import recurrent_drafter
 from drafthead.heads.families.eagle3 import Eagle3Head, default_taps
@@ -20,7 +21,8 @@ from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 

@@ -9,7 +9,7 @@ from conftest import HIDDEN, VOCAB
 from golden import Case, cases, loaded, name_of
 from written import Outputs, Written
 
-from drafthead.heads.base import Committed
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families.hydra import HydraHeads
 from drafthead.heads.families.medusa import MedusaHeads
 from drafthead.heads.families.mlp_speculator import MlpSpeculator
@@ -20,7 +20,8 @@ from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
 from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from conftest import NO_HEADS, VOCAB
 
-from drafthead.heads.base import HEADS, MAX_RANK, Committed, Drafter, DraftHead, Ends, HeadBatch
+from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.checkpoint import load_head, save_head
+from drafthead.heads.drafting.drafter import Committed, Drafter, Ends
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.train.evaluation import chain_lengths
 

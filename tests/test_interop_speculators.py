@@ -18,7 +18,8 @@ from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.families.recurrent import Unrolled
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 
 pytest.importorskip("speculators")
 

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import FeatureSpec
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.logits_processing import AnswerPenalty, PathProcessing, processors_for

@@ -26,7 +26,8 @@ from drafthead.heads.objectives.losses import (
     soft_cross_entropy,
     total_variation,
 )
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:

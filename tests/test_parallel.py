@@ -8,14 +8,16 @@ import torch
 from conftest import BUSHY, HIDDEN, VOCAB
 from torch.nn.functional import softplus
 
-from drafthead.heads.base import MAX_RANK, Committed, HeadBatch
+from drafthead.heads.base import MAX_RANK, HeadBatch
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel_drafter import CANDIDATES, Block, Candidates, ParallelSession
 from drafthead.heads.families.parallel_transformer import spread_taps
 from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_tree
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder

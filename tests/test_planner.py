@@ -8,7 +8,8 @@ from itertools import count
 
 import pytest
 
-from drafthead.heads.trees.tree import Budget, StaticTrees, tree_budgets
+from drafthead.heads.trees.static import StaticTrees, tree_budgets
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.engine.planner import Acceptance, AdaptivePlan, Pace

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, StaticTrees
+from drafthead.heads.trees.static import StaticTrees
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.engine.results import DecodeStats

@@ -6,13 +6,15 @@ import pytest
 import torch
 from conftest import BUSHY
 
-from drafthead.heads.base import MAX_RANK, Committed, HeadBatch
+from drafthead.heads.base import MAX_RANK, HeadBatch
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.hydra import HydraConfig, HydraHeads
 from drafthead.heads.families.mlp_speculator import MlpSpeculatorConfig
 from drafthead.heads.families.sequential import SequentialHead
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import levels_of
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 

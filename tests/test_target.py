@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 
 SIZES = {
     "vocab_size": 50,

@@ -29,7 +29,8 @@ from transformers import (
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.train.building import build_head
 from drafthead.train.evaluation import count_paths, expected_tau, measure
 from drafthead.train.features import check_row_length, positions_in_segments, read_features

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.trees.tree import TokenTree, TreeShape, ancestor_mask, grow_tree
+from drafthead.heads.trees.static import grow_tree
+from drafthead.heads.trees.tree import TokenTree, TreeShape, ancestor_mask
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
 PARENTS = [-1, 0, 0, 1, 1, 2]

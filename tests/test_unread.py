@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from drafthead.heads.base import Committed
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.drafting.late_reader import Unread, joined
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
 
 GREEDY = SamplingConfig()
 

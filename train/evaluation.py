@@ -16,7 +16,8 @@ from torch import nn
 
 from drafthead.heads.base import MAX_RANK, DraftHead
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Path, grow_tree
+from drafthead.heads.trees.static import grow_tree
+from drafthead.heads.trees.tree import Path
 from drafthead.train.features import read_features
 from drafthead.train.packing import PackedData
 

@@ -10,7 +10,8 @@ import torch
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.train.packing import TokenBatch
 
 

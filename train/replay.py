@@ -14,7 +14,8 @@ import torch
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.objectives.anchors import anchor_positions
-from drafthead.heads.trees.tree import Path, grow_tree
+from drafthead.heads.trees.static import grow_tree
+from drafthead.heads.trees.tree import Path
 from drafthead.train.evaluation import count_paths
 
 REPLAY_NODES = 16  # of the tree that is drafted behind each root, the root included

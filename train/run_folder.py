@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from drafthead.heads.checkpoint import write_text
 from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
 from drafthead.heads.formats.files import read_json
 
 METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"

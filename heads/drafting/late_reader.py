@@ -8,8 +8,8 @@ from abc import abstractmethod
 
 import torch
 
-from drafthead.heads.base import Committed, DraftSession
-from drafthead.heads.target.target import Features
+from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.target.features import Features
 
 
 class Unread:

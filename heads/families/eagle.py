@@ -15,7 +15,8 @@ from drafthead.heads.base import register_head
 from drafthead.heads.families.recurrent import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerStore, Rotation
 from drafthead.heads.objectives.losses import feature_loss
-from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

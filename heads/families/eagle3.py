@@ -26,7 +26,8 @@ from drafthead.heads.layers.decoder_layer import (
     Store,
 )
 from drafthead.heads.layers.draft_vocabulary import most_frequent
-from drafthead.heads.target.target import Features, FeatureSpec, Target
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from typing import Generic, TypeVar
 
-from drafthead.heads.base import Drafter, DraftHead
+from drafthead.heads.base import DraftHead
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Level, levels_of
-from drafthead.heads.trees.tree import Budget, StaticTrees, TreeShape
+from drafthead.heads.trees.static import StaticTrees
+from drafthead.heads.trees.tree import Budget, TreeShape
 
 Head = TypeVar("Head", bound=DraftHead)
 

@@ -13,14 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from drafthead.heads.base import (
-    MAX_RANK,
-    Committed,
-    Drafter,
-    DraftSession,
-    HeadBatch,
-    register_head,
-)
+from drafthead.heads.base import MAX_RANK, HeadBatch, register_head
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.objectives.anchors import AnchoredHead
@@ -32,7 +26,8 @@ from drafthead.heads.sampling import (
     draw_without_replacement,
     probabilities,
 )
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, best_guesses
 from drafthead.heads.trees.recipe import Filling, Outline
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape

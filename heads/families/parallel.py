@@ -14,14 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from drafthead.heads.base import (
-    MAX_RANK,
-    Drafter,
-    DraftHead,
-    HeadBatch,
-    HeadLoss,
-    register_head,
-)
+from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss, register_head
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.eagle3 import scale_of
 from drafthead.heads.families.parallel_correction import Correction
@@ -45,7 +39,8 @@ from drafthead.heads.objectives.losses import (
     overlap,
     ranks_of,
 )
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drafthead.heads.base import Committed, DraftSession, at_last
+from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.graphs.compiled import Compiled, Sizes
@@ -15,7 +15,8 @@ from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_tree
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, tree_budgets
+from drafthead.heads.trees.static import tree_budgets
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 if TYPE_CHECKING:
     from drafthead.heads.families.parallel import ParallelHead

@@ -25,7 +25,8 @@ from drafthead.heads.objectives.losses import (
     in_chunks,
     ranks_of,
 )
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 
 

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from drafthead.heads.base import Committed, DraftSession, at_last
+from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape

@@ -11,14 +11,16 @@ from functools import partial
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession, HeadBatch, at_last
+from drafthead.heads.base import HeadBatch
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.objectives.anchors import AnchoredHead, tokens_at
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 

@@ -16,7 +16,8 @@ import torch
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, checkpoints_at
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 
 WEIGHTS = "model.safetensors"  # as most formats call their file

@@ -6,13 +6,15 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from drafthead.heads.base import Committed, DraftHead
+from drafthead.heads.base import DraftHead
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFormat
 from drafthead.heads.formats.files import fresh_folder
 from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import Features, Target
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 POSITIONS = 12  # of the target, up to the one before the probe's root

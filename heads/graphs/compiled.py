@@ -23,6 +23,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.files import cache_folder
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
 from drafthead.heads.graphs.substitutions import CpuKernels
 
@@ -225,8 +226,3 @@ def keep_compiled_code() -> None:
     place = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
         os.environ[place] = str(cache_folder() / "compiled")
-
-
-def cache_folder() -> Path:
-    """Where the user's account keeps what later runs on this machine can use again."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"

@@ -13,13 +13,21 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.alibi import AlibiByPosition
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.loading import (
+    device_named,
+    dtype_named,
+    is_on,
+    load_tokenizer,
+    refuse_missing_folder,
+)
 from drafthead.heads.target.masks import (
     LayerMasks,
     check_forward,
@@ -34,41 +42,6 @@ NORM_NAMES = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
     *("layer_norm", "layernorm"),
 )
-TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
-
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    """Which hidden states a drafter reads.
-
-    `layers` are decoder layer indices and mean the OUTPUT of that layer (0 is the first layer), in
-    the order in which they are concatenated. Two ids stand for states that no layer puts out: -1
-    for what enters the first layer, the embeddings, and the number of layers for the state after
-    the final norm. `last` asks for that state beside the others.
-
-    Who else numbers the states of L layers, for i = 0 to L - 1: transformers calls ours ``i``
-    ``hidden_states[i + 1]``, and what it calls ``hidden_states[L]`` comes after the final norm.
-    """
-
-    layers: tuple[int, ...] = ()
-    last: bool = True
-
-    def with_last(self) -> "FeatureSpec":
-        """The same layers and the last hidden state."""
-        return FeatureSpec(self.layers, last=True)
-
-
-@dataclass(frozen=True)
-class Features:
-    """Hidden states of the target at T positions."""
-
-    last: torch.Tensor | None  # [B, T, D] after the final norm
-    taps: tuple[torch.Tensor, ...] = ()  # one [B, T, D] for each of FeatureSpec.layers
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Features":
-        """The same features with `function` applied to each tensor."""
-        last = None if self.last is None else function(self.last)
-        return Features(last, tuple(function(tap) for tap in self.taps))
 
 
 @dataclass(frozen=True)
@@ -360,59 +333,3 @@ class Taps:
         if len(kept) != len(self.kept):
             raise UserError("a tapped layer did not run: this architecture cannot be tapped")
         return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
-
-
-def load_tokenizer(
-    name: str | Path, base_name: str, trust_code: bool
-) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; an adapter that brings none is used with its base model's.
-
-    None for a folder that holds no file of a tokenizer: its model takes token ids.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
-    except (OSError, ValueError):
-        if base_name == str(name):
-            folder = Path(name)
-            if folder.is_dir() and not any(any(folder.glob(p)) for p in TOKENIZER_FILES):
-                return None
-            raise
-        return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
-
-
-def is_on(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether a model's weights are on a device; `cuda` means any GPU."""
-    return model.device.type == device.type and device.index in (None, model.device.index)
-
-
-def refuse_missing_folder(name: str) -> None:
-    """Raise UserError for a name that can only be a folder and is none.
-
-    A hub id has the form NAME or OWNER/NAME; asking the hub for anything else, or for a folder
-    beside existing ones, costs a user many seconds to be told less.
-    """
-    path = Path(name)
-    is_hub_id = len(path.parts) <= 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
-    if not path.exists() and not is_hub_id:
-        raise UserError(f"cannot load the model {name}: this folder does not exist")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The torch type called `name`; raises UserError for a name that is not a floating type."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"unknown dtype {name!r}: use auto, float32, bfloat16 or float16")
-    return dtype
-
-
-def device_named(name: str) -> torch.device:
-    """The torch device called `name`, `auto` being a GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name!r} was asked for, but this machine has no usable CUDA GPU")
-    return device

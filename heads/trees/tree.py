@@ -6,7 +6,7 @@ before its children and a chain is the tree whose parents are -1, 0, 1, 2, ...
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -57,29 +57,6 @@ class Budget:
                 f"a token tree needs at least 2 nodes (the root and a guess) and depth 1, got "
                 f"{self.nodes} nodes and depth {self.depth}"
             )
-
-
-# Sizes of tree that are worth telling apart; verifying 64 nodes is cheap on large GPUs only.
-TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-
-
-def tree_budgets(depth: int) -> tuple[Budget, ...]:
-    """Budgets of a drafter whose cost does not depend on how deep its trees are."""
-    return tuple(Budget(nodes, min(depth, nodes - 1)) for nodes in TREE_SIZES)
-
-
-def shallow_budgets(depth: int) -> tuple[Budget, ...]:
-    """As `tree_budgets`, with small trees of one and two levels for a drafter whose cost grows with
-    the depth.
-    """
-    shallow = [Budget(nodes, d) for d in (1, 2) for nodes in TREE_SIZES if d < nodes <= 4 * d]
-    deep = tree_budgets(depth)
-    return tuple(sorted({*deep, *(b for b in shallow if b.depth <= depth)}, key=astuple))
-
-
-def chain_budgets(depth: int) -> tuple[Budget, ...]:
-    """Budgets of a drafter of chains of up to `depth` tokens."""
-    return tuple(Budget(length + 1, length) for length in range(1, depth + 1))
 
 
 @dataclass(frozen=True)
@@ -241,76 +218,3 @@ class TokenTree:
     def num_nodes(self) -> int:
         """Number N of nodes, the root included."""
         return self.tokens.shape[1]
-
-
-def grow_tree(
-    path_counts: dict[Path, int], num_nodes: int, max_depth: int | None = None
-) -> TreeShape:
-    """The tree of at most `num_nodes` nodes with the largest expected number of accepted tokens.
-
-    `path_counts[(r1, .., rd)]` counts the held-out positions at which the true continuation was
-    the r1-th guess of depth 1 and ... and the rd-th guess of depth d, so it is the number of times
-    that node would have been accepted. A child is accepted no more often than its parent, hence
-    the most frequent paths form the best tree. Medusa's product of accuracies (arXiv 2401.10774,
-    section 2.3.3) would take the depths for independent; counting whole paths does not.
-
-    Drawn children come in order, so a node brings its better-ranked siblings along.
-    """
-    if num_nodes < 1:
-        raise UserError(f"a token tree needs at least 1 node, got {num_nodes}")
-    drafted = filter(None, path_counts)  # the empty path is the root
-    ordered = sorted(drafted, key=lambda path: (-path_counts[path], len(path), path))
-    chosen: dict[Path, None] = {(): None}  # in the order of choice
-    for path in ordered:
-        fits = max_depth is None or len(path) <= max_depth
-        if fits and path[:-1] in chosen:
-            chosen.update(dict.fromkeys((*path[:-1], rank) for rank in range(path[-1] + 1)))
-    return TreeShape.from_paths(list(chosen)[1:num_nodes])
-
-
-class StaticTrees:
-    """The static tree of a head for each budget: grown from measured paths, or always the same."""
-
-    def __init__(
-        self, path_counts: dict[Path, int] | None, max_depth: int, fixed: TreeShape | None = None
-    ):
-        """Without `fixed` and without measured paths the trees are chains."""
-        self.path_counts, self.max_depth, self.fixed = path_counts, max_depth, fixed
-        self.grown: dict[Budget, TreeShape] = {}
-        if fixed is not None:
-            self.budgets: tuple[Budget, ...] = (fixed.budget,)
-        else:
-            self.budgets = (shallow_budgets if path_counts else chain_budgets)(max_depth)
-
-    def shape(self, budget: Budget) -> TreeShape:
-        """The tree for a budget; a fixed tree is given whatever the budget."""
-        if self.fixed is not None:
-            return self.fixed
-        if budget not in self.grown:
-            depth = min(budget.depth, self.max_depth)
-            self.grown[budget] = (
-                self._from_paths(budget.nodes, depth)
-                if self.path_counts
-                else TreeShape.chain(min(depth, budget.nodes - 1))
-            )
-        return self.grown[budget]
-
-    def _from_paths(self, num_nodes: int, depth: int) -> TreeShape:
-        """The best tree by the measured paths; the first guess where no guess was ever right."""
-        assert self.path_counts is not None
-        grown = grow_tree(self.path_counts, num_nodes, depth)
-        return grown if grown.depth > 0 else TreeShape.chain(1)
-
-    def chances(self, budget: Budget) -> tuple[float, ...] | None:
-        """How often the tree for a budget was accepted to depth 1, 2, ...; None if never measured.
-
-        A true continuation follows one path at most, so the shares of a depth's paths add up.
-        """
-        if not self.path_counts or not self.path_counts.get(()):
-            return None
-        everywhere = self.path_counts[()]
-        shape = self.shape(budget)
-        accepted = [0] * shape.depth
-        for path in shape.paths:
-            accepted[len(path) - 1] += self.path_counts.get(path, 0)
-        return tuple(count / everywhere for count in accepted)

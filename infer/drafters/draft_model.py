@@ -6,7 +6,7 @@ token by token, so K drafted tokens cost K passes (Leviathan et al., 2023, arXiv
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession, at_last
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import Unread
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
@@ -16,8 +16,10 @@ from drafthead.heads.sampling import (
     draw_without_replacement,
     probabilities,
 )
-from drafthead.heads.target.target import Features, FeatureSpec, Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, chain_budgets
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.static import chain_budgets
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.compiled_target import CompiledTarget, new_cache
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)

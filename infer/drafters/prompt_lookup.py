@@ -6,11 +6,12 @@ Costs no model at all and wins where answers repeat their prompt, as in editing 
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import FeatureSpec
-from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, chain_budgets
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.trees.static import chain_budgets
+from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape
 
 MAX_NGRAM = 3
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import FeatureSpec
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, tree_budgets
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.trees.static import tree_budgets
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
 class Scripted(Drafter):

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.base import Committed, DraftSession, Ends, at_last
+from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
-from drafthead.heads.target.target import FeatureSpec, Target, TargetOutput
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.trees.recipe import Outline
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.compiled_target import CompiledTarget, new_cache

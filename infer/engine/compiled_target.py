@@ -9,7 +9,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
-from drafthead.heads.target.target import Features, FeatureSpec, Taps, Target, TargetOutput
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Taps, Target, TargetOutput
 from drafthead.heads.trees.recipe import Filling, Outline
 from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache, move_columns

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 from drafthead.heads.graphs import substitutions
 from drafthead.heads.graphs.compiled import Compiled, Sizes
 from drafthead.heads.sampling import draw
-from drafthead.heads.target.target import Features, FeatureSpec, Taps, Target
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Taps, Target
 from drafthead.heads.trees.recipe import Filling, Outline
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache, move_columns

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from drafthead.heads.base import Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.batch_run import Emitted, Run

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.base import Committed, Ends
+from drafthead.heads.drafting.drafter import Committed, Ends
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
-from drafthead.heads.target.target import Features
+from drafthead.heads.target.features import Features
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.verifiers import Acceptance, Verifier
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from drafthead.heads.base import Committed, DraftSession, Ends
+from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
 from drafthead.heads.trees.recipe import Outline
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import Emitted, Run

@@ -17,7 +17,8 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share, summed
 from drafthead.infer.measuring.contestants import Answer, Contestant
 from drafthead.infer.measuring.speedup_model import ChainPrediction, predict_chain, speedup_bound

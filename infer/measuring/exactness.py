@@ -14,7 +14,8 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import FeatureSpec, Target
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.measuring.comparison import Divergence, divergence, rounding_step
 from drafthead.infer.measuring.goodness_of_fit import FEWEST_EXPECTED, Fit, chance_of_worse, fit

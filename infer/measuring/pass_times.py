@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from drafthead.heads.base import Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import FeatureSpec, Target, TargetOutput
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.trees.recipe import Outline
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import Request, Run

@@ -5,9 +5,8 @@ import json
 import logging
 from pathlib import Path
 
-from drafthead.heads.base import Drafter
-from drafthead.heads.checkpoint import write_text
-from drafthead.heads.graphs.compiled import cache_folder
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.files import cache_folder, write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.machine import describe_machine, describe_versions

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from tqdm import trange
 
-from drafthead.heads.base import Drafter
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.checkpoint import write_text
 from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
 from drafthead.scripts.demo.corpus import Pair, read_corpus
 
 

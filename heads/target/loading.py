@@ -1,0 +1,68 @@
+"""From a name to a model and its tokenizer: folders, hub ids, types and devices."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+
+TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+
+def load_tokenizer(
+    name: str | Path, base_name: str, trust_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; an adapter that brings none is used with its base model's.
+
+    None for a folder that holds no file of a tokenizer: its model takes token ids.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+    except (OSError, ValueError):
+        if base_name == str(name):
+            folder = Path(name)
+            if folder.is_dir() and not any(any(folder.glob(p)) for p in TOKENIZER_FILES):
+                return None
+            raise
+        return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
+
+
+def is_on(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether a model's weights are on a device; `cuda` means any GPU."""
+    return model.device.type == device.type and device.index in (None, model.device.index)
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Raise UserError for a name that can only be a folder and is none.
+
+    A hub id has the form NAME or OWNER/NAME; asking the hub for anything else, or for a folder
+    beside existing ones, costs a user many seconds to be told less.
+    """
+    path = Path(name)
+    is_hub_id = len(path.parts) <= 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
+    if not path.exists() and not is_hub_id:
+        raise UserError(f"cannot load the model {name}: this folder does not exist")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch type called `name`; raises UserError for a name that is not a floating type."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"unknown dtype {name!r}: use auto, float32, bfloat16 or float16")
+    return dtype
+
+
+def device_named(name: str) -> torch.device:
+    """The torch device called `name`, `auto` being a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but this machine has no usable CUDA GPU")
+    return device
