@@ -17,7 +17,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine.batch_run import Emitted, Request, Run
+from drafthead.infer.engine.batch_run import BatchRun, Emitted, Request
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.loop import speculate
@@ -221,7 +221,7 @@ class Decoder:
         custom: Sequence[LogitsProcessor],
         criteria: Sequence[StoppingCriteria],
         seed: int | Sequence[int],
-    ) -> Run:
+    ) -> BatchRun:
         """Check the request and prepare the batch."""
         ids = encode(prompts, self.tokenizer)
         seeds = [seed + row for row in range(len(ids))] if isinstance(seed, int) else list(seed)
@@ -242,10 +242,10 @@ class Decoder:
             self.draft_temperature,
         )
         if self.drafter is None:
-            return Run(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
+            return BatchRun(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
         assert self.budget is not None
         largest = self.drafter.budgets[-1] if self.adaptive else self.budget
-        return Run(self.target, request, self.drafter.features, largest.nodes)
+        return BatchRun(self.target, request, self.drafter.features, largest.nodes)
 
     def _limit(self, number: int, ids: list[int], options: GenerationOptions) -> int:
         """Most new tokens for a prompt: what was asked for, or what the context has room for."""
@@ -270,7 +270,7 @@ class Decoder:
             )
         return min(asked, self.max_length - len(ids))
 
-    def _decode(self, run: Run, verifier: str) -> Iterator[Emitted]:
+    def _decode(self, run: BatchRun, verifier: str) -> Iterator[Emitted]:
         """The loop that suits the drafter; checks the verifier's name even where none is needed."""
         quick = self.adaptive or run.graphs is not None
         rule = verifier_for(verifier, run.request.sampling.temperature, follows=quick)
@@ -281,7 +281,7 @@ class Decoder:
             return decode_plainly(run)  # nothing would ever be proposed
         return speculate(run, self.drafter, planner, rule)
 
-    def _planner(self, run: Run, rule: Verifier) -> Planner:
+    def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
         """Who chooses the budgets.
 
         The answers of a rule that draws children depend on the tree. They must depend on the seed

@@ -11,7 +11,7 @@ from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import attention, linear
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.infer.engine.batch_run import Run
+from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.pass_times import endless, pass_alone
 
@@ -102,7 +102,7 @@ def test_compiled_bfloat16_passes_are_as_near_to_float32_as_eager_ones(make_targ
     rounded = Target(copy.deepcopy(exact.model).to(torch.bfloat16))
     logits = []
     for target in (exact, rounded, CompiledTarget(rounded)):
-        run = Run(target, endless([list(range(8, 30))], 1), FeatureSpec((), last=False), 16)
+        run = BatchRun(target, endless([list(range(8, 30))], 1), FeatureSpec((), last=False), 16)
         with torch.inference_mode():
             run.prefill()
             logits.append([pass_alone(run, nodes)().logits.float() for nodes in (1, 5, 11)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.train.budget import Budget, TrainConfig
+from drafthead.train.budget import Duration, TrainConfig
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
@@ -82,10 +82,10 @@ def test_each_optimizer_gets_its_own_peak():
 
 
 def test_a_budget_counts_steps_epochs_or_minutes():
-    steps = Budget.of(TrainConfig("out", epochs=2, batch_rows=4), num_rows=10)
+    steps = Duration.of(TrainConfig("out", epochs=2, batch_rows=4), num_rows=10)
     assert (steps.limit, steps.unit) == (5, "step")
     assert steps.is_used(Progress(step=5)) and not steps.is_used(Progress(step=4))
     assert steps.share_at_next_step(Progress(step=2), step_seconds=9) == 0.5
-    minutes = Budget.of(TrainConfig("out", max_minutes=2), num_rows=10)
+    minutes = Duration.of(TrainConfig("out", max_minutes=2), num_rows=10)
     assert (minutes.limit, minutes.unit) == (120, "s")
     assert minutes.share_at_next_step(Progress(seconds=59), step_seconds=2) == 0.5

@@ -12,7 +12,7 @@ from drafthead.heads.trees.static import StaticTrees, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
-from drafthead.infer.engine.planner import Acceptance, AdaptivePlan, Pace
+from drafthead.infer.engine.planner import AcceptanceTracker, AdaptivePlan, Pace
 from drafthead.infer.timing.step_timing import (
     ENOUGH_SECONDS,
     ROUNDS,
@@ -184,9 +184,9 @@ def test_drafts_better_than_expected_get_larger_trees() -> None:
 
 
 def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
-    acceptance = Acceptance([0.0, 0.0])
+    acceptance = AcceptanceTracker([0.0, 0.0])
     assert acceptance.tokens([0.5, 0.2]) == 1  # nothing known, nothing seen
-    acceptance = Acceptance([0.5, 0.25])
+    acceptance = AcceptanceTracker([0.5, 0.25])
     assert acceptance.tokens([0.6, 0.3]) == pytest.approx(1.9)
     for _ in range(10_000):
         acceptance.add([0.5, 0.25], [2, 1])  # depth 1 in one row of two, depth 2 never

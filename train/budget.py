@@ -51,14 +51,14 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Duration:
     """When training ends: after so many steps, or after so many seconds."""
 
     limit: float
     unit: Literal["step", "s"]
 
     @classmethod
-    def of(cls, config: TrainConfig, num_rows: int) -> "Budget":
+    def of(cls, config: TrainConfig, num_rows: int) -> "Duration":
         """The budget of a run over `num_rows` rows."""
         if config.max_minutes is not None:
             return cls(60 * config.max_minutes, "s")

@@ -21,7 +21,7 @@ from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.checkpoint import save_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.train.budget import Budget, TrainConfig
+from drafthead.train.budget import Duration, TrainConfig
 from drafthead.train.console import StepBar, StopRequest
 from drafthead.train.evaluation import Evaluation, chain_lengths, evaluate
 from drafthead.train.features import read_features
@@ -116,7 +116,7 @@ class Trainer:
             LossModule(task.head, task.target), *optimizers
         )
         self.order = RowOrder(len(task.train.rows), config.batch_rows, config.seed)
-        self.budget = Budget.of(config, len(task.train.rows))
+        self.duration = Duration.of(config, len(task.train.rows))
         self.fingerprint = task.train.fingerprint()
         self.progress = Progress()
         self.step_seconds = 0.0
@@ -132,16 +132,16 @@ class Trainer:
         self._begin()
         started, first_step = time.perf_counter() - self.progress.seconds, self.progress.step
         is_main = self.accelerator.is_main_process
-        done = self.budget.done(self.progress)
+        done = self.duration.done(self.progress)
         with (
             StopRequest() as stop,
-            StepBar(self.budget.limit, self.budget.unit, done, is_main) as bar,
+            StepBar(self.duration.limit, self.duration.unit, done, is_main) as bar,
         ):
-            while not self.budget.is_used(self.progress):
+            while not self.duration.is_used(self.progress):
                 before = self.progress
                 record, stopping = self._step(started, stop)
                 self._log(METRICS_FILE, asdict(record))
-                done = self.budget.done(self.progress)
+                done = self.duration.done(self.progress)
                 bar.update(done, record.loss, record.tau, record.supervised_tokens_per_s)
                 if record.step == first_step + STEPS_BEFORE_ESTIMATE:
                     self._estimate(before)
@@ -168,12 +168,12 @@ class Trainer:
     def _announce(self, state: Path | None) -> None:
         data = self.task.train
         parameters = sum(p.numel() for p in self.task.head.parameters() if p.requires_grad)
-        unit = "steps" if self.budget.unit == "step" else "seconds of steps"
+        unit = "steps" if self.duration.unit == "step" else "seconds of steps"
         logger.info(
             "budget: %d rows with %d supervised tokens, %.0f %s of %d rows, %.2fM parameters",
             len(data.rows),
             data.supervised_tokens,
-            self.budget.limit,
+            self.duration.limit,
             unit,
             self.config.batch_rows,
             parameters / 1e6,
@@ -182,8 +182,8 @@ class Trainer:
             logger.info("continuing from %s", state)
 
     def _estimate(self, before: Progress) -> None:
-        left = self.budget.limit - self.budget.done(self.progress)
-        seconds = left * self.step_seconds if self.budget.unit == "step" else left
+        left = self.duration.limit - self.duration.done(self.progress)
+        seconds = left * self.step_seconds if self.duration.unit == "step" else left
         tokens = self.progress.supervised_tokens - before.supervised_tokens
         logger.info(
             "about %.1f minutes to go at %.2f s and %d supervised tokens a step",
@@ -195,7 +195,7 @@ class Trainer:
     def _step(self, started: float, stop: StopRequest) -> tuple[StepRecord, bool]:
         """One optimiser step; also whether any process was asked to stop."""
         began = time.perf_counter()
-        share = self.budget.share_at_next_step(self.progress, self.step_seconds)
+        share = self.duration.share_at_next_step(self.progress, self.step_seconds)
         self._enter_stage(share)
         rates = set_learning_rates(
             self.optimizers, self.peaks, lr_share(self.optimizer_config, share)
@@ -330,7 +330,7 @@ class Trainer:
     def _evaluate_and_save(self, before: Progress, stopping: bool) -> None:
         """What is due after a step. Evaluation goes first: a state never lacks one behind it."""
         config, step = self.config, self.progress.step
-        ended = self.budget.is_used(self.progress)
+        ended = self.duration.is_used(self.progress)
         if config.eval_every and step % config.eval_every == 0 and not (stopping or ended):
             self._write_head(self._evaluate())
         period = 60 * config.save_minutes

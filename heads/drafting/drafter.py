@@ -9,7 +9,7 @@ import torch
 
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.trees.recipe import Outline
+from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
 
 # What an unknown drafter is taken to achieve until it is seen to do better or worse.
@@ -87,7 +87,7 @@ class DraftSession(ABC):
         distributions they were drawn from; without, children are the most probable tokens.
         """
 
-    def outline(self, budget: Budget) -> Outline | None:
+    def recipe(self, budget: Budget) -> TreeRecipe | None:
         """`propose` without `random` as a part of the graph of a step, for what can be one."""
         return None
 

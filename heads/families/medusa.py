@@ -29,7 +29,7 @@ from drafthead.heads.sampling import (
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, best_guesses
-from drafthead.heads.trees.recipe import Filling, Outline
+from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
@@ -161,7 +161,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}
         # By all heads, so that one graph serves trees of any depth.
         fill_with_all = partial(self._fill, depth=head.depth)
-        self.filling = Filling(fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
+        self.filler = TokenFiller(fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill
 
@@ -252,7 +252,7 @@ class MedusaSession(DraftSession):
         tokens = self.drafter.fill(self.hidden, self.roots, *tables, depth)
         return TokenTree.from_shape(layout.shape, tokens)
 
-    def outline(self, budget: Budget) -> Outline | None:
+    def recipe(self, budget: Budget) -> TreeRecipe | None:
         """For heads with one output head, which cost the same whatever the depth of the tree."""
         if self.drafter.head.config.output == "own":
             return None
@@ -260,7 +260,7 @@ class MedusaSession(DraftSession):
         layout = self.drafter.layout(budget, drawn=False)
         arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks
         rows = self.roots.shape[0]
-        return Outline.from_shape(layout.shape, rows, self.drafter.filling, arguments)
+        return TreeRecipe.from_shape(layout.shape, rows, self.drafter.filler, arguments)
 
     def _drawn(
         self,

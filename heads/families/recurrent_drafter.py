@@ -28,7 +28,7 @@ DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
 NODES_A_LEVEL = 13
 
 
-class Said(NamedTuple):
+class Guess(NamedTuple):
     """What the head puts out at n nodes, and what it guesses behind them."""
 
     outputs: torch.Tensor  # [B, n, D]
@@ -48,8 +48,8 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         super().__init__(head, target, shape, dynamic_budgets(head.depth))
         self.draft_ids = head.draft_ids
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
-        self.read: Callable[..., Said] = self.read_eagerly
-        self.draft: Callable[..., Said] = self._draft
+        self.read: Callable[..., Guess] = self.read_eagerly
+        self.draft: Callable[..., Guess] = self._draft
 
     def read_eagerly(
         self,
@@ -62,7 +62,7 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         columns: torch.Tensor,  # [T]
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
-    ) -> Said:
+    ) -> Guess:
         """Read committed positions; what is said at the last one of each row."""
         states = self.head.encode(Features(last, taps))
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
@@ -79,7 +79,7 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         columns: torch.Tensor,  # [n]
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
-    ) -> Said:
+    ) -> Guess:
         """What is said at drafted nodes."""
         embeds, states = self.head.drafted(tokens, above, self.target)
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
@@ -96,10 +96,10 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         rotation = self.head.rotary(positions)
         return self.head.run_layers(embeds, states, rotation, mask, cached.append)
 
-    def _said(self, outputs: torch.Tensor) -> Said:
+    def _said(self, outputs: torch.Tensor) -> Guess:
         logits = self.head.logits(outputs, self.target).float()
         total = logits.logsumexp(-1, keepdim=True)
-        return Said(outputs, *best_guesses(logits, self.draft_ids), total)
+        return Guess(outputs, *best_guesses(logits, self.draft_ids), total)
 
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
@@ -190,7 +190,7 @@ class DraftReader:
         self.drafter = drafter
         self.cache = DraftCache(drafter.head.layers)
 
-    def read(self, committed: Committed) -> Said:
+    def read(self, committed: Committed) -> Guess:
         """Read committed positions; what is said at the last one of each row."""
         tokens, cache, drafter = committed.tokens, self.cache, self.drafter
         steps = torch.arange(tokens.shape[1], device=tokens.device)
@@ -209,16 +209,16 @@ class DraftReader:
         )
         cache.stay(tokens.shape[1])
         cache.commit(committed.lengths)
-        return Said(*said)
+        return Guess(*said)
 
     def draft(
         self,
-        said: Said,  # of the level above
+        said: Guess,  # of the level above
         above: torch.Tensor,  # [B, n] places of the parents in it
         tokens: torch.Tensor,  # [B, n]
         depth: int,
         visible: torch.Tensor,  # [B or 1, n, pending + n] bool
-    ) -> Said:
+    ) -> Guess:
         """What is said at drafted nodes of one depth, which stay pending.
 
         `visible` says which of the nodes drafted so far, and of these, each one descends from or
@@ -229,7 +229,7 @@ class DraftReader:
         positions = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
         return self._drafted(said.outputs[rows, above], tokens, positions, visible)
 
-    def draft_blindly(self, roots: torch.Tensor, said: Said, depth: int) -> Said:
+    def draft_blindly(self, roots: torch.Tensor, said: Guess, depth: int) -> Guess:
         """What is said at depths 1 to depth - 1, for any tokens there.
 
         Roots [B] and what is said at them lend only their shapes; see `drafts_blindly`.
@@ -247,12 +247,12 @@ class DraftReader:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         visible: torch.Tensor,
-    ) -> Said:
+    ) -> Guess:
         cache = self.cache
         mask, columns = cache.mask(visible), cache.columns(tokens)
         said = self.drafter.draft(above, tokens, positions, mask, columns, cache.keys, cache.values)
         cache.stay(tokens.shape[1])
-        return Said(*said)
+        return Guess(*said)
 
 
 class RecurrentSession(LateReader):
@@ -262,8 +262,8 @@ class RecurrentSession(LateReader):
         super().__init__()
         self.drafter = drafter
         self.reader = DraftReader(drafter)
-        self.said: Said | None = None  # at the roots
-        self.ahead: Said | None = None  # at all depths, of a head that drafts blindly
+        self.said: Guess | None = None  # at the roots
+        self.ahead: Guess | None = None  # at all depths, of a head that drafts blindly
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
@@ -275,7 +275,7 @@ class RecurrentSession(LateReader):
         super().keep_rows(rows)
         assert self.said is not None
         self.reader.cache.keep_rows(rows)
-        self.said = Said(*(part[rows] for part in self.said))
+        self.said = Guess(*(part[rows] for part in self.said))
 
     @torch.no_grad()
     def propose(
@@ -302,17 +302,17 @@ class RecurrentSession(LateReader):
 
     def _drafted(
         self,
-        said: Said,
+        said: Guess,
         above: torch.Tensor,
         tokens: torch.Tensor,
         depth: int,
         visible: torch.Tensor,
-    ) -> Said:
+    ) -> Guess:
         """What is said at drafted nodes [B, n] of one depth; see `DraftReader.draft`."""
         if self.ahead is None:
             return self.reader.draft(said, above, tokens, depth, visible)
         there = (part[:, depth - 1, None] for part in self.ahead)
-        return Said(*(part.expand(-1, tokens.shape[1], -1) for part in there))
+        return Guess(*(part.expand(-1, tokens.shape[1], -1) for part in there))
 
     def _grown(self, budget: Budget) -> TokenTree:
         """A tree that goes where the head is most sure of itself."""

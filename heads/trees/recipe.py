@@ -15,7 +15,7 @@ Places = tuple[tuple[int, int], ...]  # (argument, dimension)
 
 
 @dataclass(frozen=True)
-class Filling:
+class TokenFiller:
     """What a graph computes a tree's tokens [B, N] with: a function of tensors alone.
 
     `rows` and `nodes` say which sizes of its arguments are the number of rows and of nodes.
@@ -27,29 +27,29 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class Outline:
+class TreeRecipe:
     """A tree as the graph of a step takes it: its form, and what its tokens are found with."""
 
     parents: torch.Tensor  # [B, N], -1 for the root
     depths: torch.Tensor  # [B, N]
     ancestors: torch.Tensor  # [B, N, N] bool
     max_depth: int
-    filling: Filling
+    filler: TokenFiller
     arguments: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, tree: TokenTree) -> "Outline":
+    def of(cls, tree: TokenTree) -> "TreeRecipe":
         """A tree whose tokens are known."""
         form = tree.parents, tree.depths, tree.ancestors, tree.max_depth
         return cls(*form, KNOWN, (tree.tokens,))
 
     @classmethod
     def from_shape(
-        cls, shape: TreeShape, rows: int, filling: Filling, arguments: tuple[torch.Tensor, ...]
-    ) -> "Outline":
+        cls, shape: TreeShape, rows: int, filler: TokenFiller, arguments: tuple[torch.Tensor, ...]
+    ) -> "TreeRecipe":
         """A static tree, on the device of the arguments."""
         tables = shape.tables(rows, arguments[0].device)
-        return cls(*tables, shape.depth, filling, arguments)
+        return cls(*tables, shape.depth, filler, arguments)
 
     @property
     def num_nodes(self) -> int:
@@ -62,4 +62,4 @@ def as_given(tokens: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-KNOWN = Filling(as_given, rows=((0, 0),), nodes=((0, 1),))
+KNOWN = TokenFiller(as_given, rows=((0, 0),), nodes=((0, 1),))

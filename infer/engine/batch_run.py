@@ -10,7 +10,7 @@ from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_l
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.trees.recipe import Outline
+from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.compiled_target import CompiledTarget, new_cache
 from drafthead.infer.engine.graph_step import Draws
@@ -51,7 +51,7 @@ class Request:
         return replace(self.sampling, temperature=self.draft_temperature)
 
 
-class Run:
+class BatchRun:
     """The state of a batch: its cache, what each row has said, and the last token of each."""
 
     def __init__(self, target: Target, request: Request, features: FeatureSpec, max_nodes: int):
@@ -136,16 +136,16 @@ class Run:
         """The target, if a step under the rule is one graph of it."""
         return self.graphs if verifier.follows else None
 
-    def judge(self, drafted: TokenTree | Outline, verifier: Verifier) -> Outcome:
+    def judge(self, drafted: TokenTree | TreeRecipe, verifier: Verifier) -> Outcome:
         """Verify a tree and apply a rule to what the target says; outlines are for graphs alone."""
         graphs = self.graphs_of(verifier)
         if graphs is None:
             assert isinstance(drafted, TokenTree)
             return self.judge_known(drafted, verifier)
-        outline = drafted if isinstance(drafted, Outline) else Outline.of(drafted)
+        recipe = drafted if isinstance(drafted, TreeRecipe) else TreeRecipe.of(drafted)
         with self.stats.phase("verify"):
-            draws = self.draws(outline.max_depth)
-            return graphs.step(outline, self.features, self.cache, draws)
+            draws = self.draws(recipe.max_depth)
+            return graphs.step(recipe, self.features, self.cache, draws)
 
     def judge_known(self, tree: TokenTree, verifier: Verifier) -> Outcome:
         """`judge` step by step, for trees whose tokens are known."""

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target, TargetOutput
-from drafthead.heads.trees.recipe import Filling, Outline
+from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache, move_columns
 from drafthead.infer.engine.outcome import Outcome
@@ -29,7 +29,7 @@ class CompiledTarget(Target):
     def __init__(self, target: Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
-        self.steps: dict[tuple[FeatureSpec, Filling], GraphStep] = {}
+        self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
         self.move = Compiled(move_columns, target.device, target.dtype, kind_of_move, sizes_of_move)
 
     @property
@@ -45,13 +45,13 @@ class CompiledTarget(Target):
 
     @torch.no_grad()
     def step(
-        self, outline: Outline, features: FeatureSpec, cache: TreeCache, draws: Draws | None
+        self, recipe: TreeRecipe, features: FeatureSpec, cache: TreeCache, draws: Draws | None
     ) -> Outcome:
         """Verify a tree behind a committed prompt and put the accepted path in place."""
-        made_for = features, outline.filling
+        made_for = features, recipe.filler
         if made_for not in self.steps:
             self.steps[made_for] = GraphStep(self, *made_for)
-        return self.steps[made_for](outline, cache, draws)
+        return self.steps[made_for](recipe, cache, draws)
 
     @torch.no_grad()
     def run(

@@ -17,7 +17,7 @@ from drafthead.heads.graphs.compiled import Compiled, Sizes
 from drafthead.heads.sampling import draw
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target
-from drafthead.heads.trees.recipe import Filling, Outline
+from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache, move_columns
 from drafthead.infer.engine.outcome import Outcome, following_tokens, in_one_table, to_host
@@ -46,10 +46,10 @@ class Draws(NamedTuple):
 class GraphStep:
     """The steps of a target that keep the same features and fill their trees in the same way."""
 
-    def __init__(self, target: Target, features: FeatureSpec, filling: Filling):
-        self.target, self.filling = target, filling
+    def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
+        self.target, self.filler = target, filler
         self.taps = Taps(target, features)
-        sizes = partial(sizes_of_step, filling)
+        sizes = partial(sizes_of_step, filler)
         self.graphs = Compiled(
             self._step, target.device, target.dtype, self._kind, sizes, self.taps
         )
@@ -59,21 +59,21 @@ class GraphStep:
             else (move_columns, draw)
         )
 
-    def __call__(self, outline: Outline, cache: TreeCache, draws: Draws | None) -> Outcome:
+    def __call__(self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None) -> Outcome:
         """Verify the tree behind what the cache has committed, and put the accepted path there.
 
         The target says its most probable token, or with `draws` one that it draws. The cache is not
         told yet how long the path is.
         """
-        seen, columns = cache.make_room(outline.num_nodes)
+        seen, columns = cache.make_room(recipe.num_nodes)
         if draws is not None:  # a graph takes as many numbers as nodes
-            unused = outline.num_nodes - draws.uniform.shape[1]
+            unused = recipe.num_nodes - draws.uniform.shape[1]
             draws = draws._replace(uniform=pad(draws.uniform, (0, unused)))
         accepted, tokens, table, lengths, last, taps, hidden = self.graphs(
-            outline.arguments,
-            outline.parents,
-            outline.depths,
-            outline.ancestors,
+            recipe.arguments,
+            recipe.parents,
+            recipe.depths,
+            recipe.ancestors,
             cache.lengths,
             seen,
             columns,
@@ -87,7 +87,7 @@ class GraphStep:
 
     def _step(
         self,
-        arguments: Sequence[torch.Tensor],  # of the filling
+        arguments: Sequence[torch.Tensor],  # of the filler
         parents: torch.Tensor,  # [B, N]
         depths: torch.Tensor,  # [B, N]
         ancestors: torch.Tensor,  # [B, N, N]
@@ -102,7 +102,7 @@ class GraphStep:
 
         All are as long as the tree has nodes, so that one graph serves trees of any depth.
         """
-        tokens = self.filling.tokens(*arguments)  # [B, N]
+        tokens = self.filler.tokens(*arguments)  # [B, N]
         positions = lengths[:, None] + depths
         if self.target.max_length is not None:
             # What lies past the end of the context is never kept, but is computed.
@@ -182,7 +182,7 @@ def mask_of_nodes(
 
 
 def sizes_of_step(
-    filling: Filling,
+    filler: TokenFiller,
     arguments: Sequence[torch.Tensor],
     parents: torch.Tensor,
     depths: torch.Tensor,
@@ -199,8 +199,7 @@ def sizes_of_step(
     layers = *keys, *values
     tables = [parents, depths, ancestors, *([] if uniform is None else [uniform])]
     by_row, by_node = (
-        [(arguments[place], dim) for place, dim in places]
-        for places in (filling.rows, filling.nodes)
+        [(arguments[place], dim) for place, dim in places] for places in (filler.rows, filler.nodes)
     )
     return [
         [*((tensor, 0) for tensor in (*tables, lengths, *layers)), *by_row],

@@ -7,7 +7,7 @@ import torch
 from drafthead.heads.drafting.drafter import Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.engine.batch_run import Emitted, Run
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.plain import plain_step
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.verifiers import Verifier
@@ -15,7 +15,7 @@ from drafthead.infer.verifiers import Verifier
 
 @torch.no_grad()
 def speculate(
-    run: Run, drafter: Drafter, planner: Planner, verifier: Verifier
+    run: BatchRun, drafter: Drafter, planner: Planner, verifier: Verifier
 ) -> Iterator[Emitted]:
     """Decode with a drafter; yields what each pass of the target gives."""
     draws = run.random if verifier.draws_children else None
@@ -37,7 +37,7 @@ def speculate(
 
 
 def step(
-    run: Run,
+    run: BatchRun,
     session: DraftSession,
     budget: Budget,
     verifier: Verifier,
@@ -47,8 +47,8 @@ def step(
     stats = run.stats
     with stats.phase("draft"):
         run.begin_random_step()
-        outline = session.outline(budget) if run.graphs_of(verifier) else None
-        drafted = outline or session.propose(budget, run.request.draft_sampling, draws)
+        recipe = session.recipe(budget) if run.graphs_of(verifier) else None
+        drafted = recipe or session.propose(budget, run.request.draft_sampling, draws)
     stats.verified_nodes += drafted.num_nodes
     outcome = run.judge(drafted, verifier)
     with stats.phase("commit"):

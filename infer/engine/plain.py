@@ -10,16 +10,16 @@ from collections.abc import Iterator
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
-from drafthead.heads.trees.recipe import Outline
+from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import TokenTree, TreeShape
-from drafthead.infer.engine.batch_run import Emitted, Run
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
 
 ROOT = TreeShape(())  # a tree that proposes nothing
 
 
 @torch.no_grad()
-def decode_plainly(run: Run) -> Iterator[Emitted]:
+def decode_plainly(run: BatchRun) -> Iterator[Emitted]:
     """Decode without a drafter; yields what each pass of the target gives."""
     with run.stats.phase("prefill"):
         _, emitted = run.prefill()
@@ -31,7 +31,7 @@ def decode_plainly(run: Run) -> Iterator[Emitted]:
         yield emitted
 
 
-def plain_step(run: Run, session: DraftSession | None = None) -> Emitted:
+def plain_step(run: BatchRun, session: DraftSession | None = None) -> Emitted:
     """One token for each row; a drafter that sits this step out learns of it through `session`."""
     run.stats.verified_nodes += 1
     answers, committed = feed_roots(run) if run.graphs is None else graph_of_roots(run, run.graphs)
@@ -44,7 +44,7 @@ def plain_step(run: Run, session: DraftSession | None = None) -> Emitted:
     return emitted
 
 
-def feed_roots(run: Run) -> tuple[list[list[int]], Committed]:
+def feed_roots(run: BatchRun) -> tuple[list[list[int]], Committed]:
     """A pass over the last committed token of each row, and the tokens that are picked behind."""
     cache = run.cache
     assert cache.lengths is not None
@@ -66,11 +66,11 @@ def feed_roots(run: Run) -> tuple[list[list[int]], Committed]:
     return answers, Committed(tokens[:, None], output.features, ones, known_ends=ends)
 
 
-def graph_of_roots(run: Run, target: CompiledTarget) -> tuple[list[list[int]], Committed]:
+def graph_of_roots(run: BatchRun, target: CompiledTarget) -> tuple[list[list[int]], Committed]:
     """As `feed_roots`, in one graph."""
     with run.stats.phase("verify"):
         run.begin_random_step()
-        outline = Outline.of(TokenTree.from_shape(ROOT, run.roots[:, None]))
-        outcome = target.step(outline, run.features, run.cache, run.draws(depth=0))
+        recipe = TreeRecipe.of(TokenTree.from_shape(ROOT, run.roots[:, None]))
+        outcome = target.step(recipe, run.features, run.cache, run.draws(depth=0))
         run.commit(outcome)
     return outcome.answers, outcome.committed()

@@ -63,7 +63,7 @@ class FixedPlan(Planner):
         """Nothing to learn."""
 
 
-class Acceptance:
+class AcceptanceTracker:
     """How much deeper or less deep drafts are accepted than was expected, depth by depth.
 
     For each depth it adds up how many drafts were expected to get there and how many did. Old steps
@@ -166,7 +166,7 @@ class AdaptivePlan(Planner):
         """
         self.seconds, self.chances = seconds, chances
         self.sizes: list[Budget | None] = [None, *sorted(chances)]  # from small to large
-        self.acceptance = Acceptance(max(chances.values(), key=len))
+        self.acceptance = AcceptanceTracker(max(chances.values(), key=len))
         self.pace = Pace()
         self.current: Budget | None = self._best()
         self.steps_left = STEPS_A_CHOICE

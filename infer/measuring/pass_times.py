@@ -15,9 +15,9 @@ from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.trees.recipe import Outline
+from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
-from drafthead.infer.engine.batch_run import Request, Run
+from drafthead.infer.engine.batch_run import BatchRun, Request
 from drafthead.infer.engine.loop import speculate
 from drafthead.infer.engine.planner import FixedPlan
 from drafthead.infer.measuring.clock import seconds_of
@@ -66,7 +66,7 @@ def time_passes(
     text = torch.randint(
         target.vocab_size, (batch, columns), generator=torch.Generator().manual_seed(0)
     )
-    run = Run(target, endless(text.tolist(), 1), features, max(sizes))
+    run = BatchRun(target, endless(text.tolist(), 1), features, max(sizes))
     prompt, _ = run.prefill()
     passes = {nodes: pass_alone(run, nodes) for nodes in sizes}
     verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
@@ -81,7 +81,7 @@ def time_passes(
     return PassTimes(batch, columns, medians(verify), medians(draft))
 
 
-def time_proposals(drafter: Drafter, run: Run, prompt: Committed) -> dict[Budget, float]:
+def time_proposals(drafter: Drafter, run: BatchRun, prompt: Committed) -> dict[Budget, float]:
     """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
     session = drafter.start(run.prompt_ids, run.prompt_lengths)
     session.commit(prompt)
@@ -101,7 +101,7 @@ def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
     return Request(prompts, [limit] * rows, GREEDY, [0] * rows, frozenset())
 
 
-def pass_alone(run: Run, nodes: int) -> Callable[[], TargetOutput]:
+def pass_alone(run: BatchRun, nodes: int) -> Callable[[], TargetOutput]:
     """A pass over a chain of `nodes` tokens behind what the run has committed, ready to be called.
 
     Mask and positions are made here, outside the pass, and nothing of the pass is kept.
@@ -157,7 +157,7 @@ def step_overhead(
     """
     overheard = Overheard(drafter)
     limit = (WARM_UP + steps) * (budget.depth + 1) + 2
-    run = Run(target, endless(prompts, limit), drafter.features, budget.nodes)
+    run = BatchRun(target, endless(prompts, limit), drafter.features, budget.nodes)
     engine = speculate(run, overheard, FixedPlan(budget), VERIFIERS["greedy"])
     next(engine)  # the prompt
     twin = drafter.start(run.prompt_ids, run.prompt_lengths)
@@ -202,9 +202,9 @@ class OverheardSession(DraftSession):
         """The session's own proposal."""
         return self.session.propose(budget, sampling, random)
 
-    def outline(self, budget: Budget) -> Outline | None:
+    def recipe(self, budget: Budget) -> TreeRecipe | None:
         """The session's own."""
-        return self.session.outline(budget)
+        return self.session.recipe(budget)
 
     def commit(self, committed: Committed) -> None:
         """Note and pass on."""

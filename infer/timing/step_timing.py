@@ -17,7 +17,7 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.engine.batch_run import Request, Run
+from drafthead.infer.engine.batch_run import BatchRun, Request
 from drafthead.infer.engine.loop import speculate
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.verifiers import Verifier
@@ -161,7 +161,7 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
         """Decode as many steps as the round has, behind a fresh prompt."""
         most = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
         request = Request(prompts, [most] * batch, sampling, [0] * batch, frozenset())
-        run = Run(target, request, drafter.features, drafter.budgets[-1].nodes)
+        run = BatchRun(target, request, drafter.features, drafter.budgets[-1].nodes)
         steps = speculate(run, drafter, this_round, rule)
         next(steps)  # the prompt
         # The bar shows when it takes longer than a few seconds.

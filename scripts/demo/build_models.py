@@ -31,7 +31,7 @@ from drafthead.infer.engine.results import repeated_ngram_share
 from drafthead.scripts.demo.cards import write_card
 from drafthead.scripts.demo.corpus import Pair, package_versions, read_corpus
 from drafthead.scripts.demo.rollouts import lesson, roll_out
-from drafthead.scripts.demo.training import IGNORE, LEARN, Example, Recipe, Run, mean_loss
+from drafthead.scripts.demo.training import IGNORE, LEARN, Example, Recipe, TrainingRun, mean_loss
 from drafthead.train.optimizers import OptimizerConfig
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,8 @@ def polish(
             "learnt": good / len(rollouts),
             "with_repetitions": (len(lessons) - good) / len(rollouts),
         })  # fmt: skip
-        Run(f"{name}_polish_{number}", model, lessons, blueprint.polishing, work).train(save_every)
+        run = TrainingRun(f"{name}_polish_{number}", model, lessons, blueprint.polishing, work)
+        run.train(save_every)
     return seen
 
 
@@ -217,7 +218,7 @@ def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: in
     )
     blueprint = BLUEPRINTS[name]
     model = fresh_model(blueprint, tokenizer)
-    run = Run(name, model, encode(tokenizer, train), blueprint.pretraining, work)
+    run = TrainingRun(name, model, encode(tokenizer, train), blueprint.pretraining, work)
     run.train(save_every)
     held_out = {
         "conversations": encode(tokenizer, validation[:HELD_OUT]),

@@ -108,7 +108,7 @@ def token_loss(
     return learn + unlearn, int((signs != IGNORE).sum())
 
 
-class Run:
+class TrainingRun:
     """One training run whose whole state fits in a file, so that it can be resumed exactly."""
 
     def __init__(
