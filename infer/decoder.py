@@ -10,22 +10,22 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
-from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine.batch_run import BatchRun, Emitted, Request
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.graph_stepper import can_step_in_graphs, stepper_for
 from drafthead.infer.engine.logits_processing import processors_for
-from drafthead.infer.engine.loop import speculate
-from drafthead.infer.engine.plain import decode_plainly
+from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, DecodeStats
 from drafthead.infer.request.generation_options import GenerationOptions, read_options, token_ids
 from drafthead.infer.request.prompts import Prompt, encode, is_single, text_pieces
+from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import stops_for
 from drafthead.infer.timing.step_costs import rows_timed, step_seconds
 from drafthead.infer.verifiers import Verifier, verifier_for
@@ -241,11 +241,7 @@ class Decoder:
             stops,
             self.draft_temperature,
         )
-        if self.drafter is None:
-            return BatchRun(self.target, request, FeatureSpec(layers=(), last=False), max_nodes=1)
-        assert self.budget is not None
-        largest = self.drafter.budgets[-1] if self.adaptive else self.budget
-        return BatchRun(self.target, request, self.drafter.features, largest.nodes)
+        return BatchRun(request, self.target.device)
 
     def _limit(self, number: int, ids: list[int], options: GenerationOptions) -> int:
         """Most new tokens for a prompt: what was asked for, or what the context has room for."""
@@ -272,14 +268,19 @@ class Decoder:
 
     def _decode(self, run: BatchRun, verifier: str) -> Iterator[Emitted]:
         """The loop that suits the drafter; checks the verifier's name even where none is needed."""
-        quick = self.adaptive or run.graphs is not None
-        rule = verifier_for(verifier, run.request.sampling.temperature, follows=quick)
-        if self.drafter is None:
-            return decode_plainly(run)
+        temperature = run.request.sampling.temperature
+        quick = self.adaptive or can_step_in_graphs(self.target, run)
+        rule = verifier_for(verifier, temperature, follows=quick)
         planner = self._planner(run, rule)
-        if isinstance(planner, FixedPlan) and planner.budget is None:
-            return decode_plainly(run)  # nothing would ever be proposed
-        return speculate(run, self.drafter, planner, rule)
+        drafter: Drafter = NoDrafter()
+        if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
+            rule = verifier_for("auto", temperature, follows=True)
+        elif self.drafter is not None:
+            drafter = self.drafter
+        most = max(
+            [budget.nodes for budget in (self.budget, *drafter.budgets) if budget], default=1
+        )
+        return decode(stepper_for(self.target, run, drafter.features, rule, most), drafter, planner)
 
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
         """Who chooses the budgets.
@@ -288,10 +289,9 @@ class Decoder:
         alone, not on the rows beside or on what was decoded before: their budget is chosen once,
         as for a single row.
         """
-        if not self.adaptive:
+        if not self.adaptive or self.drafter is None:
             return FixedPlan(self.budget)
-        assert self.drafter is not None
-        rows = rows_timed(rule, len(run.lengths))
+        rows = rows_timed(rule, len(run.request.prompts))
         key = (rule.name, run.request.sampling.temperature, rows)
         if key not in self.plans:
             seconds = step_seconds(self.target, self.drafter, rows, rule)

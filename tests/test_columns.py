@@ -7,7 +7,7 @@ from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import linear
 from drafthead.heads.graphs.kernels.move_columns import MoveTemplate
 from drafthead.heads.graphs.substitutions import move_columns
-from drafthead.infer.engine import kv_cache
+from drafthead.heads.target import tree_cache
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -25,17 +25,10 @@ def compiled() -> Compiled:
         move_columns(keys, values, source, destination)
         return source + 1
 
-    def sizes(keys, values, written, source, destination):
-        layers, places = (*keys, *values), (source, destination)
-        return [
-            [(tensor, 0) for tensor in (*layers, *places)],
-            [(written, 0), *((tensor, 1) for tensor in places)],
-        ]
-
-    def kind(keys, values, written, source, destination) -> bool:
-        return source.shape[0] == 1
-
-    return Compiled(step, torch.device("cpu"), torch.bfloat16, kind, sizes)
+    layers, places = "B . . .", "B P"
+    dims = {"keys": layers, "values": layers, "written": "P"}
+    dims |= {"source": places, "destination": places}
+    return Compiled(step, torch.device("cpu"), torch.bfloat16, dims)
 
 
 def filled(rows: int) -> list[torch.Tensor]:
@@ -61,7 +54,7 @@ def test_columns_are_moved_in_place_in_every_layer(source, destination, sizes_re
     expected_keys, expected_values = filled(len(source)), filled(len(source))
     for layer in (*expected_keys, *expected_values):
         layer.index_copy_(2, written, torch.ones_like(layer[:, :, : source.shape[1]]))
-    kv_cache.move_columns(expected_keys, expected_values, source, destination)
+    tree_cache.move_columns(expected_keys, expected_values, source, destination)
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         compiled()(keys, values, written, source, destination)
     assert rendered

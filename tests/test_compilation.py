@@ -20,7 +20,7 @@ def doubled() -> Compiled:
         return 2 * x
 
     made_for = torch.device("cpu"), torch.float32
-    return Compiled(double, *made_for, kind=lambda x: None, sizes=lambda x: [[(x, 0)]])
+    return Compiled(double, *made_for, {"x": "B ."})
 
 
 def test_another_layout_gets_a_graph_of_our_making_and_the_first_stays_in_use(
@@ -31,7 +31,7 @@ def test_another_layout_gets_a_graph_of_our_making_and_the_first_stays_in_use(
         for _ in range(2):
             for x in (SQUARE, SQUARE.t()):
                 assert torch.equal(doubled(x), 2 * x)
-        assert Compiled.made - before == len(doubled.graphs[None]) == 2
+        assert Compiled.made - before == len(*doubled.graphs.values()) == 2
         monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
         with pytest.raises(UserError, match="more than 2 graphs.*decode without compile"):
             doubled(SQUARE.double())
@@ -45,7 +45,7 @@ def test_graphs_are_called_directly_under_the_conditions_that_they_were_made_und
         with torch.compiler.set_stance("force_eager"):
             assert torch.equal(doubled(SQUARE), 2 * SQUARE)
             assert torch.equal(doubled(SQUARE[:3]), 2 * SQUARE[:3])
-    [graph] = doubled.graphs[None]
+    [[graph]] = doubled.graphs.values()
     with pytest.raises(OtherLayoutError), torch.enable_grad():
         graph(SQUARE)
 

@@ -35,7 +35,7 @@ def no_kind_needs_two_graphs(monkeypatch) -> Iterator[None]:
     compile = Compiled._compiled
 
     def once(self: Compiled, arguments: Sequence[Any]) -> Any:
-        which = self, self.kind(*arguments)
+        which = self, self.kind(arguments)
         assert which not in made
         made.add(which)
         return compile(self, arguments)

@@ -19,8 +19,8 @@ def compiled() -> Compiled:
         lambda logits, temperature, uniform: substitutions.draw(logits + 0, temperature, uniform),
         torch.device("cpu"),
         torch.bfloat16,
-        kind=lambda logits, temperature, uniform: (logits.dtype, *logits.shape[1:]),
-        sizes=lambda logits, temperature, uniform: [[(logits, 0), (uniform, 0)]],
+        {"logits": "B . .", "temperature": "", "uniform": "B ."},
+        variant=lambda logits, temperature, uniform: (logits.dtype, *logits.shape[1:]),
     )
 
 

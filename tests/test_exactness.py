@@ -188,7 +188,7 @@ def test_a_token_outside_the_support_fails_at_once(small, make_drafter) -> None:
 
 def test_a_damaged_cache_fails(small, make_drafter, monkeypatch) -> None:
     """Accepted nodes that are not moved to their place spoil what comes after."""
-    monkeypatch.setattr("drafthead.infer.engine.kv_cache.move_columns", lambda *_: None)
+    monkeypatch.setattr("drafthead.heads.target.tree_cache.move_columns", lambda *_: None)
     decoder = Decoder(small, make_drafter("draft-model", small))
     later = later_tokens(decoder, small, PROMPTS, AT_ONE, "match", 64, 24, seed=0)
     assert chance_of_worse([later.fit]) < 1e-9
@@ -242,7 +242,7 @@ def test_a_greedy_difference_that_is_no_tie_fails(target, make_drafter, monkeypa
         ))  # fmt: skip
         monkeypatch.setitem(VERIFIERS, "greedy", wrong)
     else:
-        monkeypatch.setattr("drafthead.infer.engine.kv_cache.move_columns", lambda *_: None)
+        monkeypatch.setattr("drafthead.heads.target.tree_cache.move_columns", lambda *_: None)
     decoder = Decoder(target, make_drafter("medusa:tree", target))
     found = greedy_differences(decoder, target, PROMPTS, 40)
     (failure,) = Evidence(torch.float32, 1e-3, [], [], None, found).failures()

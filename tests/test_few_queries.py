@@ -11,9 +11,8 @@ from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import attention, linear
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.pass_times import endless, pass_alone
+from drafthead.infer.measuring.pass_times import endless, greedy_stepper, pass_alone
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -45,11 +44,8 @@ def compiled_attention(request) -> Iterator[Compiled]:
         attend,
         torch.device("cpu"),
         torch.bfloat16,
-        kind=lambda query, keys, values, mask: (
-            (query.shape[1], query.shape[2] == 1),
-            (keys.shape, mask.dtype),
-        ),
-        sizes=lambda query, keys, values, mask: [[(mask, 3)], [(query, 2), (mask, 2)]],
+        {"query": ". . N .", "keys": ". . . .", "values": ". . . .", "mask": ". . N S"},
+        variant=lambda query, keys, values, mask: (query.shape[1], keys.shape, mask.dtype),
     )
     with torch._inductor.config.patch({"cpp.threads": request.param}):
         yield made
@@ -102,10 +98,11 @@ def test_compiled_bfloat16_passes_are_as_near_to_float32_as_eager_ones(make_targ
     rounded = Target(copy.deepcopy(exact.model).to(torch.bfloat16))
     logits = []
     for target in (exact, rounded, CompiledTarget(rounded)):
-        run = BatchRun(target, endless([list(range(8, 30))], 1), FeatureSpec((), last=False), 16)
+        request, nothing = endless([list(range(8, 30))], 1), FeatureSpec((), last=False)
+        stepper = greedy_stepper(target, request, nothing, 16)
         with torch.inference_mode():
-            run.prefill()
-            logits.append([pass_alone(run, nodes)().logits.float() for nodes in (1, 5, 11)])
+            stepper.prefill()
+            logits.append([pass_alone(stepper, nodes)().logits.float() for nodes in (1, 5, 11)])
     for expected, eager, found in zip(*logits, strict=True):
         distances = [float((given - expected).norm()) for given in (eager, found)]
         assert 0 < distances[1] < 1.2 * distances[0]

@@ -1,5 +1,7 @@
 """The matrix kernel for few bfloat16 rows: right, and alike for a row alone and among others."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -23,16 +25,10 @@ def layers() -> nn.ModuleList:
 
 
 def compiled(layers: nn.ModuleList) -> Compiled:
-    def multiply(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def multiply(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(layer(x) for layer, x in zip(layers, rows, strict=True))
 
-    return Compiled(
-        multiply,
-        CPU,
-        torch.bfloat16,
-        kind=lambda *rows: rows[0].shape[0] == 1,
-        sizes=lambda *rows: [[(x, 0) for x in rows]],
-    )
+    return Compiled(multiply, CPU, torch.bfloat16, {"rows": "B ."})
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def made_anew(call) -> None:
 
 def test_generated_code_uses_the_kernel(layers, sizes_rendered) -> None:
     made = sizes_rendered(linear.LinearTemplate)
-    made_anew(lambda: compiled(layers)(*inputs(layers, 1)))
+    made_anew(lambda: compiled(layers)(inputs(layers, 1)))
     assert set(made) == {128, 40, 33}
 
 
@@ -65,7 +61,7 @@ def test_products_of_one_input_are_one_product(layers, sizes_rendered) -> None:
     x = torch.randn(3, 96).bfloat16()
     found: list[torch.Tensor] = []
     made = sizes_rendered(linear.LinearTemplate)
-    made_anew(lambda: found.extend(compiled(alike)(*[x] * 4)))
+    made_anew(lambda: found.extend(compiled(alike)([x] * 4)))
     assert set(made) == {128 + 40, 40 + 8}
     for layer, result in zip(alike, found, strict=True):
         torch.testing.assert_close(result, layer(x), rtol=2**-7, atol=1e-3)
@@ -87,7 +83,7 @@ def test_weights_of_one_product_are_not_packed_apart_as_well(packed) -> None:
     layers = nn.ModuleList([*alike, alike[0], other]).requires_grad_(False)
     x, y = torch.randn(2, 3, 64).bfloat16()
     with torch.inference_mode():
-        results = compiled(layers)(x, x, y, y)  # the first weight is in both products
+        results = compiled(layers)([x, x, y, y])  # the first weight is in both products
     assert [len(weight) for weight in packed] == [32 + 64, 32 + 64]
     for layer, argument, result in zip(layers, (x, x, y, y), results, strict=True):
         torch.testing.assert_close(result, layer(argument), rtol=2**-7, atol=1e-3)
@@ -99,7 +95,7 @@ def test_graphs_share_one_packed_copy_of_a_weight(packed) -> None:
     product = compiled(layers)
     with torch.inference_mode():
         for rows in (1, 5):  # a graph each
-            product(*inputs(layers, rows))
+            product(inputs(layers, rows))
     assert len(product.graphs) == 2 and len(packed) == 1
 
 
@@ -107,9 +103,9 @@ def test_weights_that_were_changed_in_place_are_packed_anew() -> None:
     layers = nn.ModuleList([nn.Linear(64, 32, bias=False)]).bfloat16().requires_grad_(False)
     x = inputs(layers, 1)
     with torch.inference_mode():
-        (before,) = compiled(layers)(*x)
+        (before,) = compiled(layers)(x)
         layers[0].weight.data *= 2
-        (after,) = compiled(layers)(*x)
+        (after,) = compiled(layers)(x)
     assert torch.equal(after, 2 * before) and before.any()
 
 
@@ -117,7 +113,7 @@ def test_weights_that_were_changed_in_place_are_packed_anew() -> None:
 def test_products_equal_float64_up_to_the_rounding_of_the_result(layers, products, rows) -> None:
     x = inputs(layers, rows)
     with torch.inference_mode():
-        found = products(*x)
+        found = products(x)
     for layer, row, result in zip(layers, x, found, strict=True):
         bias = None if layer.bias is None else layer.bias.double()
         expected = nn.functional.linear(row.double(), layer.weight.double(), bias)
@@ -127,8 +123,8 @@ def test_products_equal_float64_up_to_the_rounding_of_the_result(layers, product
 def test_a_row_has_the_same_bits_in_a_product_of_any_number_of_rows(layers, products) -> None:
     x = inputs(layers, 21)
     with torch.inference_mode():
-        everything = products(*x)
+        everything = products(x)
         for count in (1, 2, 5, 8, 12):
-            part = products(*[rows[:count] for rows in x])
+            part = products([rows[:count] for rows in x])
             for whole, some in zip(everything, part, strict=True):
                 assert torch.equal(whole[:count], some)

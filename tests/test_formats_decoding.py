@@ -30,7 +30,7 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
-from drafthead.infer.engine import batch_run as run_module
+from drafthead.infer.engine import stepper as stepper_module
 from drafthead.infer.verifiers import VERIFIERS
 
 ALGORITHMS = "medusa_algorithms/*"
@@ -231,7 +231,7 @@ def test_answers_on_static_trees_take_the_same_steps(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(typical_module, "sample", most_probable)
-    monkeypatch.setattr(run_module, "sample", most_probable)
+    monkeypatch.setattr(stepper_module, "sample", most_probable)
     target = case.target
     head = load_head(case.path, target)
     for run in case.decode["runs"]:

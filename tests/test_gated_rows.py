@@ -36,8 +36,7 @@ def made(size: int, together: bool, bias: bool = False) -> GatedMLP:
 
 
 def compiled(mlp: GatedMLP) -> Compiled:
-    kind, sizes = (lambda x: len(x) == 1), (lambda x: [[(x, 0)]])
-    return Compiled(lambda x: mlp(x), torch.device("cpu"), torch.bfloat16, kind, sizes)
+    return Compiled(lambda x: mlp(x), torch.device("cpu"), torch.bfloat16, {"x": "B ."})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafthead.infer.engine.kv_cache import StepCache, TreeCache
+from drafthead.heads.target.tree_cache import StepCache, TreeCache
 
 
 def keys_of(columns: list[list[float]]) -> torch.Tensor:

@@ -15,8 +15,8 @@ from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer import Decoder
+from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.logits_processing import AnswerPenalty, PathProcessing, processors_for
-from drafthead.infer.engine.rows import Batch
 from drafthead.infer.request.generation_options import read_options
 
 MAX_NEW = 20

@@ -7,7 +7,7 @@ from test_cli import byte_tokenizer
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.engine.rows import Batch
+from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.request.prompts import encode, text_pieces
 
 

@@ -127,3 +127,30 @@ class Drafter(ABC):
     @abstractmethod
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T], right-padded, of the given lengths [B]."""
+
+
+class NoDrafter(Drafter):
+    """What plain decoding drafts with: nothing."""
+
+    features = FeatureSpec(layers=(), last=False)
+    budgets = ()
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session that is never asked for a tree."""
+        return NoDraft()
+
+
+class NoDraft(DraftSession):
+    """A session without a memory."""
+
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """Raises NotImplementedError: steps without a drafter have no budget."""
+        raise NotImplementedError
+
+    def commit(self, committed: Committed) -> None:
+        """Nothing to remember."""
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Nothing to drop."""

@@ -161,7 +161,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}
         # By all heads, so that one graph serves trees of any depth.
         fill_with_all = partial(self._fill, depth=head.depth)
-        self.filler = TokenFiller(fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
+        self.filler = TokenFiller(fill_with_all, dims=("B .", "B", "N", "N"))
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill
 
@@ -189,22 +189,12 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     def compile(self) -> None:
         """Compile the heads, a graph for each number of heads that a tree needs."""
-        self.guess = Compiled(
-            self._guess,
-            self.target.device,
-            self.target.dtype,
-            kind=lambda hidden, depth: (hidden.shape[0] == 1, depth),
-            sizes=lambda hidden, depth: [[(hidden, 0)]],
-        )
+        made_for = self.target.device, self.target.dtype
+        self.guess = Compiled(self._guess, *made_for, dims={"hidden": "B ."})
         self.fill = Compiled(
             self._fill,
-            self.target.device,
-            self.target.dtype,
-            kind=lambda hidden, roots, heads, ranks, depth: (hidden.shape[0] == 1, depth),
-            sizes=lambda hidden, roots, heads, ranks, depth: [
-                [(hidden, 0), (roots, 0)],
-                [(heads, 0), (ranks, 0)],
-            ],
+            *made_for,
+            dims={"hidden": "B .", "roots": "B", "head_of_node": "N", "ranks": "N"},
         )
 
     def layout(self, budget: Budget, drawn: bool) -> MedusaLayout:

@@ -9,7 +9,7 @@ import torch
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
-from drafthead.heads.graphs.compiled import Compiled, Sizes
+from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache, Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
@@ -22,6 +22,25 @@ if TYPE_CHECKING:
     from drafthead.heads.families.parallel import ParallelHead
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
+
+# Dimensions of the arguments of compiled passes. A block has as many slots at every call.
+CACHE = {"keys": "B . C .", "values": "B . C ."}
+READING = {"taps": "B T .", "positions": "B T", "columns": "T", **CACHE}
+DRAFTING = {
+    "roots": "B",
+    "before": "B .",
+    "positions": "B .",
+    "mask": "B . . S",
+    "columns": ".",
+    **CACHE,
+}
+GROWING = {
+    "roots": "B",
+    "hidden": "B . .",
+    "ids": "B . .",
+    "logits": "B . .",
+    "outputs": "B . . .",
+}
 
 Tensors = tuple[torch.Tensor, ...]
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # see `Candidates.tables`
@@ -102,9 +121,8 @@ class ParallelDrafter(HeadDrafter["ParallelHead"]):
             return TokenTree(*self._tree(budget, roots, hidden, *tables))
         if budget not in self.compiled_trees:
             grow = partial(self._tree, budget)
-            self.compiled_trees[budget] = Compiled(
-                grow, roots.device, self.target.dtype, kind_of, rows_of
-            )
+            made_for = self.target.device, self.target.dtype
+            self.compiled_trees[budget] = Compiled(grow, *made_for, GROWING)
         return TokenTree(*self.compiled_trees[budget](roots, hidden, *tables))
 
     def _tree(
@@ -124,57 +142,15 @@ class ParallelDrafter(HeadDrafter["ParallelHead"]):
     def compile(self) -> None:
         """Compile the passes, and the trees of each size when they are first grown."""
         made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, kind_of_reading, sizes_of_reading)
-        self.block = Compiled(self._block, *made_for, kind_of, sizes_of_block)
-        self.candidates = Compiled(self._candidates, *made_for, kind_of, rows_of)
+        self.read = Compiled(self.read_eagerly, *made_for, READING)
+        self.block = Compiled(self._block, *made_for, DRAFTING)
+        candidates = {"roots": "B", "hidden": "B . .", "logits": "B . ."}
+        self.candidates = Compiled(self._candidates, *made_for, candidates)
         self.compiled_trees = {}
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt's features come with the first commit."""
         return ParallelSession(self)
-
-
-def kind_of(roots: torch.Tensor, *_: object) -> bool:
-    """One row or several: roots [B]."""
-    return roots.shape[0] == 1
-
-
-def rows_of(*tensors: torch.Tensor | None) -> Sizes:
-    """Nothing but the rows changes."""
-    return [[(tensor, 0) for tensor in tensors if tensor is not None]]
-
-
-def sizes_of_block(
-    roots: torch.Tensor,
-    before: torch.Tensor,
-    positions: torch.Tensor,
-    mask: torch.Tensor,
-    columns: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-) -> Sizes:
-    """The sizes that change from step to step: rows, columns in use, capacity."""
-    layers = (*keys, *values)
-    rows = rows_of(roots, before, positions, mask, *layers)
-    return [*rows, [(mask, 3)], [(tensor, 2) for tensor in layers]]
-
-
-def kind_of_reading(taps: Tensors, *_: object) -> tuple[bool, bool]:
-    """One row or several, one token or several: taps [B, T, D]."""
-    return taps[0].shape[0] == 1, taps[0].shape[1] == 1
-
-
-def sizes_of_reading(
-    taps: Tensors,
-    positions: torch.Tensor,
-    columns: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-) -> Sizes:
-    """The sizes that change from step to step: rows, tokens, capacity."""
-    layers = (*keys, *values)
-    tokens = [*((tensor, 1) for tensor in (*taps, positions)), (columns, 0)]
-    return [*rows_of(*taps, positions, *layers), tokens, [(tensor, 2) for tensor in layers]]
 
 
 class ParallelSession(LateReader):

@@ -8,7 +8,7 @@ import torch
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
-from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
+from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
@@ -26,6 +26,18 @@ DYNAMIC_WIDTH = 10
 # Sizes of dynamic tree that are worth telling apart, and the most nodes that a level is worth.
 DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
 NODES_A_LEVEL = 13
+
+# Dimensions of what the passes over a cache read and write.
+CACHED = {"mask": "B . T S", "columns": "T", "keys": "B . C .", "values": "B . C ."}
+READING = {
+    "last": "B T .",
+    "taps": "B T .",
+    "tokens": "B T",
+    "lengths": "B",
+    "positions": "B T",
+    **CACHED,
+}
+DRAFTING = {"above": "B T .", "tokens": "B T", "positions": "B T", **CACHED}
 
 
 class Guess(NamedTuple):
@@ -104,8 +116,8 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
         made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, kind_of_reading, sizes_of_reading)
-        self.draft = Compiled(self._draft, *made_for, kind_of_draft, sizes_of_draft)
+        self.read = Compiled(self.read_eagerly, *made_for, READING)
+        self.draft = Compiled(self._draft, *made_for, DRAFTING)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A fresh session; the first commit brings the features of the whole prompt."""
@@ -116,47 +128,6 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         if shape not in self.known_visible:
             self.known_visible[shape] = visible_nodes(shape, self.levels(shape))
         return self.known_visible[shape]
-
-
-def kind_of_reading(
-    last: torch.Tensor | None, taps: tuple[torch.Tensor, ...], tokens: torch.Tensor, *_: object
-) -> tuple[bool, bool]:
-    """One row or several, one token or several: tokens [B, T]."""
-    return tokens.shape[0] == 1, tokens.shape[1] == 1
-
-
-def sizes_of_reading(
-    last: torch.Tensor | None,
-    taps: tuple[torch.Tensor, ...],
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    positions: torch.Tensor,
-    mask: torch.Tensor,
-    columns: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-) -> Sizes:
-    """The sizes of reading that change."""
-    by_token = [*([] if last is None else [last]), *taps, tokens, positions]
-    return sizes_behind_cache(by_token, mask, columns, (*keys, *values), by_row=[lengths])
-
-
-def kind_of_draft(above: torch.Tensor, *_: object) -> tuple[bool, bool]:
-    """One row or several, one node or several: above [B, n, D]."""
-    return above.shape[0] == 1, above.shape[1] == 1
-
-
-def sizes_of_draft(
-    above: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    mask: torch.Tensor,
-    columns: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-) -> Sizes:
-    """The sizes of a level that change: its nodes are its tokens."""
-    return sizes_behind_cache((above, tokens, positions), mask, columns, (*keys, *values))
 
 
 def dynamic_budgets(depth: int) -> tuple[Budget, ...]:

@@ -15,7 +15,7 @@ from drafthead.heads.base import HeadBatch
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
-from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
+from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
 from drafthead.heads.objectives.anchors import AnchoredHead, tokens_at
 from drafthead.heads.sampling import RowRandom, SamplingConfig
@@ -81,6 +81,14 @@ class SequentialHead(AnchoredHead):
         return SequentialDrafter(self, target, shape)
 
 
+READING = {
+    "hidden": "B T .",
+    "positions": "B T",
+    "mask": "B . T S",
+    "columns": "T",
+    "keys": "B . C .",
+    "values": "B . C .",
+}
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
 
 
@@ -119,42 +127,15 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
     def compile(self) -> None:
         """Compile each depth, and what reads committed positions."""
         made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, kind_of_reading, sizes_of_reading)
+        self.read = Compiled(self.read_eagerly, *made_for, READING)
         self.steps = [
-            Compiled(partial(self._step, index), *made_for, kind_of_step, sizes_of_step)
+            Compiled(partial(self._step, index), *made_for, {"states": "B n .", "tokens": "B n"})
             for index in range(self.head.depth)
         ]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""
         return SequentialSession(self)
-
-
-def kind_of_reading(hidden: torch.Tensor, *_: object) -> tuple[bool, bool]:
-    """One row or several, one token or several: hidden [B, T, D]."""
-    return hidden.shape[0] == 1, hidden.shape[1] == 1
-
-
-def sizes_of_reading(
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    mask: torch.Tensor,
-    columns: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-) -> Sizes:
-    """The sizes of reading that change."""
-    return sizes_behind_cache((hidden, positions), mask, columns, (*keys, *values))
-
-
-def kind_of_step(states: torch.Tensor, tokens: torch.Tensor) -> tuple[bool, bool]:
-    """One row or several, one node or several: tokens [B, n]."""
-    return tokens.shape[0] == 1, tokens.shape[1] == 1
-
-
-def sizes_of_step(states: torch.Tensor, tokens: torch.Tensor) -> Sizes:
-    """Rows and nodes change from tree to tree."""
-    return [[(states, 0), (tokens, 0)], [(states, 1), (tokens, 1)]]
 
 
 class SequentialSession(LateReader):

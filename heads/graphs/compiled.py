@@ -8,10 +8,10 @@ C++, as a step is many short calls. On a GPU the passes are recorded as CUDA gra
 import os
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from inspect import signature
-from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.files import cache_folder
+from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
 from drafthead.heads.graphs.substitutions import CpuKernels
 
@@ -43,19 +44,22 @@ ONE_GRAPH: dict[str, Any] = (
 # Graphs of one kind; a need for more means that arguments differ in ways that kinds do not tell.
 MOST_GRAPHS = 8
 
-# Dimensions that may change from call to call; those of one inner list are always equal.
-Sizes = Sequence[Sequence[tuple[torch.Tensor, int]]]
 Graph = Callable[..., Any]
 NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def no_variant(*_: Any) -> Hashable:
+    """For functions that differ by the sizes of their arguments alone."""
+    return None
 
 
 class Compiled:
     """A function of tensors under `torch.compile`, with an account of what compiling took.
 
-    Sizes named in `sizes` may change from call to call without another graph, except that
-    size 1 is a graph of its own, because the code for it differs. What the function reads beside
-    its arguments, such as a model, is taken to stay as it was when the graph was made: checking
-    each part of a model at every call would cost more than a drafting pass.
+    Sizes that `dims` names by a letter may change from call to call without another graph, except
+    that size 1 is a graph of its own, because the code for it differs. What the function reads
+    beside its arguments, such as a model, is taken to stay as it was when the graph was made:
+    checking each part of a model at every call would cost more than a drafting pass.
     """
 
     made: ClassVar[int] = 0  # graphs, by this process
@@ -65,18 +69,20 @@ class Compiled:
         function: Callable[..., Any],
         device: torch.device,
         dtype: torch.dtype,
-        kind: Callable[..., Hashable],
-        sizes: Callable[..., Sizes],
+        dims: Mapping[str, Spec],
+        variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
     ):
-        """`kind(*arguments)` says which graph a call needs, and `sizes(*arguments)` lists what
-        changes within a kind. `dtype` is that of the weights. A graph is made within `around`:
-        with the hooks, say, whose work is to become part of it.
+        """`dims` declares the shapes of the arguments, see `Dims`; they are checked when a graph is
+        made. `variant(*arguments)` is for what else asks for another graph. `dtype` is that of the
+        weights. A graph is made within `around`: with the hooks, say, whose work is to become part
+        of it.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
         keep_compiled_code()
-        self.function, self.kind, self.sizes, self.around = function, kind, sizes, around
+        self.function, self.variant, self.around = function, variant, around
+        self.dims = Dims(function, dims)
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
@@ -92,7 +98,7 @@ class Compiled:
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value; raises UserError for code that cannot be compiled."""
-        graphs = self.graphs.setdefault(self.kind(*arguments), [])
+        graphs = self.graphs.setdefault(self.kind(arguments), [])
         for graph in graphs:
             try:
                 return graph(*arguments)
@@ -107,15 +113,21 @@ class Compiled:
         graphs.append(graph)
         return result
 
+    def kind(self, arguments: Sequence[Any]) -> Hashable:
+        """Which of its graphs a call needs."""
+        return self.dims.kind(arguments), self.variant(*arguments)
+
     def _compiled(self, arguments: Sequence[Any]) -> tuple[Graph, Any]:
         """A graph for calls of the kind of `arguments`, and its value for them."""
-        for tensor, dim in chain.from_iterable(self.sizes(*arguments)):
-            if tensor.shape[dim] != 1:
-                torch._dynamo.mark_dynamic(tensor, dim)
+        self.dims.check(arguments)
+        for place in self.dims.places(arguments):
+            if size_at(arguments, place) != 1:
+                torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
         started = time.perf_counter()
         # A CUDA graph is recorded in steps, of which torch's own entry keeps count.
         recorder = Recorder(self.options) if self.on_cpu else None
-        traced = with_own_code(self._call)
+        equal = by_letter(self.dims.places(arguments))
+        traced = with_own_code(partial(self._call, equal))
         guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
         compiled = torch.compile(
             traced,
@@ -144,15 +156,12 @@ class Compiled:
         Compiled.made += 1
         return graph, result
 
-    def _call(self, *arguments: Any) -> Any:
-        """What is traced: the function, behind the news that sizes of one place are one size.
-
-        Each size is handed to a graph as a tensor of its own, which takes microseconds.
-        """
-        for place in self.sizes(*arguments):
-            first, first_dim = place[0]
-            for tensor, dim in place[1:]:
-                torch._check(tensor.shape[dim] == first.shape[first_dim])
+    def _call(self, equal: Sequence[Sequence[Place]], *arguments: Any) -> Any:
+        """The traced function, after the tracer has been told which sizes are equal."""
+        # Every distinct size is one more input of the graph and costs microseconds at each call.
+        for first, *others in equal:
+            for other in others:
+                torch._check(size_at(arguments, other) == size_at(arguments, first))
         with CpuKernels(self.has_kernels) if self.on_cpu else nullcontext():
             return self.function(*arguments)
 
@@ -165,22 +174,6 @@ def within(context: AbstractContextManager[object], function: Graph) -> Graph:
             return function(*arguments)
 
     return call
-
-
-def sizes_behind_cache(
-    by_token: Sequence[torch.Tensor],  # [B, T, ...]
-    mask: torch.Tensor,  # [B, 1, T, S]
-    columns: torch.Tensor,  # [T] that the tokens are written to
-    layers: Sequence[torch.Tensor],  # keys and values of each layer, [B, H, capacity, D]
-    by_row: Sequence[torch.Tensor] = (),  # [B, ...]
-) -> Sizes:
-    """The sizes of a pass behind a cache that change: rows, tokens, columns in use, capacity."""
-    return [
-        [(tensor, 0) for tensor in (*by_token, *by_row, mask, *layers)],
-        [*((tensor, 1) for tensor in by_token), (mask, 2), (columns, 0)],
-        [(mask, 3)],
-        [(tensor, 2) for tensor in layers],
-    ]
 
 
 def has_kernels() -> bool:

@@ -81,4 +81,5 @@ def assembly(value: Any, outputs: Outputs) -> Callable[[Outputs], Any]:
     if not isinstance(value, tuple):
         raise TypeError(f"a compiled function cannot return {type(value).__name__}")
     parts = [assembly(part, outputs) for part in value]
-    return lambda outputs: tuple(part(outputs) for part in parts)
+    together = getattr(type(value), "_make", tuple)  # of a NamedTuple, or of any other
+    return lambda outputs: together([part(outputs) for part in parts])

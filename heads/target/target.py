@@ -35,6 +35,7 @@ from drafthead.heads.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
+from drafthead.heads.target.tree_cache import TreeCache
 
 # Where the architectures of transformers keep their decoder layers and their final norm.
 LAYER_NAMES = ("layers", "h", "blocks")
@@ -192,6 +193,14 @@ class Target:
         if rope.get("rope_type") == "longrope":
             return min(longest, rope["original_max_position_embeddings"])
         return longest
+
+    def legal_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions [...] within the context: what lies past its end is computed, never kept."""
+        return positions if self.max_length is None else positions.clamp_max(self.max_length - 1)
+
+    def new_cache(self) -> TreeCache:
+        """An empty cache for passes of this target."""
+        return TreeCache()
 
     def output_weight(self) -> torch.Tensor:
         """Weight [V, D] of the output head.

@@ -11,19 +11,16 @@ import torch
 
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
-Places = tuple[tuple[int, int], ...]  # (argument, dimension)
-
 
 @dataclass(frozen=True)
 class TokenFiller:
     """What a graph computes a tree's tokens [B, N] with: a function of tensors alone.
 
-    `rows` and `nodes` say which sizes of its arguments are the number of rows and of nodes.
+    `dims` declares the dimensions of each argument, see `heads.graphs.dims`.
     """
 
     tokens: Callable[..., torch.Tensor]
-    rows: Places
-    nodes: Places
+    dims: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -62,4 +59,4 @@ def as_given(tokens: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-KNOWN = TokenFiller(as_given, rows=((0, 0),), nodes=((0, 1),))
+KNOWN = TokenFiller(as_given, dims=("B N",))

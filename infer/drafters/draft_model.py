@@ -20,7 +20,7 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.infer.engine.compiled_target import CompiledTarget, new_cache
+from drafthead.infer.engine.compiled_target import CompiledTarget
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 
@@ -74,7 +74,7 @@ class DraftModelSession(DraftSession):
 
     def __init__(self, drafter: DraftModel, prompts: torch.Tensor, lengths: torch.Tensor):
         self.drafter, self.model = drafter, drafter.model
-        self.cache = new_cache(drafter.model)
+        self.cache = drafter.model.new_cache()
         longest = prompts.shape[1]
         positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
         self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
@@ -139,7 +139,7 @@ class DraftModelSession(DraftSession):
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         visible = (steps[:, None] >= steps)[None]
         mask = self.cache.mask(visible, self.model.dtype)
-        positions = self._legal(self.cache.lengths[:, None] + steps)
+        positions = self.model.legal_positions(self.cache.lengths[:, None] + steps)
         output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)
         self.host_lengths = [
             old + new for old, new in zip(self.host_lengths, lengths.tolist(), strict=True)
@@ -154,13 +154,7 @@ class DraftModelSession(DraftSession):
         assert self.cache.lengths is not None
         visible = torch.ones(1, 1, depth, dtype=torch.bool, device=token.device)
         mask = self.cache.mask(visible, self.model.dtype)
-        positions = self._legal(self.cache.lengths[:, None] + depth - 1)
+        positions = self.model.legal_positions(self.cache.lengths[:, None] + depth - 1)
         output = self.model.run(token[:, None], positions, mask, NO_FEATURES, self.cache)
         self.cache.keep_pending(1)
         return output.logits[:, -1]
-
-    def _legal(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions within the model's context: beyond it drafts are poor, but never wrong."""
-        if self.model.max_length is None:
-            return positions
-        return positions.clamp_max(self.model.max_length - 1)

@@ -1,217 +1,134 @@
-"""One batch on its way from prompts to answers; shared by every way of decoding."""
+"""The host's account of a batch: answers, rows that still run, random numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
-from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
-from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities, sample
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.trees.recipe import TreeRecipe
-from drafthead.heads.trees.tree import TokenTree
-from drafthead.infer.engine.compiled_target import CompiledTarget, new_cache
-from drafthead.infer.engine.graph_step import Draws
-from drafthead.infer.engine.logits_processing import PathProcessing
-from drafthead.infer.engine.outcome import Outcome, accept, in_one_table, to_host
+from drafthead.heads.sampling import RowRandom
 from drafthead.infer.engine.results import DecodeStats
-from drafthead.infer.engine.rows import Batch
+from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import Stop
-from drafthead.infer.verifiers import Verifier
-
-# Columns that the cache has at first for new tokens; it grows when an answer is longer.
-FIRST_ROOM = 512
 
 Emitted = dict[int, list[int]]  # row number -> the tokens that it has just gained
 
+# Rows that have ended run along idly until this share of the batch is idle: taking them out copies
+# the whole cache, which must not happen each time that one of many rows ends.
+IDLE_SHARE = 0.25
 
-@dataclass(frozen=True)
-class Request:
-    """What to decode, and how."""
 
-    prompts: Sequence[Sequence[int]]
-    limits: Sequence[int]  # most new tokens, for each prompt
-    sampling: SamplingConfig
-    seeds: Sequence[int]  # one for each prompt
-    end_ids: frozenset[int]
-    processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
-    stops: Sequence[Stop] = ()  # one for each prompt, or none at all
-    draft_temperature: float | None = None  # at which children are drawn; None: as the target's
+@dataclass
+class Row:
+    """One prompt's answer so far."""
+
+    limit: int  # most new tokens
+    tokens: list[int] = field(default_factory=list)
+    stop: Stop | None = None  # what may end the answer besides end tokens
+    finished: bool = False  # an end was reached
+    accept_lengths: list[int] = field(default_factory=list)
 
     @property
-    def draft_sampling(self) -> SamplingConfig:
-        """How the draft's logits become the distribution that children are drawn from.
+    def active(self) -> bool:
+        """Whether the row needs more tokens."""
+        return not self.finished and len(self.tokens) < self.limit
 
-        Any distribution that is known before the draw keeps the output exact.
+    def take(self, committed: Sequence[int], end_ids: frozenset[int]) -> list[int]:
+        """Append committed tokens up to the first end or the limit; returns those kept."""
+        kept = list(committed[: self.limit - len(self.tokens)])
+        for place, token in enumerate(kept):
+            if token in end_ids or self._stops(kept[: place + 1]):
+                kept = kept[: place + 1]
+                self.finished = True
+                break
+        self.tokens += kept
+        return kept
+
+    def _stops(self, new: list[int]) -> bool:
+        """Whether the answer ends with the last of its new tokens, though that is no end token."""
+        return self.stop is not None and self.stop(self.tokens + new)
+
+
+class Batch:
+    """Rows in the order of the prompts, and which of them are still in the running batch."""
+
+    def __init__(self, limits: Sequence[int], end_ids: frozenset[int], stops: Sequence[Stop] = ()):
+        """`stops` has one entry for each row, or none."""
+        self.rows = [Row(limit) for limit in limits]
+        for row, stop in zip(self.rows, stops, strict=False):
+            row.stop = stop
+        self.end_ids = end_ids
+        self.running = list(range(len(limits)))  # row numbers, by place in the running batch
+
+    def running_rows(self) -> list[Row]:
+        """The rows of the running batch, idle ones among them, in its order."""
+        return [self.rows[number] for number in self.running]
+
+    def take(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Give each active row its committed tokens; returns what was kept, by row number."""
+        return {
+            number: self.rows[number].take(tokens, self.end_ids)
+            for number, tokens in zip(self.running, committed, strict=True)
+            if self.rows[number].active
+        }
+
+    def take_step(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """`take` for a verification step, whose accept lengths are recorded."""
+        for row, tokens in zip(self.running_rows(), committed, strict=True):
+            if row.active:
+                row.accept_lengths.append(len(tokens))
+        return self.take(committed)
+
+    def drop_idle(self) -> list[int] | None:
+        """Shrink the running batch to its active rows, once enough rows are idle.
+
+        Returns the places that stay, in the batch as it was; None when all of them do.
         """
-        if self.draft_temperature is None or self.sampling.greedy:
-            return self.sampling
-        return replace(self.sampling, temperature=self.draft_temperature)
+        places = [place for place, row in enumerate(self.running_rows()) if row.active]
+        idle = len(self.running) - len(places)
+        if not idle or (places and idle < IDLE_SHARE * len(self.running)):
+            return None
+        self.running = [self.running[place] for place in places]
+        return places
 
 
 class BatchRun:
-    """The state of a batch: its cache, what each row has said, and the last token of each."""
+    """A request on its way to its answers: rows, random numbers and statistics."""
 
-    def __init__(self, target: Target, request: Request, features: FeatureSpec, max_nodes: int):
-        """`max_nodes` is the most nodes that one pass will have."""
-        self.target, self.request = target, request
-        self.features = features.with_last()  # so that plain steps and trees share compiled passes
-        self.max_nodes = max_nodes
-        self.cache = new_cache(target)
+    def __init__(self, request: Request, device: torch.device):
+        self.request = request
         self.batch = Batch(request.limits, request.end_ids, request.stops)
         self.stats = DecodeStats(
             accept_lengths=[row.accept_lengths for row in self.batch.rows],
             decoded_tokens=[0] * len(request.prompts),
         )
-        self.random = None if request.sampling.greedy else RowRandom(request.seeds, target.device)
-        self.temperature = torch.tensor(float(request.sampling.temperature), device=target.device)
-        self.prompt_ids, self.prompt_lengths = padded(request.prompts, target.device)
-        self.lengths = [len(prompt) for prompt in request.prompts]  # committed, by running place
-        self.roots = self.prompt_ids[:, 0]  # [B] last committed tokens; set by the prompt pass
+        self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
         self.last_lengths: list[int] = []  # tokens that the last step committed in active rows
-        self.processing: PathProcessing | None = None
-        if request.processors:
-            self.processing = PathProcessing(
-                request.processors, request.prompts, self.batch, request.sampling.greedy
-            )
-        # The target, if it says tokens by its logits as they are and has that as a graph.
-        simple = request.sampling.whole and self.processing is None
-        self.graphs = target if simple and isinstance(target, CompiledTarget) else None
 
-    def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token.
-
-        Padding stands to the right, where a causal mask never looks, so the model builds its own.
-        """
-        ids, lengths = self.prompt_ids, self.prompt_lengths
-        longest = ids.shape[1]
-        positions = torch.arange(longest, device=ids.device).expand_as(ids)
-        rows = torch.arange(ids.shape[0], device=ids.device)
-        output = self.target.run(
-            ids,
-            positions,
-            None,
-            self.features,
-            self.cache,
-            logits_to_keep=1,
-        )
-        assert output.features.last is not None
-        # The last positions differ from row to row, so their logits are computed on their own.
-        hidden = at_last(output.features.last, lengths)
-        logits = self.target.project(hidden)
-        room = min(max(self.request.limits), FIRST_ROOM) + self.max_nodes
-        self.cache.commit_prompt(lengths, longest, room)
-        self.roots = self.pick(logits)
-        following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
-        following[rows, lengths - 1] = self.roots
-        emitted = self.batch.take([[token] for token in self.roots.tolist()])
-        ends = Ends(self.roots, hidden)
-        return Committed(following, output.features, lengths, known_ends=ends), emitted
-
-    def pick(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
-        if self.processing is not None:
-            logits = self.processing.behind_rows(logits)
-        if self.random is None:
-            return logits.float().argmax(-1)
-        self.begin_random_step()
-        return sample(probabilities(logits, self.request.sampling), self.random.ahead(1)[:, 0])
+    @property
+    def greedy(self) -> bool:
+        """Whether the target's most probable tokens are wanted."""
+        return self.random is None
 
     def begin_random_step(self) -> None:
-        """Start each running row's random stream for its next token."""
+        """Start each running row's random numbers for its next token."""
         if self.random is not None:
             self.random.begin_step([len(row.tokens) for row in self.batch.running_rows()])
 
-    def verify(self, tree: TokenTree) -> TargetOutput:
-        """One pass of the target over all nodes of a tree."""
-        assert self.cache.lengths is not None
-        positions = self.legal(self.cache.lengths[:, None] + tree.depths)
-        mask = self.cache.mask(tree.ancestors, self.target.dtype)
-        tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
-        return self.target.run(tokens, positions, mask, self.features, self.cache)
-
-    def graphs_of(self, verifier: Verifier) -> CompiledTarget | None:
-        """The target, if a step under the rule is one graph of it."""
-        return self.graphs if verifier.follows else None
-
-    def judge(self, drafted: TokenTree | TreeRecipe, verifier: Verifier) -> Outcome:
-        """Verify a tree and apply a rule to what the target says; outlines are for graphs alone."""
-        graphs = self.graphs_of(verifier)
-        if graphs is None:
-            assert isinstance(drafted, TokenTree)
-            return self.judge_known(drafted, verifier)
-        recipe = drafted if isinstance(drafted, TreeRecipe) else TreeRecipe.of(drafted)
-        with self.stats.phase("verify"):
-            draws = self.draws(recipe.max_depth)
-            return graphs.step(recipe, self.features, self.cache, draws)
-
-    def judge_known(self, tree: TokenTree, verifier: Verifier) -> Outcome:
-        """`judge` step by step, for trees whose tokens are known."""
-        with self.stats.phase("verify"):
-            output = self.verify(tree)
-        with self.stats.phase("accept"):
-            logits = output.logits
-            if self.processing is not None:
-                logits = self.processing.behind_nodes(tree, logits)
-            acceptance, tokens = accept(verifier, tree, logits, self.request.sampling, self.random)
-            answers, paths = to_host(in_one_table(tokens, acceptance))
-            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-            features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
-            in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
-            assert self.cache.lengths is not None
-            lengths = self.cache.lengths + acceptance.length
-            return Outcome(acceptance, tokens, features, answers, lengths, in_place)
-
-    def commit(self, outcome: Outcome) -> None:
-        """Keep the accepted path in the cache; its last token is the next root."""
-        both = zip(self.lengths, outcome.answers, strict=True)
-        self.lengths = [old + len(new) for old, new in both]
-        path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
-        self.cache.commit(path, outcome.lengths, max(self.lengths))
-        self.roots = outcome.acceptance.bonus
-
-    def draws(self, depth: int) -> Draws | None:
-        """What the target draws its own tokens of a tree with, the same as in plain decoding."""
-        if self.random is None:
-            return None
-        return Draws(self.temperature, self.random.ahead(depth + 1))
-
-    def legal(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions within the context: what lies past its end is never kept, but is computed."""
-        if self.target.max_length is None:
-            return positions
-        return positions.clamp_max(self.target.max_length - 1)
-
     def take_step(self, answers: list[list[int]]) -> Emitted:
-        """Give the running rows what a step committed; returns what they kept of it."""
-        both = zip(self.batch.running_rows(), answers, strict=True)
-        self.last_lengths = [len(answer) for row, answer in both if row.active]
+        """Give each running row the tokens that a step committed; returns what rows kept of them.
+
+        An answer is cut at its end token, stop string or limit.
+        """
+        pairs = zip(self.batch.running_rows(), answers, strict=True)
+        self.last_lengths = [len(answer) for row, answer in pairs if row.active]
         emitted = self.batch.take_step(answers)
         for number, tokens in emitted.items():
             self.stats.decoded_tokens[number] += len(tokens)
         return emitted
 
-    def keep_active(self, session: DraftSession | None = None) -> None:
-        """Take rows that have ended out of the running batch, many at a time."""
+    def drop_idle(self) -> list[int] | None:
+        """`Batch.drop_idle`, for the random numbers as well."""
         places = self.batch.drop_idle()
-        if not places:
-            return
-        self.lengths = [self.lengths[place] for place in places]
-        rows = torch.tensor(places, device=self.target.device)
-        self.roots = self.roots[rows]
-        self.cache.keep_rows(rows, max(self.lengths))
-        if self.random is not None:
+        if places and self.random is not None:
             self.random.keep_rows(places)
-        if session is not None:
-            session.keep_rows(rows)
-
-
-def padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as right-padded ids [B, T] and their lengths [B]."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    return ids.to(device), torch.tensor([len(prompt) for prompt in prompts], device=device)
+        return places

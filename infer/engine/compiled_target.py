@@ -8,17 +8,28 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
+from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target, TargetOutput
+from drafthead.heads.target.tree_cache import StepCache, TreeCache, move_columns
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.infer.engine.graph_step import Draws, GraphStep
-from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache, move_columns
-from drafthead.infer.engine.outcome import Outcome
+from drafthead.infer.engine.stepper import Outcome
 
 # Columns that attention reads are rounded up to these. A graph for CPUs takes any number of them; a
 # CUDA graph is recorded for one number, so there are to be few.
 COLUMNS_A_GRAPH = {False: 1, True: 128}
+
+# Dimensions of the arguments of compiled functions.
+PASS = {
+    "input_ids": "B T",
+    "position_ids": "B T",
+    "attention_mask": "B . T S",
+    "columns": "T",
+    "keys": "B . C .",
+    "values": "B . C .",
+}
+MOVE = {"keys": "B . C .", "values": "B . C .", "source": "B P", "destination": "B P"}
 
 
 class CompiledTarget(Target):
@@ -30,7 +41,7 @@ class CompiledTarget(Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
-        self.move = Compiled(move_columns, target.device, target.dtype, kind_of_move, sizes_of_move)
+        self.move = Compiled(move_columns, target.device, target.dtype, MOVE)
 
     @property
     def compile_seconds(self) -> float:
@@ -79,9 +90,8 @@ class CompiledPass:
     def __init__(self, target: Target, features: FeatureSpec):
         self.target = target
         self.taps = Taps(target, features)
-        self.graphs = Compiled(
-            self._forward, target.device, target.dtype, self._kind, sizes_of_pass, self.taps
-        )
+        made_for = target.device, target.dtype
+        self.graphs = Compiled(self._forward, *made_for, PASS, self._variant, self.taps)
 
     def __call__(
         self,
@@ -112,51 +122,12 @@ class CompiledPass:
         features = self.taps.features()
         return logits, features.last, features.taps
 
-    def _kind(
+    def _variant(
         self,
-        input_ids: torch.Tensor,  # [B, T]
+        input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor,  # [B, 1, T, S]
         *_: object,
     ) -> tuple[bool, ...]:
-        """One row or several, one token or several, and which layers look at a part only."""
-        end = attention_mask.shape[-1]
-        cut = (end > kind.reach for kind in self.target.layer_kinds)
-        return input_ids.shape[0] == 1, input_ids.shape[1] == 1, *cut
-
-
-def sizes_of_pass(
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    columns: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-) -> Sizes:
-    """The sizes of a pass that change."""
-    by_token = input_ids, position_ids
-    return sizes_behind_cache(by_token, attention_mask, columns, (*keys, *values))
-
-
-def kind_of_move(
-    keys: Layers, values: Layers, source: torch.Tensor, *_: object
-) -> tuple[bool, bool]:
-    """One row or several, one column or several: source [B, P]."""
-    return source.shape[0] == 1, source.shape[1] == 1
-
-
-def sizes_of_move(
-    keys: Layers, values: Layers, source: torch.Tensor, destination: torch.Tensor
-) -> Sizes:
-    """The sizes that change from one commit to the next: rows, path, columns there are."""
-    layers, moves = (*keys, *values), (source, destination)
-    return [
-        [(tensor, 0) for tensor in (*layers, *moves)],
-        [(tensor, 1) for tensor in moves],
-        [(tensor, 2) for tensor in layers],
-    ]
-
-
-def new_cache(target: Target) -> TreeCache:
-    """An empty cache that suits the way in which the target runs its passes."""
-    return target.new_cache() if isinstance(target, CompiledTarget) else TreeCache()
+        """Which layers look at a part of the columns only."""
+        return tuple(attention_mask.shape[-1] > kind.reach for kind in self.target.layer_kinds)

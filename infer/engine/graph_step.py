@@ -6,34 +6,50 @@ The graph serves the rules that accept what the target itself says: `greedy` and
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.graphs import substitutions
-from drafthead.heads.graphs.compiled import Compiled, Sizes
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.sampling import draw
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target
+from drafthead.heads.target.tree_cache import Layers, StepCache, TreeCache, move_columns
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
-from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache, move_columns
-from drafthead.infer.engine.outcome import Outcome, following_tokens, in_one_table, to_host
+from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, to_host
 from drafthead.infer.verifiers.base import Acceptance, follow
 
-# An acceptance (path, length, bonus), tokens, both in one table, committed lengths, features (last,
-# taps), last at the end.
-Parts = tuple[
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    tuple[torch.Tensor, ...],
-    torch.Tensor | None,
-]
+
+class StepResult(NamedTuple):
+    """What the graph of a step returns; all parts are as long as the tree has nodes."""
+
+    path: torch.Tensor  # [B, N] accepted nodes, see `Acceptance`
+    length: torch.Tensor  # [B]
+    bonus: torch.Tensor  # [B]
+    tokens: torch.Tensor  # [B, N] after the path's nodes
+    table: torch.Tensor  # [B, 1 + 2N] lengths, tokens and path, for one copy to the host
+    committed: torch.Tensor  # [B] committed positions, these included
+    last: torch.Tensor | None  # [B, N, D] last hidden states at the path's nodes
+    taps: tuple[torch.Tensor, ...]  # [B, N, D] each
+    hidden: torch.Tensor | None  # [B, D] last hidden state at the path's end
+
+
+# Dimensions of the arguments of a step, but for those of the tokens.
+STEP: dict[str, Spec] = {
+    "parents": "B N",
+    "depths": "B N",
+    "ancestors": "B N N",
+    "lengths": "B",
+    "seen": "S",
+    "columns": "N",
+    "keys": "B . C .",
+    "values": "B . C .",
+    "draws": ("", "B N"),
+}
 
 
 class Draws(NamedTuple):
@@ -49,10 +65,9 @@ class GraphStep:
     def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
         self.target, self.filler = target, filler
         self.taps = Taps(target, features)
-        sizes = partial(sizes_of_step, filler)
-        self.graphs = Compiled(
-            self._step, target.device, target.dtype, self._kind, sizes, self.taps
-        )
+        dims = STEP | {"arguments": filler.dims}
+        made_for = target.device, target.dtype
+        self.graphs = Compiled(self._step, *made_for, dims, self._variant, self.taps)
         self.move, self.draw = (
             (substitutions.move_columns, substitutions.draw)
             if self.graphs.has_kernels
@@ -69,7 +84,7 @@ class GraphStep:
         if draws is not None:  # a graph takes as many numbers as nodes
             unused = recipe.num_nodes - draws.uniform.shape[1]
             draws = draws._replace(uniform=pad(draws.uniform, (0, unused)))
-        accepted, tokens, table, lengths, last, taps, hidden = self.graphs(
+        result: StepResult = self.graphs(
             recipe.arguments,
             recipe.parents,
             recipe.depths,
@@ -79,11 +94,17 @@ class GraphStep:
             columns,
             cache.keys,
             cache.values,
-            *(draws or ()),
+            draws,
         )
-        answers, _ = to_host(table)
-        acceptance, features = Acceptance(*accepted), Features(last, taps)
-        return Outcome(acceptance, tokens, features, answers, lengths, in_place=True, hidden=hidden)
+        return Outcome(
+            acceptance=Acceptance(result.path, result.length, result.bonus),
+            tokens=result.tokens,
+            features=Features(result.last, result.taps),
+            answers=to_host(result.table)[0],
+            lengths=result.committed,
+            in_place=True,
+            hidden=result.hidden,
+        )
 
     def _step(
         self,
@@ -96,24 +117,21 @@ class GraphStep:
         columns: torch.Tensor,  # [N] that the nodes are written to
         keys: Layers,  # of each layer [B, H, capacity, D]
         values: Layers,
-        *draws: torch.Tensor,  # the fields of `Draws`, or nothing
-    ) -> Parts:
+        draws: Draws | None,
+    ) -> StepResult:
         """What is traced into a graph: the parts of an outcome, some in one table as well.
 
         All are as long as the tree has nodes, so that one graph serves trees of any depth.
         """
         tokens = self.filler.tokens(*arguments)  # [B, N]
-        positions = lengths[:, None] + depths
-        if self.target.max_length is not None:
-            # What lies past the end of the context is never kept, but is computed.
-            positions = positions.clamp_max(self.target.max_length - 1)
+        positions = self.target.legal_positions(lengths[:, None] + depths)
         mask = mask_of_nodes(ancestors, lengths, seen, columns, self.target.dtype)
         cache = StepCache(keys, values, columns, seen.shape[0])
         logits = self.target.forward(tokens.clamp_min(0), positions, mask, cache)
         features = self.taps.features()
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
-        found = follow(tree, self._said(logits, depths, Draws(*draws) if draws else None))
+        found = follow(tree, self._target_tokens(logits, depths, draws))
         if tokens.shape != (1, 1):  # a single root is where it belongs
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             places = lengths[:, None] + steps
@@ -126,10 +144,11 @@ class GraphStep:
         hidden = None if features.last is None else features.last[rows, end].squeeze(1)
         following = following_tokens(tree, found)
         table = in_one_table(following, found)
-        accepted = found.path, found.length, found.bonus
-        return accepted, following, table, lengths + found.length, kept.last, kept.taps, hidden
+        verdict = found.path, found.length, found.bonus
+        moved = lengths + found.length
+        return StepResult(*verdict, following, table, moved, kept.last, kept.taps, hidden)
 
-    def _said(
+    def _target_tokens(
         self,
         logits: torch.Tensor,  # [B, N, V]
         depths: torch.Tensor,  # [B, N]
@@ -140,25 +159,20 @@ class GraphStep:
             return logits.float().argmax(-1)
         return self.draw(logits, draws.temperature, draws.uniform.gather(1, depths))
 
-    def _kind(
+    def _variant(
         self,
         arguments: Sequence[torch.Tensor],
         parents: torch.Tensor,  # [B, N]
-        depths: torch.Tensor,
-        ancestors: torch.Tensor,
+        depths: torch.Tensor,  # [B, N]
+        ancestors: torch.Tensor,  # [B, N, N]
         lengths: torch.Tensor,
         seen: torch.Tensor,  # [S]
-        columns: torch.Tensor,
-        keys: Layers,
-        values: Layers,
-        *draws: torch.Tensor,
+        *_: object,
     ) -> tuple[bool, ...]:
-        """One row or several, one node or several, whether rows share their tables or have their
-        own, and which layers look at a part of the columns only; drawn or most probable tokens.
-        """
+        """Whether rows share their tables, and which layers look at a part of the columns only."""
         shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
         cut = (seen.shape[0] > kind.reach for kind in self.target.layer_kinds)
-        return parents.shape[0] == 1, parents.shape[1] == 1, *shared, *cut, bool(draws)
+        return *shared, *cut
 
 
 def mask_of_nodes(
@@ -179,31 +193,3 @@ def mask_of_nodes(
     visible = above | (seen < lengths[:, None])[:, None]
     blocked = torch.finfo(dtype).min
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, blocked)[:, None]
-
-
-def sizes_of_step(
-    filler: TokenFiller,
-    arguments: Sequence[torch.Tensor],
-    parents: torch.Tensor,
-    depths: torch.Tensor,
-    ancestors: torch.Tensor,
-    lengths: torch.Tensor,
-    seen: torch.Tensor,
-    columns: torch.Tensor,
-    keys: Layers,
-    values: Layers,
-    temperature: torch.Tensor | None = None,
-    uniform: torch.Tensor | None = None,
-) -> Sizes:
-    """The sizes of a step that change: rows, nodes, columns in use, columns there are."""
-    layers = *keys, *values
-    tables = [parents, depths, ancestors, *([] if uniform is None else [uniform])]
-    by_row, by_node = (
-        [(arguments[place], dim) for place, dim in places] for places in (filler.rows, filler.nodes)
-    )
-    return [
-        [*((tensor, 0) for tensor in (*tables, lengths, *layers)), *by_row],
-        [*((tensor, 1) for tensor in tables), (ancestors, 2), (columns, 0), *by_node],
-        [(seen, 0)],
-        [(tensor, 2) for tensor in layers],
-    ]

@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import PADDING, TokenTree
-from drafthead.infer.engine.rows import Batch
+from drafthead.infer.engine.batch_run import Batch
 
 # Options whose processor counts from the end of the prompt, or to the end of the answer.
 COUNT_TOKENS = (

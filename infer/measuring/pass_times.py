@@ -17,10 +17,13 @@ from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
-from drafthead.infer.engine.batch_run import BatchRun, Request
-from drafthead.infer.engine.loop import speculate
+from drafthead.infer.engine.batch_run import BatchRun
+from drafthead.infer.engine.graph_stepper import stepper_for
+from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import FixedPlan
+from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.measuring.clock import seconds_of
+from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS
 
 COMMITTED = 256  # cache columns that stand before a pass
@@ -66,24 +69,24 @@ def time_passes(
     text = torch.randint(
         target.vocab_size, (batch, columns), generator=torch.Generator().manual_seed(0)
     )
-    run = BatchRun(target, endless(text.tolist(), 1), features, max(sizes))
-    prompt, _ = run.prefill()
-    passes = {nodes: pass_alone(run, nodes) for nodes in sizes}
+    stepper = greedy_stepper(target, endless(text.tolist(), 1), features, max(sizes))
+    prompt, _ = stepper.prefill()
+    passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
     verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
     draft: dict[Budget, list[float]] = {b: [] for b in (drafter.budgets if drafter else ())}
     for _ in range(WARM_UP + rounds):
         for nodes, call in passes.items():
             verify[nodes].append(seconds_of(call, target.device))
         if drafter is not None:
-            for budget, seconds in time_proposals(drafter, run, prompt).items():
+            for budget, seconds in time_proposals(drafter, stepper, prompt).items():
                 draft[budget].append(seconds)
         on_round()
     return PassTimes(batch, columns, medians(verify), medians(draft))
 
 
-def time_proposals(drafter: Drafter, run: BatchRun, prompt: Committed) -> dict[Budget, float]:
+def time_proposals(drafter: Drafter, stepper: Stepper, prompt: Committed) -> dict[Budget, float]:
     """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
-    session = drafter.start(run.prompt_ids, run.prompt_lengths)
+    session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     session.commit(prompt)
     session.propose(drafter.budgets[0], GREEDY, None)  # reads what of the prompt was left to read
     one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
@@ -91,7 +94,7 @@ def time_proposals(drafter: Drafter, run: BatchRun, prompt: Committed) -> dict[B
     for budget in drafter.budgets:
         session.commit(one)
         propose = partial(session.propose, budget, GREEDY, None)
-        taken[budget] = seconds_of(propose, run.target.device)
+        taken[budget] = seconds_of(propose, stepper.target.device)
     return taken
 
 
@@ -101,18 +104,27 @@ def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
     return Request(prompts, [limit] * rows, GREEDY, [0] * rows, frozenset())
 
 
-def pass_alone(run: BatchRun, nodes: int) -> Callable[[], TargetOutput]:
-    """A pass over a chain of `nodes` tokens behind what the run has committed, ready to be called.
+def greedy_stepper(
+    target: Target, request: Request, features: FeatureSpec, max_nodes: int
+) -> Stepper:
+    """The engine's stepper for a greedy request."""
+    run = BatchRun(request, target.device)
+    return stepper_for(target, run, features, VERIFIERS["greedy"], max_nodes)
+
+
+def pass_alone(stepper: Stepper, nodes: int) -> Callable[[], TargetOutput]:
+    """A pass over a chain of `nodes` tokens after the committed text, ready to be called.
 
     Mask and positions are made here, outside the pass, and nothing of the pass is kept.
     """
-    assert run.cache.lengths is not None
-    device = run.target.device
+    target, cache, features = stepper.target, stepper.cache, stepper.features
+    assert cache.lengths is not None
+    device = target.device
     steps = torch.arange(nodes, device=device)
-    tokens = run.roots[:, None].expand(-1, nodes).contiguous()
-    positions = run.legal(run.cache.lengths[:, None] + steps)
-    mask = run.cache.mask((steps[:, None] >= steps)[None], run.target.dtype)
-    return lambda: run.target.run(tokens, positions, mask, run.features, run.cache)
+    tokens = stepper.roots[:, None].expand(-1, nodes).contiguous()
+    positions = target.legal_positions(cache.lengths[:, None] + steps)
+    mask = cache.mask((steps[:, None] >= steps)[None], target.dtype)
+    return lambda: target.run(tokens, positions, mask, features, cache)
 
 
 def medians(taken: dict[Key, list[float]]) -> dict[Key, float]:
@@ -157,10 +169,10 @@ def step_overhead(
     """
     overheard = Overheard(drafter)
     limit = (WARM_UP + steps) * (budget.depth + 1) + 2
-    run = BatchRun(target, endless(prompts, limit), drafter.features, budget.nodes)
-    engine = speculate(run, overheard, FixedPlan(budget), VERIFIERS["greedy"])
+    stepper = greedy_stepper(target, endless(prompts, limit), drafter.features, budget.nodes)
+    engine = decode(stepper, overheard, FixedPlan(budget))
     next(engine)  # the prompt
-    twin = drafter.start(run.prompt_ids, run.prompt_lengths)
+    twin = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     taken: dict[str, list[float]] = {"draft": [], "verify": [], "step": []}
     trees: list[TokenTree] = []
     for _ in range(WARM_UP + steps):
@@ -168,7 +180,7 @@ def step_overhead(
         taken["draft"].append(
             seconds_of(lambda: trees.append(twin.propose(budget, GREEDY, None)), target.device)
         )
-        alone = pass_alone(run, trees[-1].num_nodes)
+        alone = pass_alone(stepper, trees[-1].num_nodes)
         taken["verify"].append(seconds_of(alone, target.device))
         taken["step"].append(seconds_of(lambda: next(engine), target.device))
         on_step()

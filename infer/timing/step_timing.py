@@ -17,9 +17,11 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.engine.batch_run import BatchRun, Request
-from drafthead.infer.engine.loop import speculate
+from drafthead.infer.engine.batch_run import BatchRun
+from drafthead.infer.engine.graph_stepper import stepper_for
+from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import Planner
+from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import Verifier
 
 PROMPT_TOKENS = 64
@@ -161,8 +163,9 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
         """Decode as many steps as the round has, behind a fresh prompt."""
         most = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
         request = Request(prompts, [most] * batch, sampling, [0] * batch, frozenset())
-        run = BatchRun(target, request, drafter.features, drafter.budgets[-1].nodes)
-        steps = speculate(run, drafter, this_round, rule)
+        run = BatchRun(request, target.device)
+        stepper = stepper_for(target, run, drafter.features, rule, drafter.budgets[-1].nodes)
+        steps = decode(stepper, drafter, this_round)
         next(steps)  # the prompt
         # The bar shows when it takes longer than a few seconds.
         for _ in trange(this_round.steps, desc="timing steps", unit="step", delay=3, leave=False):

@@ -1,0 +1,67 @@
+"""Steps that are one compiled graph each, and where they can be taken."""
+
+from functools import cached_property
+
+import torch
+
+from drafthead.heads.drafting.drafter import DraftSession
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer.engine.batch_run import BatchRun
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.graph_step import Draws
+from drafthead.infer.engine.stepper import EagerStepper, Outcome, Stepper
+from drafthead.infer.verifiers import Verifier
+
+
+class GraphStepper(Stepper):
+    """Steps under rules that accept the target's own tokens, each in one graph.
+
+    The graph computes the pass, the verdict and the moves in the cache, and the tokens of the tree
+    as well where a session's `recipe` allows it.
+    """
+
+    target: CompiledTarget
+
+    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
+        """Propose a tree or its recipe, and call the graph."""
+        stats = self.run.stats
+        with stats.phase("draft"):
+            recipe = None if budget is None else session.recipe(budget)
+            if recipe is None:
+                recipe = TreeRecipe.of(self.propose(session, budget))
+        stats.verified_nodes += recipe.num_nodes
+        with stats.phase("verify"):
+            draws = self.draws(recipe.max_depth)
+            return self.target.step(recipe, self.features, self.cache, draws)
+
+    @cached_property
+    def temperature(self) -> torch.Tensor:
+        """The request's temperature as a tensor, so that one graph serves all of them."""
+        return torch.tensor(float(self.run.request.sampling.temperature), device=self.target.device)
+
+    def draws(self, depth: int) -> Draws | None:
+        """What the target's own tokens are drawn with, the same numbers as in plain decoding."""
+        if self.run.random is None:
+            return None
+        return Draws(self.temperature, self.run.random.ahead(depth + 1))
+
+
+def stepper_for(
+    target: Target,
+    run: BatchRun,
+    features: FeatureSpec,
+    verifier: Verifier,
+    max_nodes: int = 1,
+) -> Stepper:
+    """The quickest stepper for a target, a request and a rule; arguments as for `Stepper`."""
+    can_be_a_graph = can_step_in_graphs(target, run) and verifier.follows
+    stepper = GraphStepper if can_be_a_graph else EagerStepper
+    return stepper(target, run, features, verifier, max_nodes)
+
+
+def can_step_in_graphs(target: Target, run: BatchRun) -> bool:
+    """Whether steps under rules that follow the target are graphs for this target and request."""
+    return isinstance(target, CompiledTarget) and run.request.reads_plain_logits

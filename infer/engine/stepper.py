@@ -1,0 +1,226 @@
+"""One step of decoding: propose a tree, verify it in one pass of the target, commit the path.
+
+`EagerStepper` reads as the algorithm; `GraphStepper` in `graph_stepper.py` does the same work in
+one compiled graph. A step without a draft is a tree of the root alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
+from drafthead.heads.sampling import probabilities, sample
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target, TargetOutput
+from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.logits_processing import PathProcessing
+from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier
+
+# Columns that the cache has at first for new tokens; it grows when an answer is longer.
+FIRST_ROOM = 512
+ROOT = TreeShape(())  # a tree that proposes nothing
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step commits: the accepted path of each row's tree, and a token after each node."""
+
+    acceptance: Acceptance
+    tokens: torch.Tensor  # [B, P] after the path's nodes
+    features: Features  # [B, P, D] at the path's nodes
+    answers: list[list[int]]  # the tokens as lists of each row's accept length
+    lengths: torch.Tensor  # [B] committed positions, these included
+    in_place: bool  # whether the path's cache columns already follow the committed ones
+    hidden: torch.Tensor | None = None  # [B, D] last hidden state at the path's end, where known
+
+    @property
+    def width(self) -> int:
+        """The largest accept length."""
+        return max(map(len, self.answers))
+
+    def committed(self) -> Committed:
+        """The same as drafters receive it."""
+        accepted = self.acceptance
+        ends = None if self.hidden is None else Ends(accepted.bonus, self.hidden)
+        return Committed(self.tokens, self.features, accepted.length, self.width, ends)
+
+
+class Stepper(ABC):
+    """A target at work on a batch: what its cache holds, and the last token of each row."""
+
+    def __init__(
+        self,
+        target: Target,
+        run: BatchRun,
+        features: FeatureSpec,
+        verifier: Verifier,
+        max_nodes: int = 1,
+    ):
+        """`features` are those that the drafter reads; `max_nodes` is the most nodes of a tree."""
+        self.target, self.run, self.verifier, self.max_nodes = target, run, verifier, max_nodes
+        self.features = features.with_last()  # plain steps and trees then share compiled passes
+        self.cache: TreeCache = target.new_cache()
+        self.prompt_ids, self.prompt_lengths = padded(run.request.prompts, target.device)
+        self.lengths = [len(prompt) for prompt in run.request.prompts]  # committed, by place
+        self.roots = self.prompt_ids[:, 0]  # [B] last committed tokens, once the prompt was read
+        self.processing = (
+            PathProcessing(run.request.processors, run.request.prompts, run.batch, run.greedy)
+            if run.request.processors
+            else None
+        )
+
+    def prefill(self) -> tuple[Committed, Emitted]:
+        """The pass over the prompts, which also gives each row its first token."""
+        ids, lengths = self.prompt_ids, self.prompt_lengths
+        longest = ids.shape[1]
+        positions = torch.arange(longest, device=ids.device).expand_as(ids)
+        # Padding lies to the right, where a causal mask never looks: the model builds its own mask.
+        output = self.target.run(ids, positions, None, self.features, self.cache, logits_to_keep=1)
+        assert output.features.last is not None
+        # The last positions differ from row to row, so their logits are computed separately.
+        hidden = at_last(output.features.last, lengths)
+        room = min(max(self.run.request.limits), FIRST_ROOM) + self.max_nodes
+        self.cache.commit_prompt(lengths, longest, room)
+        self.roots = self.next_tokens(self.target.project(hidden))
+        following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
+        following.scatter_(1, lengths[:, None] - 1, self.roots[:, None])
+        emitted = self.run.batch.take([[token] for token in self.roots.tolist()])
+        ends = Ends(self.roots, hidden)
+        return Committed(following, output.features, lengths, known_ends=ends), emitted
+
+    def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token [B] of each row from logits [B, V]: the most probable one, or a draw."""
+        if self.processing is not None:
+            logits = self.processing.behind_rows(logits)
+        if self.run.random is None:
+            return logits.float().argmax(-1)
+        self.run.begin_random_step()
+        uniform = self.run.random.ahead(1)[:, 0]
+        return sample(probabilities(logits, self.run.request.sampling), uniform)
+
+    def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
+        """Propose, verify, commit; without a budget nothing is proposed."""
+        self.run.begin_random_step()
+        outcome = self.propose_and_verify(session, budget)
+        with self.run.stats.phase("commit"):
+            self.commit(outcome)
+            session.commit(outcome.committed())
+            emitted = self.run.take_step(outcome.answers)
+            self.keep_active(session)
+        return emitted
+
+    @abstractmethod
+    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
+        """The session's tree within the budget, and what a pass of the target accepts of it."""
+
+    def propose(self, session: DraftSession, budget: Budget | None) -> TokenTree:
+        """The session's tree, or one that is nothing but the root."""
+        if budget is None:
+            return TokenTree.from_shape(ROOT, self.roots[:, None])
+        random = self.run.random if self.verifier.draws_children else None
+        return session.propose(budget, self.run.request.draft_sampling, random)
+
+    def commit(self, outcome: Outcome) -> None:
+        """Keep the accepted path in the cache; the token after it is the next root."""
+        pairs = zip(self.lengths, outcome.answers, strict=True)
+        self.lengths = [old + len(new) for old, new in pairs]
+        path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
+        self.cache.commit(path, outcome.lengths, max(self.lengths))
+        self.roots = outcome.acceptance.bonus
+
+    def keep_active(self, session: DraftSession) -> None:
+        """Take rows that have ended out of the running batch, many at a time."""
+        places = self.run.drop_idle()
+        if not places:
+            return
+        self.lengths = [self.lengths[place] for place in places]
+        rows = torch.tensor(places, device=self.target.device)
+        self.roots = self.roots[rows]
+        self.cache.keep_rows(rows, max(self.lengths))
+        session.keep_rows(rows)
+
+
+class EagerStepper(Stepper):
+    """Steps of separate operations: any target, any rule, any logits processor."""
+
+    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
+        """Propose a tree, score its nodes in one pass, apply the acceptance rule."""
+        stats = self.run.stats
+        with stats.phase("draft"):
+            tree = self.propose(session, budget)
+        stats.verified_nodes += tree.num_nodes
+        with stats.phase("verify"):
+            output = self.verify(tree)
+        with stats.phase("accept"):
+            return self.accept(tree, output, self.verifier if budget else self.plain_rule)
+
+    def verify(self, tree: TokenTree) -> TargetOutput:
+        """One pass of the target over all nodes of a tree."""
+        assert self.cache.lengths is not None
+        positions = self.target.legal_positions(self.cache.lengths[:, None] + tree.depths)
+        mask = self.cache.mask(tree.ancestors, self.target.dtype)
+        tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
+        return self.target.run(tokens, positions, mask, self.features, self.cache)
+
+    def accept(self, tree: TokenTree, output: TargetOutput, verifier: Verifier) -> Outcome:
+        """Apply the rule to the target's scores in the form that it reads."""
+        run, scores = self.run, output.logits
+        if self.processing is not None:
+            scores = self.processing.behind_nodes(tree, scores)
+        if verifier.reads == "probs":
+            scores = probabilities(scores, run.request.sampling)
+        acceptance = verifier.rule(tree, scores, run.random)
+        tokens = following_tokens(tree, acceptance)
+        answers, paths = to_host(in_one_table(tokens, acceptance))
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
+        in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
+        assert self.cache.lengths is not None
+        lengths = self.cache.lengths + acceptance.length
+        return Outcome(acceptance, tokens, features, answers, lengths, in_place)
+
+    @property
+    def plain_rule(self) -> Verifier:
+        """The rule of steps without a draft: the target's own token, as plain decoding picks it."""
+        return VERIFIERS["greedy" if self.run.greedy else "match"]
+
+
+def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
+    """The token [B, P] after each node of the accepted path.
+
+    For root "a", accepted "b c" and bonus "d" the path is a b c and the tokens are b c d.
+    """
+    path_tokens = tree.tokens.gather(1, acceptance.path)
+    last = acceptance.length[:, None] - 1
+    # Rolled and not cut by its first: a compiled graph for any P has no dimension that may be 1.
+    return path_tokens.roll(-1, dims=1).scatter(1, last, acceptance.bonus[:, None])
+
+
+def in_one_table(
+    tokens: torch.Tensor,  # [B, P]
+    acceptance: Acceptance,
+) -> torch.Tensor:
+    """Accept lengths, tokens and paths as one tensor [B, 1 + 2P], for one copy to the host."""
+    return torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1)
+
+
+def to_host(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """Each row's tokens and path as lists of its accept length: the step's one synchronisation."""
+    width = table.shape[1] // 2
+    rows = table.tolist()
+    answers = [row[1 : 1 + row[0]] for row in rows]
+    paths = [row[1 + width : 1 + width + row[0]] for row in rows]
+    return answers, paths
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as right-padded ids [B, T] and their lengths [B]."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    return ids.to(device), torch.tensor([len(prompt) for prompt in prompts], device=device)
