@@ -19,7 +19,7 @@ from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target

@@ -18,7 +18,7 @@ from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target

@@ -14,13 +14,8 @@ from torch.nn.functional import silu
 
 from drafthead.heads.base import register_head
 from drafthead.heads.families.sequential import SequentialHead
-from drafthead.heads.layers.decoder_layer import (
-    CacheColumns,
-    DecoderLayer,
-    DraftCache,
-    LayerConfig,
-    Rotary,
-)
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
 

@@ -10,7 +10,8 @@ from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.graphs.compiled import Compiled, Sizes
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache, Store
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_tree

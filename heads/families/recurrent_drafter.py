@@ -9,7 +9,7 @@ from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target

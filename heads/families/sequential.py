@@ -16,7 +16,7 @@ from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, a
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.objectives.anchors import AnchoredHead, tokens_at
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
