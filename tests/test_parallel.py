@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.parallel import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel_drafter import CANDIDATES, Block, Candidates, ParallelSession
 from drafthead.heads.families.parallel_transformer import spread_taps
@@ -52,7 +53,7 @@ def session_after(head: ParallelHead, target: Target, batch: HeadBatch, row: int
     """A session that has read the segment of an anchor up to it."""
     here = (batch.segments[row] == batch.segments[row, anchor]).nonzero()[:, 0]
     places = here[here <= anchor]
-    session = head.drafter(target).start(batch.input_ids[:1], torch.ones(1))
+    session = drafter_for(head, target).start(batch.input_ids[:1], torch.ones(1))
     features = batch.features.map(lambda hidden: hidden[row, places][None])
     tokens = batch.input_ids[row, places + 1][None]
     session.commit(Committed(tokens, features, torch.tensor([len(places)])))
@@ -115,7 +116,7 @@ def test_a_context_read_in_pieces_equals_one_read_at_once(target, make_head) -> 
     """Two rows that take in different numbers of positions, the second of them padded."""
     head = make_head("parallel", target)
     batch = batch_of(target, [[1] * 12, [1] * 12])
-    session = head.drafter(target).start(batch.input_ids, torch.tensor([3, 2]))
+    session = drafter_for(head, target).start(batch.input_ids, torch.tensor([3, 2]))
     done = torch.tensor([0, 0])
     for counts in ([3, 2], [1, 3], [4, 1], [2, 2]):
         places = (done[:, None] + torch.arange(max(counts))).clamp_max(10)
@@ -291,7 +292,7 @@ def test_a_fixed_tree_scores_children_by_their_real_path(target, make_head, kind
     head = make_head("parallel", target, correction=kind)
     batch = batch_of(target, ROWS)
     session = session_after(head, target, batch, 1, 7)
-    session.drafter = head.drafter(target, BUSHY)
+    session.drafter = drafter_for(head, target, BUSHY)
     random = RowRandom([1], torch.device("cpu")) if drawn else None
     if random is not None:
         random.begin_step([0])
@@ -319,7 +320,7 @@ def test_published_heads_are_configurations(target, make_head, name) -> None:
     head = make_head("parallel", target, **PUBLISHED[name])
     prompts = [[9, 10, 11], [12], [13, 14]]
     expected = Decoder(target).generate(prompts, max_new_tokens=24).sequences
-    decoder = Decoder(target, head.drafter(target))
+    decoder = Decoder(target, drafter_for(head, target))
     assert decoder.generate(prompts, max_new_tokens=24).sequences == expected
 
 
@@ -493,7 +494,7 @@ def test_a_config_that_does_not_fit_the_target_is_refused(target, options, compl
 
 def test_a_tree_deeper_than_the_block_is_refused(target, make_head) -> None:
     with pytest.raises(UserError, match="depth 3 does not fit a parallel head that drafts 2"):
-        make_head("parallel", target, block_size=2).drafter(target, BUSHY)
+        drafter_for(make_head("parallel", target, block_size=2), target, BUSHY)
 
 
 def test_taps_are_spread_up_to_the_last_layer() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.heads.base import MAX_RANK, HeadBatch, register_head
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.objectives.anchors import AnchoredHead
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
@@ -130,10 +130,6 @@ class MedusaHeads(AnchoredHead):
         assert batch.features.last is not None
         return [batch.features.last[rows, anchors]] * self.depth
 
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
-        """Medusa heads on static trees, by default those grown from their measured acceptance."""
-        return MedusaDrafter(self, target, shape)
-
 
 class MedusaLayout:
     """A static tree as the index tables that fill it.
@@ -151,6 +147,7 @@ class MedusaLayout:
         self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
 
 
+@register_drafter(MedusaHeads)
 class MedusaDrafter(HeadDrafter[MedusaHeads]):
     """Medusa heads that fill static trees."""
 

@@ -15,11 +15,9 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss, register_head
-from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.eagle3 import scale_of
 from drafthead.heads.families.parallel_correction import Correction
-from drafthead.heads.families.parallel_drafter import ParallelDrafter
 from drafthead.heads.families.parallel_transformer import (
     BlockConfig,
     BlockTransformer,
@@ -41,7 +39,6 @@ from drafthead.heads.objectives.losses import (
 )
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.
 BLOCKS_AT_ONCE = 32
@@ -306,10 +303,6 @@ class ParallelHead(DraftHead):
         # From left to right; a padding block stands at 0, where it has a root.
         anchors = torch.where(valid, anchors, allowed.shape[1]).sort(dim=1).values
         return Blocks(anchors.where(valid, 0), valid, counts / taken.clamp_min(1))
-
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
-        """The head on its most probable trees, or on trees of the given shape."""
-        return ParallelDrafter(self, target, shape)
 
 
 def behind(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
-from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.graphs.compiled import Compiled, Sizes
 from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.layers.decoder_layer import Store
@@ -19,19 +19,17 @@ from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tr
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
-if TYPE_CHECKING:
-    from drafthead.heads.families.parallel import ParallelHead
-
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
 
 Tensors = tuple[torch.Tensor, ...]
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # see `Candidates.tables`
 
 
-class ParallelDrafter(HeadDrafter["ParallelHead"]):
+@register_drafter(ParallelHead)
+class ParallelDrafter(HeadDrafter[ParallelHead]):
     """A block-parallel head on its most probable trees, or on static ones."""
 
-    def __init__(self, head: "ParallelHead", target: Target, shape: TreeShape | None):
+    def __init__(self, head: ParallelHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the block."""
         super().__init__(head, target, shape, tree_budgets(head.depth))
         self.read: Callable[..., torch.Tensor] = self.read_eagerly
@@ -248,7 +246,7 @@ class Block:
     """What one pass says of a block, and how it depends on the tokens chosen in it."""
 
     def __init__(
-        self, head: "ParallelHead", hidden: torch.Tensor, logits: torch.Tensor | None = None
+        self, head: ParallelHead, hidden: torch.Tensor, logits: torch.Tensor | None = None
     ):
         """`hidden` [B, K, D] and `logits` [B, K, Vd] are those of the slots."""
         self.correction, self.tokens_of = head.correction, head.tokens_of

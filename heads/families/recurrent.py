@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
-from drafthead.heads.families.recurrent_drafter import RecurrentDrafter
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.layers.draft_vocabulary import translated
 from drafthead.heads.objectives.anchors import is_anchor, labels_at
@@ -27,7 +26,6 @@ from drafthead.heads.objectives.losses import (
 )
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 
 
 @dataclass(frozen=True)
@@ -181,10 +179,6 @@ class RecurrentHead(DraftHead):
             token_losses = token_losses.where(lesson.taught, 0)
             ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
         return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
-
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> RecurrentDrafter:
-        """The head on EAGLE-2's dynamic trees, or on a tree of a fixed shape."""
-        return RecurrentDrafter(self, target, shape)
 
 
 def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

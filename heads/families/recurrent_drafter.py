@@ -1,13 +1,14 @@
 """Drafting with a recurrent head: its cache, and the trees that it grows or fills."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
-from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
@@ -16,9 +17,6 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
-
-if TYPE_CHECKING:
-    from drafthead.heads.families.recurrent import RecurrentHead
 
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10
@@ -37,13 +35,14 @@ class Guess(NamedTuple):
     total: torch.Tensor  # [B, n, 1] log of the sum of exp over all logits
 
 
-class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
+@register_drafter(RecurrentHead)
+class RecurrentDrafter(HeadDrafter[RecurrentHead]):
     """A recurrent head on dynamic trees, and on static ones where children are drawn.
 
     The static trees are the fixed one, or those grown from measured paths.
     """
 
-    def __init__(self, head: "RecurrentHead", target: Target, shape: TreeShape | None):
+    def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
         super().__init__(head, target, shape, dynamic_budgets(head.depth))
         self.draft_ids = head.draft_ids

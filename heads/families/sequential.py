@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from drafthead.heads.base import HeadBatch
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
+from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
-from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.graphs.compiled import Compiled, Sizes, sizes_behind_cache
 from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.objectives.anchors import AnchoredHead, tokens_at
@@ -76,14 +76,11 @@ class SequentialHead(AnchoredHead):
             state = self.advance(state, tokens, index, target)
             yield state
 
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
-        """The head on static trees, by default those grown from its measured acceptance."""
-        return SequentialDrafter(self, target, shape)
-
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
 
 
+@register_drafter(SequentialHead)
 class SequentialDrafter(HeadDrafter[SequentialHead]):
     """A sequential head that fills static trees."""
 

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFormat
 from drafthead.heads.formats.files import fresh_folder
 from drafthead.heads.formats.loading import build_head, read_foreign
@@ -114,7 +115,7 @@ def drafted(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
         tuple(torch.randn(shape, generator=generator) for _ in spec.layers),
     )
     tokens = torch.randint(target.vocab_size, shape[:2], generator=generator)
-    drafter = head.drafter(target, TreeShape.chain(head.depth))
+    drafter = drafter_for(head, target, TreeShape.chain(head.depth))
     session = drafter.start(tokens, torch.tensor([POSITIONS]))
     session.commit(Committed(tokens, features, torch.tensor([POSITIONS])))
     random = RowRandom([0], target.device)
