@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.medusa import MedusaSession
+from drafthead.heads.families.medusa_drafter import MedusaSession
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.substitutions import attention_of_one
 from drafthead.heads.trees.tree import Budget

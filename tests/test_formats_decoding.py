@@ -23,7 +23,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families import recurrent_drafter
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.medusa import MedusaLayout
+from drafthead.heads.families.medusa_drafter import MedusaLayout
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.formats import load_head
 from drafthead.heads.sampling import SamplingConfig, probabilities

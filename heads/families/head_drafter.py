@@ -74,7 +74,7 @@ def register_drafter(head_class: type[DraftHead]) -> Callable[[DrafterClass], Dr
 
     def register(cls: DrafterClass) -> DrafterClass:
         if head_class in DRAFTERS:
-            raise ValueError(f"{head_class.__name__} has two drafters: {cls.__name__} is one more")
+            raise ValueError(f"{head_class.__name__} already has a drafter: {DRAFTERS[head_class]}")
         DRAFTERS[head_class] = cls
         return cls
 
