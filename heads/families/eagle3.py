@@ -27,6 +27,7 @@ from drafthead.heads.layers.decoder_layer import (
 )
 from drafthead.heads.layers.draft_vocabulary import most_frequent
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
 
 
@@ -232,15 +233,3 @@ class Eagle3Head(RecurrentHead):
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., Vd] of the draft vocabulary."""
         return target.finish_logits(self.lm_head(self.norm(outputs)))
-
-
-@torch.no_grad()
-def scale_of(norm: nn.Module, target: Target) -> torch.Tensor:
-    """By what a norm of the target multiplies each of D normalised numbers, [D].
-
-    Normalising a vector of ones and minus ones changes nothing, and the difference between the
-    norms of it and of its opposite is free of any bias.
-    """
-    signs = 1 - 2 * (torch.arange(target.hidden_size) % 2)
-    signs = signs.to(target.device, target.dtype)
-    return (norm(signs) - norm(-signs)) / 2 * signs

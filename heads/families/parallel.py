@@ -16,7 +16,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss, register_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.eagle3 import scale_of
 from drafthead.heads.families.parallel_correction import Correction
 from drafthead.heads.families.parallel_transformer import (
     BlockConfig,
@@ -38,6 +37,7 @@ from drafthead.heads.objectives.losses import (
     ranks_of,
 )
 from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.
