@@ -25,7 +25,6 @@ from drafthead.heads.layers.decoder_layer import (
     Rotation,
     Store,
 )
-from drafthead.heads.layers.draft_vocabulary import most_frequent
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
@@ -118,7 +117,7 @@ class Eagle3Head(RecurrentHead):
     """EAGLE-3's head, with or without the norms of 3.1."""
 
     def __init__(self, config: Eagle3Config):
-        super().__init__(config)
+        super().__init__(config, config.draft_vocab_size)
         size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
         width = config.target_hidden_size
         if config.tap_norm == "each":
@@ -136,9 +135,6 @@ class Eagle3Head(RecurrentHead):
         self.mask_hidden = None
         if config.mask_token is not None:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_taps * width))
-        if config.draft_vocab_size:
-            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
-            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:
@@ -156,20 +152,6 @@ class Eagle3Head(RecurrentHead):
     def features_needed(self) -> FeatureSpec:
         """The taps, and the final hidden state that the target's distribution is read from."""
         return FeatureSpec(layers=self.config.taps, last=True)
-
-    @property
-    def draft_ids(self) -> torch.Tensor | None:
-        """The tokens of the draft vocabulary [Vd], if it has one."""
-        if not self.config.draft_vocab_size:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def prepare(self, token_counts: torch.Tensor) -> None:
-        """Make the most frequent tokens the draft vocabulary; of equals the first."""
-        if self.config.draft_vocab_size:
-            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
-            self.d2t.copy_(d2t)
-            self.t2d.copy_(t2d)
 
     def initialize(self, target: Target) -> None:
         """Copy the target's output head and the scale of its final norm, if they fit."""

@@ -61,12 +61,12 @@ class HeadDrafter(Drafter, Generic[Head]):
         return repr((self.head.config, self.fixed))
 
 
-DRAFTERS: dict[type[DraftHead], type[HeadDrafter[Any]]] = {}
+DRAFTERS: dict[type, type[HeadDrafter[Any]]] = {}  # by class of heads
 
 DrafterClass = TypeVar("DrafterClass", bound=type[HeadDrafter[Any]])
 
 
-def register_drafter(head_class: type[DraftHead]) -> Callable[[DrafterClass], DrafterClass]:
+def register_drafter(head_class: type) -> Callable[[DrafterClass], DrafterClass]:
     """Make a drafter class serve a class of heads and its subclasses.
 
     Raises ValueError when the class of heads already has a drafter.

@@ -23,7 +23,7 @@ from drafthead.heads.families.parallel_transformer import (
     KeysValues,
     spread_taps,
 )
-from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
+from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
@@ -91,19 +91,18 @@ class Blocks:
 
 
 @register_head("parallel", ParallelConfig)
-class ParallelHead(DraftHead):
+class ParallelHead(DraftVocabulary, DraftHead):
     """A block-parallel head."""
 
     def __init__(self, config: ParallelConfig):
         super().__init__(config)
         size, rank = config.hidden_size, config.correction_rank
+        self.add_draft_vocabulary(config.vocab_size, config.draft_vocab_size)
         self.transformer = BlockTransformer(config)
         self.output = None
         if config.draft_vocab_size > 0:
             # Rows of the target's output head, as little trained as the whole of it.
             self.output = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
-            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
-            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
         self.correction = None
         if config.correction != "none":
             says = config.draft_vocab_size or config.vocab_size
@@ -137,20 +136,6 @@ class ParallelHead(DraftHead):
         """Tokens that one pass drafts."""
         return self.config.depth
 
-    @property
-    def draft_ids(self) -> torch.Tensor | None:
-        """The tokens of the draft vocabulary [Vd], if it has one."""
-        if self.output is None:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def prepare(self, token_counts: torch.Tensor) -> None:
-        """Make the most frequent tokens the draft vocabulary; of equals the first."""
-        if self.output is not None:
-            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
-            self.d2t.copy_(d2t)
-            self.t2d.copy_(t2d)
-
     def initialize(self, target: Target) -> None:
         """Take over the scale of the target's final norm; begin the codes like its embeddings."""
         if self.config.warm:
@@ -167,10 +152,6 @@ class ParallelHead(DraftHead):
         if self.output is None:
             return target.project(hidden)
         return target.finish_logits(self.output(hidden))
-
-    def tokens_of(self, guesses: torch.Tensor) -> torch.Tensor:
-        """The target's token ids of guesses [...], which count the draft vocabulary."""
-        return guesses if self.output is None else guesses + self.d2t[guesses]
 
     def confidence_logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Logits [...] of the chance that what is drafted in slots [..., D] is accepted.
@@ -247,10 +228,7 @@ class ParallelHead(DraftHead):
         rule = TOKEN_LOSSES[self.config.loss]
         reads_target = rule.reads_target or self.confidence is not None
         target_logits = target.project(teacher) if reads_target else None
-        taught = known = torch.ones_like(labels, dtype=torch.bool)
-        if self.draft_ids is not None:
-            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
-            labels, target_logits, taught, known = lesson
+        labels, target_logits, taught, known = self.lesson(labels, target_logits)
         losses = rule.function(logits, target_logits, labels).where(taught, 0)
         doubts = torch.zeros_like(losses)
         if self.confidence is not None and target_logits is not None:

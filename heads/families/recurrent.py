@@ -15,7 +15,7 @@ from torch import nn
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
-from drafthead.heads.layers.draft_vocabulary import translated
+from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import is_anchor, labels_at
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
@@ -50,13 +50,15 @@ class RecurrentConfig(LayerConfig):
         check_depth_decay(self.depth_decay)
 
 
-class RecurrentHead(DraftHead):
+class RecurrentHead(DraftVocabulary, DraftHead):
     """A head that drafts by feeding back its own outputs."""
 
     layers: nn.ModuleList
 
-    def __init__(self, config: RecurrentConfig):
+    def __init__(self, config: RecurrentConfig, draft_vocab_size: int = 0):
+        """`draft_vocab_size` is the number of tokens that the head can guess; 0 for all."""
         super().__init__(config)
+        self.add_draft_vocabulary(config.vocab_size, draft_vocab_size)
         self.rotary = Rotary(config)
 
     @classmethod
@@ -68,11 +70,6 @@ class RecurrentHead(DraftHead):
     def depth(self) -> int:
         """As configured; a recurrent head could go on for ever, but ever less surely."""
         return int(self.config.depth)
-
-    @property
-    def draft_ids(self) -> torch.Tensor | None:
-        """Token ids [Vd] that the head can guess, in the order of its logits; None for all."""
-        return None
 
     @abstractmethod
     def encode(self, features: Features) -> torch.Tensor:
@@ -170,14 +167,10 @@ class RecurrentHead(DraftHead):
         logits = self.logits(outputs, target)
         rule = TOKEN_LOSSES[self.config.loss]
         target_logits = target.project(teacher) if rule.reads_target else None
-        if self.draft_ids is None:
-            token_losses = rule.function(logits, target_logits, labels)
-            ranks = ranks_of(logits, labels, MAX_RANK)
-        else:
-            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
-            token_losses = rule.function(logits, lesson.target_logits, lesson.labels)
-            token_losses = token_losses.where(lesson.taught, 0)
-            ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
+        lesson = self.lesson(labels, target_logits)
+        token_losses = rule.function(logits, lesson.target_logits, lesson.labels)
+        token_losses = token_losses.where(lesson.taught, 0)
+        ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
         return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
 
 
