@@ -98,12 +98,12 @@ def rounds(head: ParallelHead, target: Target, io: Outputs, starts: tuple[int, i
     for number, start in enumerate(starts, 1):
         if number == 2:
             read_on(session, head, ids, joined[:, starts[0] : start], starts[0])
-        hidden, before, drafted = session.drafted(), ids[:, start], []
+        hidden, before, drafted = session.block_states(), ids[:, start], []
         state = hidden[:, 0, :0] if head.correction is None else head.correction.begin(hidden[:, 0])
         for slot in range(head.depth):
             logits = head.base_logits(hidden[:, slot], target)
             if head.correction is not None:
-                code, state = head.correction.step(before, hidden[:, slot], state)
+                code, state = head.correction.advance(before, hidden[:, slot], state)
                 logits = logits + head.correction.output(code)
             before = head.tokens_of(logits.argmax(-1))
             drafted.append(before)
@@ -230,7 +230,7 @@ def anchored_blocks(head: ParallelHead, target: Target, io: Outputs) -> Outputs:
     parts: dict[str, list[torch.Tensor]] = {}
     for anchor in io["anchored_block_indices"][::size].tolist():
         session = session_behind(head, target, ids, io["hidden_states"][:, :anchor])
-        hidden = session.drafted()
+        hidden = session.block_states()
         before = ids[:, anchor : anchor + head.depth]
         for name, value in slots_of(head, target, hidden, before).items():
             parts.setdefault(name, []).append(value)
@@ -382,7 +382,7 @@ def test_transformers_drafts_with_what_we_export_and_decodes_the_same(target8, t
     root, ids = 7, torch.tensor([[7] + [VOCAB - 1] * 4])
     theirs = assistant(target8.embed(ids), context, position_ids=torch.arange(14)[None])
     tokens = torch.tensor([[*range(1, 10), root]])
-    ours = session_behind(head, target8, tokens, context).drafted()
+    ours = session_behind(head, target8, tokens, context).block_states()
     torch.testing.assert_close(theirs.last_hidden_state[:, 1:], ours, atol=1e-5, rtol=1e-5)
     prompt = torch.randint(VOCAB, (1, 9))
     answer = target8.model.generate(

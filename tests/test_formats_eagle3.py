@@ -205,7 +205,7 @@ def unrolled_outputs(head: Eagle3Head, target: Target, io: Outputs, steps: int =
     unrolled = Unrolled(head, target, batch, torch.arange(length)[None])
     for step in range(steps):
         lacking = 0 if step == 0 else step + (not head.drafts_blindly)
-        outputs = unrolled.step()[:, : length - lacking]
+        outputs = unrolled.next_outputs()[:, : length - lacking]
         found[f"expected_prenorm_hidden_ttt{step}"] = outputs
         found[f"expected_logits_ttt{step}"] = head.logits(outputs, target)
     return found

@@ -80,23 +80,23 @@ def test_blocks_drafted_together_equal_each_alone_and_the_sessions(
     head = make_head("parallel", target, **options)
     batch = batch_of(target, ROWS)
     anchors = torch.tensor([[1, 4, 9, 12], [3, 4, 5, 17]])
-    together = head.drafted(batch, target, anchors)
+    together = head.block_states(batch, target, anchors)
     assert together.shape == (2, 4, 6 if options["root_predicts"] else 5, HIDDEN)
     for place in range(4):
-        alone = head.drafted(batch, target, anchors[:, [place]])
+        alone = head.block_states(batch, target, anchors[:, [place]])
         torch.testing.assert_close(together[:, place], alone[:, 0], atol=1e-5, rtol=1e-5)
         for row in range(2):
             session = session_after(head, target, batch, row, int(anchors[row, place]))
-            drafted = session.drafted()[0]
+            drafted = session.block_states()[0]
             torch.testing.assert_close(together[row, place], drafted, atol=1e-4, rtol=1e-4)
 
 
 def test_more_blocks_than_attend_at_once_change_nothing(target, make_head, monkeypatch) -> None:
     head, batch = make_head("parallel", target), batch_of(target, ROWS)
     anchors = torch.arange(7).expand(2, 7)
-    together = head.drafted(batch, target, anchors)
+    together = head.block_states(batch, target, anchors)
     monkeypatch.setattr("drafthead.heads.families.parallel.BLOCKS_AT_ONCE", 2)
-    torch.testing.assert_close(head.drafted(batch, target, anchors), together)
+    torch.testing.assert_close(head.block_states(batch, target, anchors), together)
 
 
 def test_a_block_sees_its_context_and_itself(target, make_head) -> None:
@@ -127,11 +127,13 @@ def test_a_context_read_in_pieces_equals_one_read_at_once(target, make_head) -> 
         session.propose(Budget(8, 3), GREEDY, None)  # leaves no trace
         done += torch.tensor(counts)
         for row, count in enumerate(done.tolist()):
-            expected = session_after(head, target, batch, row, count - 1).drafted()
-            torch.testing.assert_close(session.drafted()[row], expected[0], atol=1e-5, rtol=1e-5)
+            expected = session_after(head, target, batch, row, count - 1).block_states()
+            torch.testing.assert_close(
+                session.block_states()[row], expected[0], atol=1e-5, rtol=1e-5
+            )
     session.keep_rows(torch.tensor([1]))
-    expected = session_after(head, target, batch, 1, int(done[1]) - 1).drafted()
-    torch.testing.assert_close(session.drafted(), expected, atol=1e-5, rtol=1e-5)
+    expected = session_after(head, target, batch, 1, int(done[1]) - 1).block_states()
+    torch.testing.assert_close(session.block_states(), expected, atol=1e-5, rtol=1e-5)
 
 
 # Corrections
@@ -155,7 +157,7 @@ def test_codes_of_a_block_are_those_of_its_steps(target, make_head, kind) -> Non
     hidden, before = torch.randn(2, 4, HIDDEN), torch.randint(0, VOCAB, (2, 4))
     codes, state = correction.codes(before, hidden), correction.begin(hidden[:, 0])
     for slot in range(4):
-        code, state = correction.step(before[:, slot], hidden[:, slot], state)
+        code, state = correction.advance(before[:, slot], hidden[:, slot], state)
         torch.testing.assert_close(codes[:, slot], code)
     # Only a recurrent correction knows more than the token before the slot.
     before[:, 0] = (before[:, 0] + 1) % VOCAB
@@ -298,7 +300,7 @@ def test_a_fixed_tree_scores_children_by_their_real_path(target, make_head, kind
         random.begin_step([0])
     tree = session.propose(BUSHY.budget, SamplingConfig(temperature=0.7), random)
     assert torch.equal(tree.parents[0], BUSHY.parents)
-    paths, hidden = paths_of(tree, 0), session.drafted()[0]
+    paths, hidden = paths_of(tree, 0), session.block_states()[0]
     for node in set(BUSHY.parents[1:].tolist()):
         path = torch.tensor(paths[node])
         logits = target.project(hidden[len(path) - 1])
@@ -335,7 +337,7 @@ def test_ranks_are_those_of_drafting_behind_the_true_tokens(target, make_head, k
     for index, (row, anchor) in enumerate(
         zip(rows.tolist(), blocks.anchors[blocks.valid].tolist(), strict=True)
     ):
-        hidden = session_after(head, target, batch, row, anchor).drafted()[0]
+        hidden = session_after(head, target, batch, row, anchor).block_states()[0]
         logits = target.project(hidden)
         segment = batch.segments[row]
         end = int((segment == segment[anchor]).nonzero().max())
@@ -410,7 +412,7 @@ def test_the_confidence_output_learns_the_overlap(target, make_head, bias) -> No
     head.confidence.bias.data.fill_(bias)
     expected = 0.0
     for anchor in range(1, 8):
-        hidden = session_after(head, target, batch, 0, anchor).drafted()[0]
+        hidden = session_after(head, target, batch, 0, anchor).block_states()[0]
         places = torch.arange(anchor + 1, min(8, anchor + 1 + head.depth))
         teacher = batch.features.last[0, places]
         shared = overlap(target.project(hidden[: len(places)]), target.project(teacher))

@@ -17,12 +17,12 @@ from drafthead.heads.base import register_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.recurrent import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import (
-    Attention,
     DecoderLayer,
     GatedMlp,
     LayerStore,
     RMSNorm,
     Rotation,
+    SelfAttention,
     Store,
 )
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -92,7 +92,7 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.hidden_norm = RMSNorm(size, eps=eps)
-        self.self_attn = Attention(config, input_size=2 * size, qk_norm=config.qk_norm)
+        self.self_attn = SelfAttention(config, input_size=2 * size, qk_norm=config.qk_norm)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
@@ -197,12 +197,12 @@ class Eagle3Head(RecurrentHead):
         """The outputs, normed in EAGLE-3.1."""
         return self.norm(outputs) if self.config.norm_feedback else outputs
 
-    def drafted(
+    def draft_inputs(
         self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What was drafted; in P-EAGLE the mask token and the learnt taps."""
         if self.mask_hidden is None:
-            return super().drafted(token_ids, outputs, target)
+            return super().draft_inputs(token_ids, outputs, target)
         mask = torch.full_like(token_ids, self.config.mask_token)
         taps = self.mask_hidden.chunk(len(self.config.taps), dim=-1)
         return self.embed(mask, target), self.encode(Features(None, taps)).expand_as(outputs)

@@ -41,13 +41,19 @@ class MedusaLayout:
 
 @register_drafter(MedusaHeads)
 class MedusaDrafter(HeadDrafter[MedusaHeads]):
-    """Medusa heads that fill static trees."""
+    """Medusa heads that fill static trees.
+
+    The other families fill theirs level by level, with `trees.levels.filled_tree`. Medusa's heads
+    do not read the tokens drafted before theirs, so all guesses exist before the tree is filled and
+    one gather makes the tokens: that is a graph of its own or, as a `TreeRecipe`, a part of the
+    step's graph.
+    """
 
     def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the number of heads."""
         super().__init__(head, target, shape)
         self.widest = MAX_RANK if shape is None else shape.width  # guesses looked at for a node
-        self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}
+        self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
         # By all heads, so that one graph serves trees of any depth.
         fill_with_all = partial(self._fill, depth=head.depth)
         self.filler = TokenFiller(fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
@@ -96,13 +102,12 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             ],
         )
 
-    def layout(self, budget: Budget, drawn: bool) -> MedusaLayout:
-        """The tables of the tree for a budget, of the best guesses or of drawn ones."""
-        if (budget, drawn) not in self.layouts:
-            shape = self.trees.shape(budget)
-            shape = shape.gapless if drawn else shape
-            self.layouts[budget, drawn] = MedusaLayout(shape, self.target.device)
-        return self.layouts[budget, drawn]
+    def layout(self, budget: Budget, random: RowRandom | None) -> MedusaLayout:
+        """The tables of the tree for a budget; with `random`, of one whose children are drawn."""
+        key = budget, random is not None
+        if key not in self.layouts:
+            self.layouts[key] = MedusaLayout(self.shape(budget, random), self.target.device)
+        return self.layouts[key]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session; the prompt itself is not needed, its features come with the first commit."""
@@ -132,7 +137,7 @@ class MedusaSession(DraftSession):
     ) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
-        layout = self.drafter.layout(budget, drawn=random is not None)
+        layout = self.drafter.layout(budget, random)
         depth = layout.shape.depth
         if random is not None:
             logits, ids = self.drafter.guess(self.hidden, depth)
@@ -146,7 +151,7 @@ class MedusaSession(DraftSession):
         if self.drafter.head.config.output == "own":
             return None
         assert self.hidden is not None and self.roots is not None
-        layout = self.drafter.layout(budget, drawn=False)
+        layout = self.drafter.layout(budget, random=None)
         arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks
         rows = self.roots.shape[0]
         return TreeRecipe.from_shape(layout.shape, rows, self.drafter.filler, arguments)

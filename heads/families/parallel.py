@@ -174,7 +174,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         blocks = self.choose_blocks(batch)
         rows, _ = blocks.valid.nonzero(as_tuple=True)
         anchors = blocks.anchors[blocks.valid]  # [M]
-        hidden = self.drafted(batch, target, blocks.anchors)[blocks.valid]  # [M, K, D]
+        hidden = self.block_states(batch, target, blocks.anchors)[blocks.valid]  # [M, K, D]
         found = [labels_at(batch, rows, anchors, offset=k + 2) for k in range(self.depth)]
         valid, labels = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))  # [M, K]
         before = torch.cat([batch.input_ids[rows, anchors + 1, None], labels[:, :-1]], dim=1)
@@ -238,7 +238,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         chances = torch.exp(-hard_cross_entropy(logits.detach(), labels)).where(known, 0)
         return losses, doubts, chances, ranks_of(logits, labels, MAX_RANK).where(known, MAX_RANK)
 
-    def drafted(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
+    def block_states(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, A, K, D] of the blocks behind anchors [B, A], for one context."""
         length = batch.input_ids.shape[1]
         positions = torch.arange(length, device=anchors.device).expand_as(batch.input_ids)
@@ -248,7 +248,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         parts = []
         for some in anchors.split(BLOCKS_AT_ONCE, dim=1):
             mask = self.training_mask(batch.segments, some)
-            stores = [partial(behind, keys_values) for keys_values in context]
+            stores = [partial(appended, keys_values) for keys_values in context]
             roots = batch.input_ids.gather(1, some + 1)
             parts.append(self.transformer(target, roots, fused[rows, some], some + 1, mask, stores))
         return torch.cat(parts, dim=1)
@@ -283,6 +283,6 @@ class ParallelHead(DraftVocabulary, DraftHead):
         return Blocks(anchors.where(valid, 0), valid, counts / taken.clamp_min(1))
 
 
-def behind(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+def appended(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
     """The context's keys and values with those of the blocks behind them."""
     return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)

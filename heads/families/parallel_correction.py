@@ -42,7 +42,7 @@ class Correction(nn.Module):
         """The state [..., R] in front of blocks whose first slots are hidden [..., D]."""
         return hidden.new_zeros(*hidden.shape[:-1], 0 if self.joint is None else self.rank)
 
-    def step(
+    def advance(
         self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The code [..., rank] of slots with hidden [..., D] behind tokens [...].
@@ -64,7 +64,7 @@ class Correction(nn.Module):
         state = self.begin(hidden[..., 0, :])
         codes = []
         for slot in range(hidden.shape[-2]):
-            code, state = self.step(before[..., slot], hidden[..., slot, :], state)
+            code, state = self.advance(before[..., slot], hidden[..., slot, :], state)
             codes.append(code)
         return torch.stack(codes, dim=-2)
 

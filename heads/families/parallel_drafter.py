@@ -90,7 +90,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """States [B, n, R] of inner nodes of a level, and the guesses of their children."""
         block = Block(self.head, hidden[:, None], logits[:, None])
         codes, states = block.codes(0, tokens, states[:, level.above])
-        return states, best_guesses(block.logits_behind(0, codes), self.head.draft_ids)
+        return states, best_guesses(block.logits_after(0, codes), self.head.draft_ids)
 
     def tree(
         self, budget: Budget, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
@@ -226,7 +226,7 @@ class ParallelSession(LateReader):
 
         return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)
 
-    def drafted(self) -> torch.Tensor:
+    def block_states(self) -> torch.Tensor:
         """Hidden states [B, K, D] of the block behind the roots."""
         return self._passed()[0]
 
@@ -267,9 +267,9 @@ class Block:
         if self.correction is None:
             return state, state
         hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
-        return self.correction.step(before, hidden, state)
+        return self.correction.advance(before, hidden, state)
 
-    def logits_behind(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
+    def logits_after(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
         """Logits [B, n, Vd] of a slot with the corrections of codes [B, n, rank]."""
         assert self.logits is not None
         logits = self.logits[:, depth, None]
@@ -306,7 +306,7 @@ class Candidates:
         for depth in range(everywhere.shape[1]):
             codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
             code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
-            logits = block.logits_behind(depth, code)[:, 0]
+            logits = block.logits_after(depth, code)[:, 0]
             best, places = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
             chosen.append(places)
             before = block.tokens_of(places)

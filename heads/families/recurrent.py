@@ -94,7 +94,7 @@ class RecurrentHead(DraftVocabulary, DraftHead):
         """What is fed back of outputs [..., D] as the state of the position behind."""
         return outputs
 
-    def drafted(
+    def draft_inputs(
         self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and states [..., D] that are read ahead of the target.
@@ -105,7 +105,7 @@ class RecurrentHead(DraftVocabulary, DraftHead):
 
     @property
     def drafts_blindly(self) -> bool:
-        """Whether `drafted` reads neither tokens nor outputs: one pass can draft all depths."""
+        """Whether `draft_inputs` ignores tokens and outputs: then one pass drafts all depths."""
         return False
 
     @abstractmethod
@@ -138,7 +138,7 @@ class RecurrentHead(DraftVocabulary, DraftHead):
         sums, counts = torch.zeros(2, self.depth, device=final.device)
         ranks = torch.full((*places.shape, self.depth), MAX_RANK, device=places.device)
         for step in range(steps):
-            outputs = unrolled.step()
+            outputs = unrolled.next_outputs()
             valid, labels = labels_at(batch, rows, places, offset=step + 2)
             valid &= real
             # The target's own prediction of that label stands one place before it.
@@ -211,7 +211,7 @@ class Unrolled:
         self.done = 0
         self.outputs: torch.Tensor | None = None  # [B, A, D]
 
-    def step(self) -> torch.Tensor:
+    def next_outputs(self) -> torch.Tensor:
         """The next step's outputs [B, A, D] at the anchors."""
         if self.outputs is None:
             self.outputs = self._first()[self.rows, self.places]
@@ -240,7 +240,7 @@ class Unrolled:
         positions = self.places + self.done
         following = (positions + 1).clamp_max(self.batch.input_ids.shape[1] - 1)
         tokens = self.batch.input_ids[self.rows, following]
-        embeds, states = self.head.drafted(tokens, outputs, self.target)
+        embeds, states = self.head.draft_inputs(tokens, outputs, self.target)
         own = torch.eye(self.places.shape[1], dtype=torch.bool, device=states.device)
         own = own.expand(len(self.rows), -1, -1)
         mask = torch.cat([self.seen[self.rows, self.places], *[own] * self.done], dim=-1)

@@ -67,7 +67,7 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
         embeds = self.head.embed(tokens, self.target)
         outputs = self._pass(embeds, states, positions, mask, cached)
-        return self._said(at_last(outputs, lengths)[:, None])
+        return self._guess(at_last(outputs, lengths)[:, None])
 
     def _draft(
         self,
@@ -80,9 +80,9 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         values: Sequence[torch.Tensor],
     ) -> Guess:
         """What is said at drafted nodes."""
-        embeds, states = self.head.drafted(tokens, above, self.target)
+        embeds, states = self.head.draft_inputs(tokens, above, self.target)
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
-        return self._said(self._pass(embeds, states, positions, mask, cached))
+        return self._guess(self._pass(embeds, states, positions, mask, cached))
 
     def _pass(
         self,
@@ -95,7 +95,7 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         rotation = self.head.rotary(positions)
         return self.head.run_layers(embeds, states, rotation, mask, cached.append)
 
-    def _said(self, outputs: torch.Tensor) -> Guess:
+    def _guess(self, outputs: torch.Tensor) -> Guess:
         logits = self.head.logits(outputs, self.target).float()
         total = logits.logsumexp(-1, keepdim=True)
         return Guess(outputs, *best_guesses(logits, self.draft_ids), total)
@@ -195,7 +195,7 @@ class DraftReader:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
         is_prompt = cache.lengths is None  # prompts are seldom of one length
-        said = (drafter.read_eagerly if is_prompt else drafter.read)(
+        guess = (drafter.read_eagerly if is_prompt else drafter.read)(
             committed.features.last,
             committed.features.taps,
             tokens,
@@ -208,12 +208,12 @@ class DraftReader:
         )
         cache.stay(tokens.shape[1])
         cache.commit(committed.lengths)
-        return Guess(*said)
+        return Guess(*guess)
 
     def draft(
         self,
-        said: Guess,  # of the level above
-        above: torch.Tensor,  # [B, n] places of the parents in it
+        parents: Guess,  # of the level above
+        above: torch.Tensor,  # [B, n] places of each node's parent in it
         tokens: torch.Tensor,  # [B, n]
         depth: int,
         visible: torch.Tensor,  # [B or 1, n, pending + n] bool
@@ -226,9 +226,9 @@ class DraftReader:
         assert self.cache.lengths is not None
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         positions = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
-        return self._drafted(said.outputs[rows, above], tokens, positions, visible)
+        return self._guess_at(parents.outputs[rows, above], tokens, positions, visible)
 
-    def draft_blindly(self, roots: torch.Tensor, said: Guess, depth: int) -> Guess:
+    def draft_blindly(self, roots: torch.Tensor, root_guess: Guess, depth: int) -> Guess:
         """What is said at depths 1 to depth - 1, for any tokens there.
 
         Roots [B] and what is said at them lend only their shapes; see `drafts_blindly`.
@@ -237,10 +237,10 @@ class DraftReader:
         steps = torch.arange(depth - 1, device=roots.device)
         tokens = roots[:, None].expand(-1, depth - 1)
         positions = self.cache.lengths[:, None] + steps
-        above = said.outputs.expand(-1, depth - 1, -1)
-        return self._drafted(above, tokens, positions, (steps[:, None] >= steps)[None])
+        above = root_guess.outputs.expand(-1, depth - 1, -1)
+        return self._guess_at(above, tokens, positions, (steps[:, None] >= steps)[None])
 
-    def _drafted(
+    def _guess_at(
         self,
         above: torch.Tensor,
         tokens: torch.Tensor,
@@ -249,9 +249,11 @@ class DraftReader:
     ) -> Guess:
         cache = self.cache
         mask, columns = cache.mask(visible), cache.columns(tokens)
-        said = self.drafter.draft(above, tokens, positions, mask, columns, cache.keys, cache.values)
+        guess = self.drafter.draft(
+            above, tokens, positions, mask, columns, cache.keys, cache.values
+        )
         cache.stay(tokens.shape[1])
-        return Guess(*said)
+        return Guess(*guess)
 
 
 class RecurrentSession(LateReader):
@@ -261,20 +263,20 @@ class RecurrentSession(LateReader):
         super().__init__()
         self.drafter = drafter
         self.reader = DraftReader(drafter)
-        self.said: Guess | None = None  # at the roots
+        self.root_guess: Guess | None = None  # at the roots
         self.ahead: Guess | None = None  # at all depths, of a head that drafts blindly
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
         """Note what is said at the roots."""
-        self.said = self.reader.read(committed)
+        self.root_guess = self.reader.read(committed)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all other rows."""
         super().keep_rows(rows)
-        assert self.said is not None
+        assert self.root_guess is not None
         self.reader.cache.keep_rows(rows)
-        self.said = Guess(*(part[rows] for part in self.said))
+        self.root_guess = Guess(*(part[rows] for part in self.root_guess))
 
     @torch.no_grad()
     def propose(
@@ -296,12 +298,12 @@ class RecurrentSession(LateReader):
     def _look_ahead(self, depth: int) -> None:
         """Draft all depths of a tree at once, if the head can."""
         if self.drafter.head.drafts_blindly and depth > 1:
-            assert self.roots is not None and self.said is not None
-            self.ahead = self.reader.draft_blindly(self.roots, self.said, depth)
+            assert self.roots is not None and self.root_guess is not None
+            self.ahead = self.reader.draft_blindly(self.roots, self.root_guess, depth)
 
-    def _drafted(
+    def _guess_at(
         self,
-        said: Guess,
+        parents: Guess,
         above: torch.Tensor,
         tokens: torch.Tensor,
         depth: int,
@@ -309,19 +311,19 @@ class RecurrentSession(LateReader):
     ) -> Guess:
         """What is said at drafted nodes [B, n] of one depth; see `DraftReader.draft`."""
         if self.ahead is None:
-            return self.reader.draft(said, above, tokens, depth, visible)
+            return self.reader.draft(parents, above, tokens, depth, visible)
         there = (part[:, depth - 1, None] for part in self.ahead)
         return Guess(*(part.expand(-1, tokens.shape[1], -1) for part in there))
 
     def _grown(self, budget: Budget) -> TokenTree:
         """A tree that goes where the head is most sure of itself."""
-        assert self.roots is not None and self.said is not None
-        growth, said = TreeGrowth(self.roots), self.said
+        assert self.roots is not None and self.root_guess is not None
+        growth, latest = TreeGrowth(self.roots), self.root_guess
         visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=self.roots.device)
         for depth in range(1, budget.depth + 1):
-            width = min(DYNAMIC_WIDTH, budget.nodes - 1, said.ids.shape[-1])
-            log_probs = said.logits[..., :width] - said.total
-            growth.add_children(log_probs, said.ids[..., :width])
+            width = min(DYNAMIC_WIDTH, budget.nodes - 1, latest.ids.shape[-1])
+            log_probs = latest.logits[..., :width] - latest.total
+            growth.add_children(log_probs, latest.ids[..., :width])
             if depth == budget.depth:
                 break
             tokens, above = growth.open_best(width)
@@ -329,21 +331,21 @@ class RecurrentSession(LateReader):
             itself = torch.eye(width, dtype=torch.bool, device=tokens.device)
             seen = visible.expand(len(rows), -1, -1)[rows, above]
             visible = torch.cat([seen, itself.expand(len(rows), -1, -1)], dim=-1)
-            said = self._drafted(said, above, tokens, depth, visible)
+            latest = self._guess_at(latest, above, tokens, depth, visible)
         return growth.tree(budget.nodes)
 
     def _filled(
         self, shape: TreeShape, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
-        assert self.roots is not None and self.said is not None
-        said, visible = self.said, self.drafter.visible(shape)
+        assert self.roots is not None and self.root_guess is not None
+        latest, visible = self.root_guess, self.drafter.visible(shape)
 
         def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
-            nonlocal said
+            nonlocal latest
             if depth > 0:
                 above = level.above.expand_as(tokens)
-                said = self._drafted(said, above, tokens, depth, visible[depth])
-            return said.logits, said.ids
+                latest = self._guess_at(latest, above, tokens, depth, visible[depth])
+            return latest.logits, latest.ids
 
         return filled_tree(shape, self.drafter.levels(shape), self.roots, guess, sampling, random)

@@ -90,8 +90,8 @@ def export_head(
         if found is not written:
             raise UserError(f"what {name} wrote is taken for {found.name}: nothing is kept")
         again = build_head(foreign, temporary, stand_in)
-        probe, tree = drafted(head, stand_in)
-        _, tree_again = drafted(again, stand_in)
+        probe, tree = draw_chain(head, stand_in)
+        _, tree_again = draw_chain(again, stand_in)
         difference = max(
             difference_of(written.replay(temporary, probe), tree),
             difference_of(log_probs_by_token(tree_again, stand_in.vocab_size), tree),
@@ -104,7 +104,7 @@ def export_head(
     return difference
 
 
-def drafted(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
+def draw_chain(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
     """A chain that a head, in float32, draws behind random features of a target."""
     head = deepcopy(head).float()
     generator = torch.Generator().manual_seed(1)

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from drafthead.heads.layers.decoder_layer import Attention
+from drafthead.heads.layers.decoder_layer import SelfAttention
 
 # Columns by which a cache grows at least; it grows by half, so that long answers copy it few times.
 BLOCK = 128
@@ -58,7 +58,7 @@ class DraftCache:
 
     def __init__(self, layers: Iterable[nn.Module]):
         """A cache for layers that have their attention under the name `self_attn`."""
-        attentions = [cast(Attention, layer.self_attn) for layer in layers]
+        attentions = [cast(SelfAttention, layer.self_attn) for layer in layers]
         self.weights = [attention.k_proj.weight for attention in attentions]
         self.head_dims = [attention.head_dim for attention in attentions]
         # Of each layer [B, Hkv, capacity, head_dim]; there is nothing before the first pass.

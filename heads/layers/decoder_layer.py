@@ -116,7 +116,7 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(hidden.to(self.weight.dtype))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions; the mask is always explicit.
 
     `input_size` is the width of what queries, keys and values are made of, the hidden size unless
@@ -208,7 +208,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(config, qk_norm=qk_norm)
+        self.self_attn = SelfAttention(config, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
@@ -219,7 +219,7 @@ class DecoderLayer(nn.Module):
         mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
         store: Store | None = None,
     ) -> torch.Tensor:
-        """Maps [B, T, D] to [B, T, D]; see `Attention.forward`."""
+        """Maps [B, T, D] to [B, T, D]; see `SelfAttention.forward`."""
         normed = self.input_layernorm(hidden)
         hidden = hidden + self.self_attn(normed, rotation, mask, store)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
