@@ -1,4 +1,4 @@
-"""Building blocks of small draft transformers: Llama's decoder layer in parts.
+"""Building blocks of small draft transformers: Llama's decoder layer and its parts.
 
 Parameters carry the names that Llama checkpoints use (`self_attn.q_proj`, `mlp.gate_proj`, ...), so
 that heads built from these parts read and write published formats without renaming.
@@ -16,10 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafthead.heads.target.target import Target
 
-# Ways of stretching rotary positions that do not depend on how a target divides its head dimension.
+# Ways to scale rotary positions that do not depend on how a target divides its head dimension.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, 1, T, head_dim] each
+# Takes new keys and values [B, Hkv, T, head_dim], returns all S that a pass attends to.
 Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 LayerStore = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -35,15 +36,15 @@ class LayerConfig:
     head_dim: int = 0
     attention_bias: bool = False  # in the projections to queries, keys and values
     rms_norm_eps: float = 0.0
-    max_position_embeddings: int = 0  # read by some ways of stretching rotary positions
+    max_position_embeddings: int = 0  # read by some ways to scale rotary positions
     rope_parameters: dict[str, Any] | None = None  # transformers 5: rope_type, rope_theta
 
     def like(self, target: Target) -> Self:
-        """The same shape with everything that it leaves open taken from the target's layers."""
+        """The same shape with the sizes that it leaves open taken from the target's layers."""
         config, hidden = target.config, self.hidden_size or target.hidden_size
         num_heads = int(config.num_attention_heads)
         inner = getattr(config, "intermediate_size", None)
-        found: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "hidden_size": hidden,
             "intermediate_size": inner if isinstance(inner, int) else 4 * hidden,
             "num_attention_heads": num_heads,
@@ -53,13 +54,13 @@ class LayerConfig:
             "max_position_embeddings": target.max_length or 2**20,
             "rope_parameters": rope_parameters_of(target),
         }
-        return replace(self, **{name: v for name, v in found.items() if not getattr(self, name)})
+        return replace(self, **{name: v for name, v in defaults.items() if not getattr(self, name)})
 
 
 def rope_parameters_of(target: Target) -> dict[str, Any]:
-    """The target's rotary base and stretching; the usual base 10000 for a target without rotation.
+    """The target's rotary base and scaling; the usual base 10000 for a target without rotation.
 
-    Of a target that rotates its kinds of layers differently, those with full attention count.
+    Where kinds of layers rotate differently, those with full attention count.
     """
     given = getattr(target.config, "rope_parameters", None) or {}
     given = dict(given.get("full_attention", given))
@@ -73,7 +74,7 @@ def rope_parameters_of(target: Target) -> dict[str, Any]:
 class Rotary:
     """Rotary position embedding (Su et al., 2021, arXiv 2104.09864) on explicit positions.
 
-    No module: casting a head to 16 bits must leave the frequencies in float32.
+    Not a module: casting a head to 16 bits must leave the frequencies in float32.
     """
 
     def __init__(self, config: LayerConfig):
@@ -90,7 +91,7 @@ class Rotary:
         self.scaling = float(rotary.attention_scaling)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """Rotation of positions [B, T]."""
+        """The rotation of positions [B, T]."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
         angles = positions[:, None, :, None].float() * self.frequencies
@@ -99,7 +100,7 @@ class Rotary:
 
 
 def rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """States [B, H, T, head_dim] turned to their positions."""
+    """States [B, H, T, head_dim] rotated by their positions."""
     cos, sin = (table.to(states.dtype) for table in rotation)
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat([-second, first], dim=-1) * sin
@@ -108,7 +109,7 @@ def rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm that computes in the type of its weight.
 
-    In mixed precision the weight is wider than what comes in, for which torch has no fast kernel.
+    In mixed precision the weight is wider than the input, for which torch has no fast kernel.
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -119,8 +120,8 @@ class RMSNorm(nn.RMSNorm):
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions; the mask is always explicit.
 
-    `input_size` is the width of what queries, keys and values are made of, the hidden size unless
-    given. `qk_norm` normalises queries and keys of each head before they are rotated (Qwen3).
+    `input_size` is the width of the input, the hidden size unless given. `qk_norm` normalises the
+    queries and keys of each head before they are rotated (Qwen3).
     """
 
     def __init__(self, config: LayerConfig, input_size: int | None = None, qk_norm: bool = False):
@@ -148,8 +149,8 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention output [B, T, D].
 
-        `store` takes the new keys and values and gives all S that the mask speaks of, such as
-        those of a cache with the new ones behind them; without it the new ones are all there is.
+        `store` takes the new keys and values and returns those of all S columns of the mask, such
+        as a cache's and then the new ones; without it there are only the new ones.
         """
         keys, values = self.keys_values(hidden, rotation)
         if store is not None:
@@ -176,10 +177,10 @@ class SelfAttention(nn.Module):
         values: torch.Tensor,  # [B, Hkv, S, head_dim]
         mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
     ) -> torch.Tensor:
-        """What the queries find, projected: [B, T, D]."""
+        """Attention of the queries to the keys and values, projected: [B, T, D]."""
         grouped = queries.shape[1] != keys.shape[1]
-        found = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
-        return self.o_proj(found.transpose(1, 2).flatten(2))
+        mixed = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         """[B, T, heads x head_dim] as [B, heads, T, head_dim]."""

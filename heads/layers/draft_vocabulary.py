@@ -23,9 +23,9 @@ def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, 
 
 
 class Lesson(NamedTuple):
-    """What A positions teach, in the terms of a draft vocabulary."""
+    """Labels and target logits of A positions on a draft vocabulary."""
 
-    labels: torch.Tensor  # [A] guesses that stand for the true tokens
+    labels: torch.Tensor  # [A] the guesses to learn, as places among the head's logits
     target_logits: torch.Tensor | None  # [A, Vd]
     taught: torch.Tensor  # [A] bool: false where nothing is to be learnt
     known: torch.Tensor  # [A] bool: whether the true token can be guessed
@@ -83,9 +83,11 @@ def translated(
 ) -> Lesson:
     """True tokens and the target's logits on a draft vocabulary.
 
-    The target's distribution is renormalised by dropping its other logits. As EAGLE-3's authors do,
-    nothing is learnt where the token to be learnt lies outside: given logits the target's most
-    probable one, which also stands in for a true token that cannot be guessed.
+    The target's distribution is renormalised by dropping its other logits. A position teaches
+    nothing when the token to learn lies outside the draft vocabulary, as EAGLE-3's authors do it:
+    the true token or, with target logits, the target's most probable one. The latter also replaces
+    a true token that cannot be guessed. For tokens 0 to 3 and draft tokens 1 3, the labels 3 0
+    without target logits give the labels 1 0, taught and known (true, false).
     """
     guess_of = labels.new_full((vocab_size,), -1)
     guess_of[draft_ids] = torch.arange(len(draft_ids), device=labels.device)
