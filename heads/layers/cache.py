@@ -33,7 +33,7 @@ class CacheColumns:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's keys and values [B, Hkv, N, head_dim].
 
-        Returns all columns [B, Hkv, S, head_dim] of both, which the mask speaks of.
+        Returns both for all S columns of the mask, [B, Hkv, S, head_dim].
         """
         stores = self.keys[layer], self.values[layer]
         for store, states in zip(stores, (keys, values), strict=True):
@@ -45,7 +45,7 @@ class DraftCache:
     """Keys and values of a draft transformer: what each row has committed, then what is pending.
 
     Column layout for rows that have committed 5, 3 and 4 positions (`#`), with two pending nodes
-    (`t`) behind them::
+    (`t`) after them::
 
         # # # # # t t
         # # # . . t t
@@ -69,14 +69,14 @@ class DraftCache:
         self.pending = 0
 
     def positions(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Positions [B or 1, N] of new nodes [B, N] that stand behind each other."""
+        """Positions [B or 1, N] of new nodes [B, N] that follow each other."""
         steps = torch.arange(nodes.shape[1], device=nodes.device)[None]
         return steps if self.lengths is None else self.lengths[:, None] + steps
 
     def mask(self, visible: torch.Tensor) -> torch.Tensor:
         """The bool mask [B or 1, 1, N, S] of a pass over N new nodes.
 
-        `visible` [B or 1, N, pending + N] says which pending and new nodes each new node sees;
+        `visible` [B or 1, N, pending + N]: which pending and new nodes each new node sees;
         every node sees all that its row has committed.
         """
         if self.lengths is None:
@@ -93,7 +93,7 @@ class DraftCache:
         )
 
     def columns(self, nodes: torch.Tensor) -> torch.Tensor:
-        """The columns [N] for a pass over new nodes [B, N], behind what is pending; makes room."""
+        """The columns [N] for a pass over new nodes [B, N], after what is pending; makes room."""
         start = self.longest + self.pending
         end = start + nodes.shape[1]
         capacity = self.keys[0].shape[2] if self.keys else 0
@@ -141,7 +141,7 @@ class DraftCache:
         self._measure()
 
     def _move(self, lengths: torch.Tensor, added: int) -> None:
-        """Copy the pending columns behind each row's committed ones [B]."""
+        """Move the pending columns to the end of each row's `lengths` [B] committed ones."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
         places = lengths[:, None] + torch.arange(added, device=lengths.device)
         for store in (*self.keys, *self.values):
