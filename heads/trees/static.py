@@ -15,7 +15,7 @@ def tree_budgets(depth: int) -> tuple[Budget, ...]:
 
 
 def shallow_budgets(depth: int) -> tuple[Budget, ...]:
-    """`tree_budgets` and small trees of one and two levels, for drafters whose cost grows with depth."""
+    """`tree_budgets` and small trees of one and two levels, for a cost that grows with depth."""
     shallow = [Budget(nodes, d) for d in (1, 2) for nodes in TREE_SIZES if d < nodes <= 4 * d]
     deep = tree_budgets(depth)
     return tuple(sorted({*deep, *(b for b in shallow if b.depth <= depth)}, key=astuple))
