@@ -47,7 +47,7 @@ class MedusaBranch(nn.Module):
         size = config.hidden_size
         blocks = [nn.Linear(size, size, bias=config.bias) for _ in range(config.num_blocks)]
         for parameter in nn.ModuleList(blocks).parameters():
-            # With zero blocks a fresh head says exactly what the target's output head says.
+            # With zero weights a fresh head predicts what the target's output head predicts.
             nn.init.zeros_(parameter)
         self.blocks = nn.ModuleList(blocks)
         self.output = (
@@ -88,7 +88,7 @@ class MedusaHeads(AnchoredHead):
                 output.weight.data.copy_(weight)
 
     def branch(self, index: int) -> MedusaBranch:
-        """Head `index`, which guesses the token index + 1 places behind the root."""
+        """Head `index`, which guesses the token index + 1 places after the root."""
         return cast(MedusaBranch, self.branches[index])
 
     def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
@@ -100,12 +100,10 @@ class MedusaHeads(AnchoredHead):
         return target.finish_logits(branch.output(hidden))
 
     def all_logits(self, state: torch.Tensor, depth: int, target: Target) -> torch.Tensor:
-        """Logits [B, d, V] of the first d heads behind one state [B, D] a row.
-
-        Heads that share the target's output head go through it together, so that it is read once.
-        """
+        """Logits [B, d, V] of the first d heads from states [B, D]."""
         if self.config.output == "own":
             return torch.stack([self.logits(state, k, target) for k in range(depth)], dim=1)
+        # The heads go through the shared output head together, so that it is read once.
         hidden = torch.stack([self.branch(k)(state) for k in range(depth)], dim=1)
         return target.project(hidden)
 

@@ -26,8 +26,8 @@ from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 class MedusaLayout:
     """A static tree as the index tables that fill it.
 
-    A node of depth d is the `rank`-th guess of head d - 1 under its parent. The root is counted to
-    the first head and replaced, so that all tables are as long as the tree.
+    A node of depth d is the `rank`-th guess of head d - 1. The root is counted to the first head
+    and replaced, so that all tables are as long as the tree.
     """
 
     def __init__(self, shape: TreeShape, device: torch.device):
@@ -35,7 +35,7 @@ class MedusaLayout:
         self.parents = shape.parents[1:].to(device)  # [N - 1]
         self.ranks = shape.ranks.to(device)  # [N]
         self.head_of_node = (shape.depths - 1).clamp_min(0).to(device)  # [N]
-        # Under which head's distribution a node's children stand; leaves of full depth have none.
+        # The head that guesses a node's children; leaves of full depth have none.
         self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
 
 
@@ -52,9 +52,9 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the number of heads."""
         super().__init__(head, target, shape)
-        self.widest = MAX_RANK if shape is None else shape.width  # guesses looked at for a node
+        self.widest = MAX_RANK if shape is None else shape.width  # the most children of a node
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
-        # By all heads, so that one graph serves trees of any depth.
+        # Uses all heads, so that one graph serves trees of any depth.
         fill_with_all = partial(self._fill, depth=head.depth)
         self.filler = TokenFiller(fill_with_all, rows=((0, 0), (1, 0)), nodes=((2, 0), (3, 0)))
         self.guess: Callable[..., Guesses] = self._guess
@@ -66,7 +66,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         depth: int,  # d, of the tree that is to be filled
         count: int = DRAFT_SUPPORT,  # k
     ) -> Guesses:
-        """Logits and ids [B, d, k] of the first heads' best guesses behind the roots."""
+        """Logits and ids [B, d, k] of the best guesses of the first d heads."""
         return best_guesses(self.head.all_logits(hidden, depth, self.target), count=count)
 
     def _fill(
@@ -77,7 +77,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         ranks: torch.Tensor,  # [N]
         depth: int,
     ) -> torch.Tensor:
-        """Tokens [B, N] of the tree: each node the guess of its rank of its depth's head."""
+        """Tokens [B, N] of the tree: of each node the guess of its rank by its depth's head."""
         _, ids = self._guess(hidden, depth, self.widest)
         is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
         return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
@@ -110,12 +110,12 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         return self.layouts[key]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session; the prompt itself is not needed, its features come with the first commit."""
+        """A session for prompts [B, T]; their features come with the first commit."""
         return MedusaSession(self)
 
 
 class MedusaSession(DraftSession):
-    """Medusa heads at work: the state is one hidden state a row."""
+    """Medusa heads at work: the state is one hidden state for each row."""
 
     def __init__(self, drafter: MedusaDrafter):
         self.drafter = drafter
@@ -123,11 +123,11 @@ class MedusaSession(DraftSession):
         self.roots: torch.Tensor | None = None  # [B]
 
     def commit(self, committed: Committed) -> None:
-        """Keep the root and the hidden state that predicted it."""
+        """Store the roots and the hidden states that predicted them."""
         self.roots, self.hidden = committed.ends
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Keep the state of rows [R] only, in that order."""
         assert self.hidden is not None and self.roots is not None
         self.hidden, self.roots = self.hidden[rows], self.roots[rows]
 
@@ -147,7 +147,7 @@ class MedusaSession(DraftSession):
         return TokenTree.from_shape(layout.shape, tokens)
 
     def recipe(self, budget: Budget) -> TreeRecipe | None:
-        """For heads with one output head, which cost the same whatever the depth of the tree."""
+        """For heads that share one output head, whose cost does not depend on the tree's depth."""
         if self.drafter.head.config.output == "own":
             return None
         assert self.hidden is not None and self.roots is not None
@@ -164,7 +164,7 @@ class MedusaSession(DraftSession):
         sampling: SamplingConfig,
         random: RowRandom,
     ) -> TokenTree:
-        """Children drawn without replacement, anew under each parent."""
+        """Children drawn without replacement, independently under each parent."""
         assert self.roots is not None
         probs = probabilities(logits, sampling)  # [B, d, k]
         draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
@@ -172,6 +172,6 @@ class MedusaSession(DraftSession):
         uniform = random.uniform(*draft_probs.shape[1:])
         order = draw_without_replacement(draft_probs, layout.shape.width, uniform)
         drawn = draft_ids.gather(-1, order)  # [B, N, width]
-        drafted = drawn[:, layout.parents, layout.ranks[1:]]  # [B, N - 1]
-        tokens = torch.cat([self.roots[:, None], drafted], dim=1)
+        children = drawn[:, layout.parents, layout.ranks[1:]]  # [B, N - 1]
+        tokens = torch.cat([self.roots[:, None], children], dim=1)
         return TokenTree.from_shape(layout.shape, tokens, draft_ids, draft_probs)

@@ -21,13 +21,13 @@ from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10
 
-# Sizes of dynamic tree that are worth telling apart, and the most nodes that a level is worth.
+# Sizes of dynamic trees that differ enough to choose between, and the most nodes for each level.
 DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
 NODES_A_LEVEL = 13
 
 
 class Guess(NamedTuple):
-    """What the head puts out at n nodes, and what it guesses behind them."""
+    """What the head outputs at n nodes, and its guesses of their children."""
 
     outputs: torch.Tensor  # [B, n, D]
     logits: torch.Tensor  # [B, n, k] of the best guesses
@@ -62,7 +62,7 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> Guess:
-        """Read committed positions; what is said at the last one of each row."""
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         states = self.head.encode(Features(last, taps))
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
         embeds = self.head.embed(tokens, self.target)
@@ -79,23 +79,25 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> Guess:
-        """What is said at drafted nodes."""
+        """The guesses after drafted nodes."""
         embeds, states = self.head.draft_inputs(tokens, above, self.target)
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
         return self._guess(self._pass(embeds, states, positions, mask, cached))
 
     def _pass(
         self,
-        embeds: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
+        embeds: torch.Tensor,  # [B, T, D]
+        states: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
         cached: CacheColumns,
     ) -> torch.Tensor:
+        """Outputs [B, T, D]."""
         rotation = self.head.rotary(positions)
         return self.head.run_layers(embeds, states, rotation, mask, cached.append)
 
     def _guess(self, outputs: torch.Tensor) -> Guess:
+        """The guesses from outputs [B, n, D]."""
         logits = self.head.logits(outputs, self.target).float()
         total = logits.logsumexp(-1, keepdim=True)
         return Guess(outputs, *best_guesses(logits, self.draft_ids), total)
@@ -107,11 +109,11 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         self.draft = Compiled(self._draft, *made_for, kind_of_draft, sizes_of_draft)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A fresh session; the first commit brings the features of the whole prompt."""
+        """A session for prompts [B, T]; their features come with the first commit."""
         return RecurrentSession(self)
 
     def visible(self, shape: TreeShape) -> list[torch.Tensor]:
-        """`visible_nodes` of a static tree, made once for each shape."""
+        """`visible_nodes` of a static tree, [1, n, m + n] for each level; made once for a shape."""
         if shape not in self.known_visible:
             self.known_visible[shape] = visible_nodes(shape, self.levels(shape))
         return self.known_visible[shape]
@@ -159,7 +161,7 @@ def sizes_of_draft(
 
 
 def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
-    """Budgets of a drafter for which each level of a tree is a pass, so that depth is a choice."""
+    """Budgets of a drafter that needs a pass for each level, so that depth is worth choosing."""
     return tuple(
         Budget(nodes, levels)
         for nodes in DYNAMIC_SIZES
@@ -169,10 +171,10 @@ def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
 
 
 def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
-    """For each level [1, n, m + n]: what its n inner nodes see of themselves and of the m before.
+    """For each level [1, n, m + n]: which of the m inner nodes before and its own n each of n sees.
 
-    The root is not drafted, so it is not among them. Of a tree with the paths (0,) (1,) (1, 0) and
-    a child of each leaf, inner nodes 1 2, then 3, see: 1 sees 1, 2 sees 2, and 3 sees 2 and 3.
+    The root is committed, so it is not among them. In a tree with the paths (0,) (1,) (1, 0) and a
+    child of each leaf, the inner nodes are 1 and 2, then 3: 1 sees 1, 2 sees 2, 3 sees 2 and 3.
     """
     visible, drafted = [], levels[0].nodes[:0]
     for depth, level in enumerate(levels):
@@ -183,19 +185,20 @@ def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
 
 
 class DraftReader:
-    """A recurrent head reading a batch: true positions for good, drafted ones for a while."""
+    """A recurrent head with its cache: committed positions stay in it, drafted ones are pending."""
 
     def __init__(self, drafter: RecurrentDrafter):
         self.drafter = drafter
         self.cache = DraftCache(drafter.head.layers)
 
     def read(self, committed: Committed) -> Guess:
-        """Read committed positions; what is said at the last one of each row."""
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         tokens, cache, drafter = committed.tokens, self.cache, self.drafter
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
-        is_prompt = cache.lengths is None  # prompts are seldom of one length
-        guess = (drafter.read_eagerly if is_prompt else drafter.read)(
+        # Prompts are seldom of one length, so a graph for each would be used once.
+        read = drafter.read_eagerly if cache.lengths is None else drafter.read
+        guess = read(
             committed.features.last,
             committed.features.taps,
             tokens,
@@ -218,10 +221,9 @@ class DraftReader:
         depth: int,
         visible: torch.Tensor,  # [B or 1, n, pending + n] bool
     ) -> Guess:
-        """What is said at drafted nodes of one depth, which stay pending.
+        """The guesses [B, n, k] after drafted nodes of one depth, which stay pending.
 
-        `visible` says which of the nodes drafted so far, and of these, each one descends from or
-        is.
+        `visible` marks the drafted nodes, these included, that each node is or descends from.
         """
         assert self.cache.lengths is not None
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
@@ -229,9 +231,9 @@ class DraftReader:
         return self._guess_at(parents.outputs[rows, above], tokens, positions, visible)
 
     def draft_blindly(self, roots: torch.Tensor, root_guess: Guess, depth: int) -> Guess:
-        """What is said at depths 1 to depth - 1, for any tokens there.
+        """The guesses [B, depth - 1, k] at depths 1 to depth - 1, for any tokens there.
 
-        Roots [B] and what is said at them lend only their shapes; see `drafts_blindly`.
+        Of the roots [B] and the guesses at them only the shapes are used; see `drafts_blindly`.
         """
         assert self.cache.lengths is not None
         steps = torch.arange(depth - 1, device=roots.device)
@@ -242,11 +244,12 @@ class DraftReader:
 
     def _guess_at(
         self,
-        above: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        visible: torch.Tensor,
+        above: torch.Tensor,  # [B, n, D] outputs at the parents
+        tokens: torch.Tensor,  # [B, n]
+        positions: torch.Tensor,  # [B, n]
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
     ) -> Guess:
+        """The guesses [B, n, k] after drafted nodes, which stay pending."""
         cache = self.cache
         mask, columns = cache.mask(visible), cache.columns(tokens)
         guess = self.drafter.draft(
@@ -263,16 +266,16 @@ class RecurrentSession(LateReader):
         super().__init__()
         self.drafter = drafter
         self.reader = DraftReader(drafter)
-        self.root_guess: Guess | None = None  # at the roots
-        self.ahead: Guess | None = None  # at all depths, of a head that drafts blindly
+        self.root_guess: Guess | None = None  # n = 1
+        self.depth_guesses: Guess | None = None  # n = depth - 1, of a head that drafts blindly
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
-        """Note what is said at the roots."""
+        """Read it, and keep the guesses after the roots."""
         self.root_guess = self.reader.read(committed)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Keep the state of rows [R] only, in that order."""
         super().keep_rows(rows)
         assert self.root_guess is not None
         self.reader.cache.keep_rows(rows)
@@ -299,24 +302,24 @@ class RecurrentSession(LateReader):
         """Draft all depths of a tree at once, if the head can."""
         if self.drafter.head.drafts_blindly and depth > 1:
             assert self.roots is not None and self.root_guess is not None
-            self.ahead = self.reader.draft_blindly(self.roots, self.root_guess, depth)
+            self.depth_guesses = self.reader.draft_blindly(self.roots, self.root_guess, depth)
 
     def _guess_at(
         self,
-        parents: Guess,
-        above: torch.Tensor,
-        tokens: torch.Tensor,
+        parents: Guess,  # of the level above
+        above: torch.Tensor,  # [B, n] places of each node's parent in it
+        tokens: torch.Tensor,  # [B, n]
         depth: int,
-        visible: torch.Tensor,
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
     ) -> Guess:
-        """What is said at drafted nodes [B, n] of one depth; see `DraftReader.draft`."""
-        if self.ahead is None:
+        """The guesses [B, n, k] after drafted nodes of one depth; see `DraftReader.draft`."""
+        if self.depth_guesses is None:
             return self.reader.draft(parents, above, tokens, depth, visible)
-        there = (part[:, depth - 1, None] for part in self.ahead)
-        return Guess(*(part.expand(-1, tokens.shape[1], -1) for part in there))
+        at_depth = (part[:, depth - 1, None] for part in self.depth_guesses)
+        return Guess(*(part.expand(-1, tokens.shape[1], -1) for part in at_depth))
 
     def _grown(self, budget: Budget) -> TokenTree:
-        """A tree that goes where the head is most sure of itself."""
+        """A dynamic tree: it grows where the head is most certain."""
         assert self.roots is not None and self.root_guess is not None
         growth, latest = TreeGrowth(self.roots), self.root_guess
         visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=self.roots.device)

@@ -1,8 +1,8 @@
 """Heads that draft depth by depth, each guess knowing the tokens drafted before it.
 
-A state stands for what is known at a node: `advance` takes the node's token into its parent's
-state, `logits` guesses the node's children from the result. On a static tree one batched call of
-each fills a whole depth, and every node is scored behind its real path.
+A state holds what is known at a node: `advance` adds the node's token to its parent's state, and
+`logits` guesses the node's children from the result. On a static tree one batched call of each
+fills a whole depth, and the children of every node are guessed after its real path.
 """
 
 from abc import abstractmethod
@@ -30,7 +30,7 @@ class SequentialHead(AnchoredHead):
         return self.start(hidden)
 
     def new_cache(self) -> DraftCache | None:
-        """What `read` remembers of committed positions; None for a head that need not."""
+        """The cache in which `read` remembers committed positions; None for a head without one."""
         return None
 
     def read(
@@ -40,7 +40,7 @@ class SequentialHead(AnchoredHead):
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         cached: CacheColumns,
     ) -> torch.Tensor:
-        """First states [B, T, S] at newly committed positions, for a head that remembers them."""
+        """First states [B, T, S] at newly committed positions, for a head with a cache."""
         raise NotImplementedError
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -51,16 +51,15 @@ class SequentialHead(AnchoredHead):
     def advance(
         self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target
     ) -> torch.Tensor:
-        """The states [..., S'] of nodes of depth `index`.
+        """The states [..., S'] of nodes of depth `index` with tokens [...].
 
-        From the states [..., S] of their parents, or first states for the root, and their own
-        tokens [...].
+        `state` [..., S] are those of their parents, or first states for the root.
         """
 
     def states(
         self, batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, target: Target
     ) -> Iterable[torch.Tensor]:
-        """States [A, S] along the true tokens behind each anchor."""
+        """States [A, S] along the true tokens after anchors [A] in rows [A], depth by depth."""
         assert batch.features.last is not None
         state = self.contexts(batch.features.last, batch.segments)[rows, anchors]
         for index in range(self.depth):

@@ -47,7 +47,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
     def _step(self, index: int, states: torch.Tensor, tokens: torch.Tensor) -> State:
         """States [B, n, S'] of nodes of depth `index`, and the guesses of their children.
 
-        From the states [B, n, S] of their parents and their tokens [B, n].
+        `states` [B, n, S] are those of their parents, `tokens` [B, n] their own tokens.
         """
         states = self.head.advance(states, tokens, index, self.target)
         return states, *best_guesses(self.head.logits(states, index, self.target))
@@ -62,7 +62,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         ]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session; the prompt itself is not needed, its features come with the first commit."""
+        """A session for prompts [B, T]; their features come with the first commit."""
         return SequentialSession(self)
 
 
@@ -94,7 +94,7 @@ def sizes_of_step(states: torch.Tensor, tokens: torch.Tensor) -> Sizes:
 
 
 class SequentialSession(LateReader):
-    """A sequential head at work: a first state a row, and what its head remembers."""
+    """A sequential head at work: a first state for each row, and the head's cache."""
 
     def __init__(self, drafter: SequentialDrafter):
         super().__init__()
@@ -104,22 +104,23 @@ class SequentialSession(LateReader):
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
-        """Note the first state where the root was predicted."""
+        """Compute the first states where the roots were predicted."""
         if self.cache is None:
             hidden = committed.ends.hidden
             assert hidden is not None
             self.state = self.drafter.head.start(hidden)
         else:
-            self.state = self._remember(self.cache, committed)
+            self.state = self._read_into(self.cache, committed)
 
-    def _remember(self, cache: DraftCache, committed: Committed) -> torch.Tensor:
-        """First states [B, S] behind what was committed."""
+    def _read_into(self, cache: DraftCache, committed: Committed) -> torch.Tensor:
+        """First states [B, S] after what was committed."""
         hidden, nodes, lengths = committed.features.last, committed.tokens, committed.lengths
         assert hidden is not None
         steps = torch.arange(nodes.shape[1], device=nodes.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
         drafter, is_prompt = self.drafter, cache.lengths is None
-        read = drafter.read_eagerly if is_prompt else drafter.read  # prompts are seldom alike
+        # Prompts are seldom of one length, so a graph for each would be used once.
+        read = drafter.read_eagerly if is_prompt else drafter.read
         positions, columns = cache.positions(nodes), cache.columns(nodes)
         states = read(hidden, positions, mask, columns, cache.keys, cache.values)
         cache.stay(nodes.shape[1])
@@ -127,7 +128,7 @@ class SequentialSession(LateReader):
         return at_last(states, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Keep the state of rows [R] only, in that order."""
         super().keep_rows(rows)
         assert self.state is not None
         self.state = self.state[rows]

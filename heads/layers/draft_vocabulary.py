@@ -13,8 +13,8 @@ from torch import nn
 def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tables of the `size` tokens with the largest counts [V], of equals the first.
 
-    `d2t` [size] says how far guess i lies before its token, i + d2t[i]; `t2d` [V] marks the tokens
-    that can be guessed. Of counts 5 0 9 9 the two most frequent tokens are 2 and 3: d2t is 2 2 and
+    Guess i is the token i + d2t[i], with `d2t` [size]; `t2d` [V] marks the tokens that can be
+    guessed. Of counts 5 0 9 9 the two most frequent tokens are 2 and 3: d2t is 2 2 and
     t2d marks the last two.
     """
     used = token_counts.sort(descending=True, stable=True).indices[:size].sort().values
@@ -35,7 +35,7 @@ class DraftVocabulary(nn.Module):
     """A mixin for heads that may guess among the most frequent tokens only.
 
     A base class and not a submodule, because checkpoints, EAGLE-3's and ours, hold the two tables
-    as `d2t` and `t2d` at the top level: a submodule would put its own name in front.
+    as `d2t` and `t2d` at the top level: a submodule would add its own name as a prefix.
     """
 
     d2t: torch.Tensor | None  # [Vd], see `most_frequent`; None without a draft vocabulary

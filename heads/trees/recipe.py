@@ -47,7 +47,7 @@ class TreeRecipe:
     def from_shape(
         cls, shape: TreeShape, rows: int, filler: TokenFiller, arguments: tuple[torch.Tensor, ...]
     ) -> "TreeRecipe":
-        """A static tree, on the device of the arguments."""
+        """A static tree with tables [B, N] for B = `rows`, on the device of the arguments."""
         tables = shape.tables(rows, arguments[0].device)
         return cls(*tables, shape.depth, filler, arguments)
 
