@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Path, TreeShape
+from drafthead.heads.trees.tree import Path
 
 # Guesses beyond this rank are never put into a tree.
 MAX_RANK = 10
@@ -107,10 +106,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
         """The training loss of a batch."""
-
-    @abstractmethod
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
-        """The head as a drafter of trees of the given shape, or of its own choice by budget."""
 
 
 HEADS: dict[str, type[DraftHead]] = {}

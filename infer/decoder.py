@@ -12,6 +12,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.drafters.draft_model import DraftModel
@@ -325,7 +326,7 @@ def head_drafter(head: DraftHead, target: Target) -> Drafter:
     """The head with trees of its own choice; one that was never measured drafts chains, aloud."""
     if not head.path_counts:
         logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
-    return head.drafter(target)
+    return drafter_for(head, target)
 
 
 def end_token_ids(target: Target) -> frozenset[int]:

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
@@ -127,8 +128,8 @@ def make_drafter(
         head = make_head(kind, target)
         if form == "own":  # trees of the head's own choice, by budget
             head.path_counts = {(): 100} | {path: 40 - n for n, path in enumerate(BUSHY.paths)}
-            return head.drafter(target)
-        return head.drafter(target, BUSHY if form == "tree" else TreeShape.chain(3))
+            return drafter_for(head, target)
+        return drafter_for(head, target, BUSHY if form == "tree" else TreeShape.chain(3))
 
     return make
 

@@ -8,7 +8,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.medusa import MedusaSession
+from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.families.medusa_drafter import MedusaSession
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.substitutions import attention_of_one
 from drafthead.heads.trees.tree import Budget
@@ -111,7 +112,7 @@ def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
     """Greedy and matched, one row and several, from one graph each; seeded texts are the same."""
     head = make_head("medusa", compiled, output="shared")
     head.path_counts = {(): 9, (0,): 6, (1,): 3, (0, 0): 2, (0, 1): 1, (0, 0, 0): 1}
-    drafter = head.drafter(compiled)
+    drafter = drafter_for(head, compiled)
     drafter.compile()
     monkeypatch.setattr(MedusaSession, "propose", None)
     plain = Decoder(target)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
@@ -67,7 +68,7 @@ def drafter_of(name: str, target: Target, make_head):
     if name == "prompt lookup":
         return PromptLookup(depth=4)
     shape = TreeShape.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)])
-    return make_head("medusa", target).drafter(target, shape)
+    return drafter_for(make_head("medusa", target), target, shape)
 
 
 @pytest.mark.parametrize("batch", [1, 5])

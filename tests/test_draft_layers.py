@@ -5,13 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafthead.heads.layers.decoder_layer import (
-    CacheColumns,
-    DecoderLayer,
-    DraftCache,
-    LayerConfig,
-    Rotary,
-)
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.target.target import Target
 
 LLAMA3 = {

@@ -19,6 +19,7 @@ from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families import recurrent_drafter
 from drafthead.heads.families.eagle3 import default_taps
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.sampling import SamplingConfig
@@ -61,7 +62,7 @@ def said_afresh(head, target, ids: torch.Tensor, given: int) -> tuple[torch.Tens
     The target has been at `given` positions; the n - 1 ids behind the root are taken as drafted.
     """
     features = features_of(target, ids[:given], head.features_needed)
-    reader = DraftReader(head.drafter(target))
+    reader = DraftReader(drafter_for(head, target))
     read = Committed(ids[None, 1 : given + 1], features, torch.tensor([given]))
     said = [reader.read(read)]
     for depth, token in enumerate(ids[given + 1 :], 1):
@@ -317,7 +318,7 @@ def test_a_grown_tree_is_what_reading_each_path_afresh_gives(
 ) -> None:
     monkeypatch.setattr(recurrent_drafter, "DYNAMIC_WIDTH", 3)
     ids, lengths = torch.stack([some_ids(9, 3), some_ids(9, 4)]), [8, 5]
-    session = session_on_two_prompts(attentive.drafter(target), ids, lengths)
+    session = session_on_two_prompts(drafter_for(attentive, target), ids, lengths)
     tree = session.propose(Budget(14, 4), SamplingConfig(), None)
     for row, length in enumerate(lengths):
 
@@ -333,7 +334,7 @@ def test_a_filled_tree_is_what_reading_each_path_afresh_gives(attentive, target)
         [(0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)]
     )
     ids, lengths = torch.stack([some_ids(9, 3), some_ids(9, 4)]), [8, 5]
-    session = session_on_two_prompts(attentive.drafter(target, shape), ids, lengths)
+    session = session_on_two_prompts(drafter_for(attentive, target, shape), ids, lengths)
     tree = session.propose(shape.budget, SamplingConfig(), None)
     for row, length in enumerate(lengths):
         given, tokens = ids[row, : length + 1], {(): ()}
@@ -345,7 +346,7 @@ def test_a_filled_tree_is_what_reading_each_path_afresh_gives(attentive, target)
 
 
 def test_budgets_offer_every_depth_because_each_costs_a_pass(target, make_head) -> None:
-    drafter = make_head("eagle3", target, depth=3, ttt_steps=1).drafter(target)
+    drafter = drafter_for(make_head("eagle3", target, depth=3, ttt_steps=1), target)
     assert Budget(8, 1) in drafter.budgets and Budget(8, 3) in drafter.budgets
     assert max(budget.depth for budget in drafter.budgets) == 3
     assert list(drafter.budgets) == sorted(drafter.budgets)
@@ -369,7 +370,7 @@ def test_a_session_of_many_commits_drafts_what_a_fresh_one_drafts(head, target) 
         return Committed(ids[rows[:, None], places + 1], kept, counts)
 
     shape = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)])
-    drafters = [head.drafter(target), head.drafter(target, shape)]
+    drafters = [drafter_for(head, target), drafter_for(head, target, shape)]
     sessions = [drafter.start(ids, done) for drafter in drafters]
     generator = torch.Generator().manual_seed(0)
     for turn in range(8):
@@ -437,7 +438,7 @@ def test_greedy_decoding_with_a_draft_vocabulary_equals_plain_decoding(target, m
     expected = plain.generate(prompts, max_new_tokens=40).sequences
     said = torch.tensor([token for sequence in expected for token in sequence])
     head = prepared(target, make_head, torch.bincount(said, minlength=VOCAB), 16)
-    result = Decoder(target, head.drafter(target)).generate(prompts, max_new_tokens=40)
+    result = Decoder(target, drafter_for(head, target)).generate(prompts, max_new_tokens=40)
     assert result.sequences == expected
     assert result.stats.tau > 1
 
@@ -447,7 +448,7 @@ def test_sampling_with_a_draft_vocabulary_follows_the_targets_law(make_target, m
     head = prepared(target, make_head, torch.tensor([0, 7, 0, 7]), 2)
     head.path_counts = {(0,): 9, (1,): 5, (0, 0): 4, (1, 0): 2}
     count = 6000
-    result = Decoder(target, head.drafter(target)).generate(
+    result = Decoder(target, drafter_for(head, target)).generate(
         [[1, 2, 3]] * count, max_new_tokens=3, temperature=1.0
     )
     codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])

@@ -13,6 +13,7 @@ from written import LAYERS, TARGET, Outputs, Written, random_head
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.families.parallel_drafter import ParallelSession
 from drafthead.heads.formats import load_head, read_foreign
@@ -65,7 +66,7 @@ def features_of(joined: torch.Tensor, head: ParallelHead) -> Features:
 
 def session_behind(head: ParallelHead, target: Target, ids: torch.Tensor, joined: torch.Tensor):
     """A session that has read features [1, T, taps x D] of the first T of ids [1, more]."""
-    session = head.drafter(target, TreeShape.chain(head.depth)).start(ids, torch.ones(1))
+    session = drafter_for(head, target, TreeShape.chain(head.depth)).start(ids, torch.ones(1))
     assert isinstance(session, ParallelSession)
     read_on(session, head, ids, joined, 0)
     return session
@@ -97,12 +98,12 @@ def rounds(head: ParallelHead, target: Target, io: Outputs, starts: tuple[int, i
     for number, start in enumerate(starts, 1):
         if number == 2:
             read_on(session, head, ids, joined[:, starts[0] : start], starts[0])
-        hidden, before, drafted = session.drafted(), ids[:, start], []
+        hidden, before, drafted = session.block_states(), ids[:, start], []
         state = hidden[:, 0, :0] if head.correction is None else head.correction.begin(hidden[:, 0])
         for slot in range(head.depth):
             logits = head.base_logits(hidden[:, slot], target)
             if head.correction is not None:
-                code, state = head.correction.step(before, hidden[:, slot], state)
+                code, state = head.correction.advance(before, hidden[:, slot], state)
                 logits = logits + head.correction.output(code)
             before = head.tokens_of(logits.argmax(-1))
             drafted.append(before)
@@ -154,7 +155,7 @@ def test_ids_of_z_lab_are_outputs_of_layers_and_have_a_default(case: Case) -> No
     assert list(head.config.taps) == case.about["dims"]["target_layer_ids"]
     assert_taps_give(head, case)
     prompt = case.io["generate_prompt"][0].tolist()
-    decoder = Decoder(case.target, head.drafter(case.target, TreeShape.chain(head.depth)))
+    decoder = Decoder(case.target, drafter_for(head, case.target, TreeShape.chain(head.depth)))
     expected = case.io["generate_output_ids"][0, len(prompt) :].tolist()
     assert decoder.generate([prompt], max_new_tokens=len(expected)).sequences[0] == expected
 
@@ -174,7 +175,7 @@ def test_decoding_takes_the_same_steps_as_z_lab(case: Case) -> None:
         head = ParallelHead(replace(trained.config, block_size=run["block_size"]))
         head.load_state_dict(trained.state_dict())
         chain = TreeShape.chain(head.depth)
-        decoder = Decoder(case.target, head.eval().drafter(case.target, chain))
+        decoder = Decoder(case.target, drafter_for(head.eval(), case.target, chain))
         decoder.end_ids = frozenset()
         for expected in run["prompts"]:
             prompt = case.decode["prompts"][expected["prompt"]]["ids"]
@@ -229,7 +230,7 @@ def anchored_blocks(head: ParallelHead, target: Target, io: Outputs) -> Outputs:
     parts: dict[str, list[torch.Tensor]] = {}
     for anchor in io["anchored_block_indices"][::size].tolist():
         session = session_behind(head, target, ids, io["hidden_states"][:, :anchor])
-        hidden = session.drafted()
+        hidden = session.block_states()
         before = ids[:, anchor : anchor + head.depth]
         for name, value in slots_of(head, target, hidden, before).items():
             parts.setdefault(name, []).append(value)
@@ -381,14 +382,14 @@ def test_transformers_drafts_with_what_we_export_and_decodes_the_same(target8, t
     root, ids = 7, torch.tensor([[7] + [VOCAB - 1] * 4])
     theirs = assistant(target8.embed(ids), context, position_ids=torch.arange(14)[None])
     tokens = torch.tensor([[*range(1, 10), root]])
-    ours = session_behind(head, target8, tokens, context).drafted()
+    ours = session_behind(head, target8, tokens, context).block_states()
     torch.testing.assert_close(theirs.last_hidden_state[:, 1:], ours, atol=1e-5, rtol=1e-5)
     prompt = torch.randint(VOCAB, (1, 9))
     answer = target8.model.generate(
         prompt, assistant_model=assistant, speculation_type="dflash", do_sample=False,
         max_new_tokens=24, pad_token_id=0, attention_mask=torch.ones_like(prompt),
     )  # fmt: skip
-    decoder = Decoder(target8, head.drafter(target8, TreeShape.chain(4)))
+    decoder = Decoder(target8, drafter_for(head, target8, TreeShape.chain(4)))
     result = decoder.generate([prompt[0].tolist()], max_new_tokens=24)
     assert answer[0, 9:].tolist() == result.sequences[0]
     assert (

@@ -22,7 +22,8 @@ import drafthead.infer.verifiers.typical as typical_module
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families import recurrent_drafter
-from drafthead.heads.families.medusa import MedusaLayout
+from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.families.medusa_drafter import MedusaLayout
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.formats import load_head
 from drafthead.heads.sampling import SamplingConfig, probabilities
@@ -202,7 +203,7 @@ def answers(
     head: DraftHead, target: Target, budget: Budget | None, shape: TreeShape | None, run: dict
 ) -> list[tuple[list[int], list[int]]]:
     """Tokens, and drafted tokens that each step accepted, for each prompt of a run."""
-    decoder = Decoder(target, head.drafter(target, shape), budget)
+    decoder = Decoder(target, drafter_for(head, target, shape), budget)
     decoder.end_ids = frozenset()
     temperature = run.get("temperature", 0.0)
     verifier = "typical" if temperature > 0 else "greedy"
@@ -262,7 +263,7 @@ def test_the_first_dynamic_tree_is_eagles(case: Case) -> None:
     target, io = case.target, case.io
     head = load_head(case.path, target)
     ids, first = io["prompt0"], io["prompt0_first_token"][0]
-    session = head.drafter(target).start(ids[None], torch.tensor([len(ids)]))
+    session = drafter_for(head, target).start(ids[None], torch.tensor([len(ids)]))
     tokens = torch.cat([ids[1:], first])[None]
     session.commit(Committed(tokens, Features(io["prompt0_features"]), torch.tensor([len(ids)])))
     tree = session.propose(Budget(60, 6), SamplingConfig(), None)

@@ -14,12 +14,13 @@ from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families import recurrent_drafter
 from drafthead.heads.families.eagle3 import Eagle3Head, default_taps
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import Unrolled
 from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
@@ -90,7 +91,7 @@ def recurrent_outputs(head: Eagle3Head, target: Target, io: Outputs) -> Outputs:
         "expected_out_full": everywhere,
         "expected_draft_logits_full": head.logits(everywhere, target),
     }
-    reader, tokens = DraftReader(head.drafter(target)), []
+    reader, tokens = DraftReader(drafter_for(head, target)), []
     said, above = reader.read(all_positions(ids, taps)), torch.zeros(len(ids), 1, dtype=torch.long)
     for step in range(3):
         logits = head.logits(said.outputs, target)
@@ -158,7 +159,7 @@ def test_dynamic_trees_are_those_of_the_authors(
         monkeypatch.setattr(recurrent_drafter, "DYNAMIC_WIDTH", setting["top_k"])
         # Their depth counts the levels below the first.
         budget = Budget(setting["total_token"], setting["depth"] + 1)
-        session = head.drafter(case.target).start(ids, torch.tensor([ids.shape[1]]))
+        session = drafter_for(head, case.target).start(ids, torch.tensor([ids.shape[1]]))
         session.commit(first)
         tree = session.propose(budget, SamplingConfig(), None)
         assert_same_tree(tree, case, f"tree{number}")
@@ -179,7 +180,7 @@ def test_decoding_takes_the_same_steps_as_the_authors(
     for run in case.decode["runs"]:
         monkeypatch.setattr(recurrent_drafter, "DYNAMIC_WIDTH", run["top_k"])
         budget = Budget(run["total_token"], run["depth"] + 1)
-        decoder = Decoder(target, head.drafter(target), budget)
+        decoder = Decoder(target, drafter_for(head, target), budget)
         decoder.end_ids = frozenset()
         for expected in run["prompts"]:
             prompt = case.decode["prompts"][expected["prompt"]]["ids"]
@@ -204,7 +205,7 @@ def unrolled_outputs(head: Eagle3Head, target: Target, io: Outputs, steps: int =
     unrolled = Unrolled(head, target, batch, torch.arange(length)[None])
     for step in range(steps):
         lacking = 0 if step == 0 else step + (not head.drafts_blindly)
-        outputs = unrolled.step()[:, : length - lacking]
+        outputs = unrolled.next_outputs()[:, : length - lacking]
         found[f"expected_prenorm_hidden_ttt{step}"] = outputs
         found[f"expected_logits_ttt{step}"] = head.logits(outputs, target)
     return found
@@ -284,7 +285,7 @@ def test_a_blind_head_drafts_in_one_pass_what_it_would_step_by_step(blind) -> No
     ids = torch.randint(VOCAB, (2, 6))
     taps = Features(None, tuple(torch.randn(2, 6, HIDDEN) for _ in head.config.taps))
     committed = Committed(ids, taps, torch.tensor([6, 4]))
-    at_once, stepwise = (DraftReader(head.drafter(target)) for _ in range(2))
+    at_once, stepwise = (DraftReader(drafter_for(head, target)) for _ in range(2))
     ahead = at_once.draft_blindly(ids[:, 0], at_once.read(committed), 4)
     said, above = stepwise.read(committed), torch.zeros(2, 1, dtype=torch.long)
     for depth in (1, 2, 3):
@@ -298,7 +299,7 @@ def test_a_blind_head_decodes_exactly(blind) -> None:
     prompts = [[3, 9, 4], [8, 8, 1, 5, 30]]
     plain = Decoder(target).generate(prompts, max_new_tokens=20).sequences
     for shape in (Budget(16, 4), Budget(4, 3)):
-        decoder = Decoder(target, head.drafter(target), shape)
+        decoder = Decoder(target, drafter_for(head, target), shape)
         assert decoder.generate(prompts, max_new_tokens=20).sequences == plain
 
 

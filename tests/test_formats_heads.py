@@ -10,6 +10,7 @@ from golden import Case, cases, loaded, name_of
 from written import Outputs, Written
 
 from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.hydra import HydraHeads
 from drafthead.heads.families.medusa import MedusaHeads
 from drafthead.heads.families.mlp_speculator import MlpSpeculator
@@ -18,7 +19,7 @@ from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
@@ -102,7 +103,7 @@ def test_hydra_proposes_the_tree_of_the_authors(case: Case) -> None:
     head, io = load_head(case.path, case.target), case.io
     ids, hidden = io["proposal_input_ids"], io["proposal_hidden"]
     root = io["proposal_base_logits"][:, -1].argmax(-1)
-    drafter = head.drafter(case.target, TreeShape.from_paths(case.about["proposal_tree"]))
+    drafter = drafter_for(head, case.target, TreeShape.from_paths(case.about["proposal_tree"]))
     session = drafter.start(ids, torch.tensor([ids.shape[1]]))
     tokens = torch.cat([ids[:, 1:], root[:, None]], dim=1)
     session.commit(Committed(tokens, Features(hidden), torch.tensor([ids.shape[1]])))
@@ -129,7 +130,7 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
         "expected_out_full": everywhere,
         "expected_logits_full": head.logits(everywhere, target),
     }
-    reader = DraftReader(head.drafter(target))
+    reader = DraftReader(drafter_for(head, target))
     for name, part in (("prefill", slice(12)), ("inc1", slice(12, 13)), ("inc3", slice(13, 16))):
         lengths = torch.full((len(ids),), ids[:, part].shape[1])
         new = Committed(ids[:, part], Features(features[:, part]), lengths)
@@ -142,7 +143,7 @@ def eagle_chain(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     ids, following = io["chain_target_input_ids"], io["chain_target_next_token"]
     tokens = torch.cat([ids[:, 1:], following], dim=1)
     features = Features(io["chain_target_last_hidden"])
-    reader, found, drafted = DraftReader(head.drafter(target)), {}, []
+    reader, found, drafted = DraftReader(drafter_for(head, target)), {}, []
     said = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
     above = torch.zeros(1, 1, dtype=torch.long)
     for step in range(3):

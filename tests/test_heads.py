@@ -15,6 +15,8 @@ from conftest import NO_HEADS, VOCAB
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.checkpoint import load_head, save_head
 from drafthead.heads.drafting.drafter import Committed, Drafter, Ends
+from drafthead.heads.families.head_drafter import drafter_for, register_drafter
+from drafthead.heads.families.medusa import MedusaHeads
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
@@ -116,7 +118,7 @@ def test_the_ranks_of_training_tell_what_drafting_proposes(family: str, target: 
     anchors = torch.arange(2, length - 1).repeat(4)  # the root is supervised from token 3 on
     rows = torch.arange(4).repeat_interleave(length - 3)
     ids = batch.input_ids[rows]
-    drafter = head.drafter(target, TreeShape.chain(depth))
+    drafter = drafter_for(head, target, TreeShape.chain(depth))
     session = drafter.start(ids, anchors + 1)
     features = batch.features.map(lambda hidden: hidden[rows])
     session.commit(piece(ids, features, torch.zeros_like(anchors), anchors + 1))
@@ -266,7 +268,7 @@ def test_a_saved_and_loaded_head_proposes_the_same(
     save_head(head, tmp_path, target, "target", {}, torch.float32)
     trees = []
     for one in (head, load_head(tmp_path, target)):
-        drafter = one.drafter(target)
+        drafter = drafter_for(one, target)
         session = start(drafter, target, [0, 1, 2], PLACES[0])
         trees.append(propose(drafter, session, sampling, [1, 2, 3]))
     assert_same_tree(trees[1], trees[0])
@@ -286,3 +288,19 @@ def test_what_was_committed_knows_its_ends_and_can_be_cut_to_what_is_used() -> N
         assert part.ends.hidden.tolist() == [[4.0, 5.0], [12.0, 13.0]]
     told = Ends(torch.tensor([8, 9]), None)
     assert replace(committed, known_ends=told).cut().ends is told
+
+
+def test_a_head_without_a_drafter_is_named(target) -> None:
+    class Stray(MedusaHeads.__base__):
+        """A head that nothing was registered for."""
+
+        def __init__(self) -> None: ...
+
+    Stray.__abstractmethods__ = frozenset()
+    with pytest.raises(TypeError, match="no drafter is registered for Stray"):
+        drafter_for(Stray(), target)
+
+
+def test_a_second_drafter_of_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="MedusaHeads already has a drafter: .*MedusaDrafter"):
+        register_drafter(MedusaHeads)(object)

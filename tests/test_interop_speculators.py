@@ -93,7 +93,7 @@ def test_eagle3_computes_the_same_in_their_class(name: str, exported) -> None:
     unrolled = Unrolled(head, target, batch_of(head, ids, joined), torch.arange(LENGTH)[None])
     assert len(found) == 3
     for logits in found:
-        ours = head.logits(unrolled.step(), target)[:, : LENGTH - 4]
+        ours = head.logits(unrolled.next_outputs(), target)[:, : LENGTH - 4]
         torch.testing.assert_close(ours, logits[:, : LENGTH - 4], atol=1e-4, rtol=1e-4)
 
 
@@ -115,7 +115,7 @@ def test_p_eagle_computes_the_same_in_their_class(
         verifier_last_hidden_states=torch.randn(1, LENGTH, HIDDEN),
     )  # fmt: skip
     unrolled = Unrolled(head, target, batch_of(head, ids, joined), torch.arange(LENGTH)[None])
-    first, second = (head.logits(unrolled.step(), target) for _ in range(2))
+    first, second = (head.logits(unrolled.next_outputs(), target) for _ in range(2))
     # Their rows: all positions, then depth 1 behind anchors -1, 1, 2, ...
     ours = torch.cat([first, second[:, 1 : LENGTH - 1]], dim=1)
     expected = torch.cat([found[0][:, :LENGTH], found[0][:, LENGTH + 1 :]], dim=1)
@@ -135,7 +135,9 @@ def test_blocks_compute_the_same_in_their_class(name: str, exported) -> None:
     blocks = places.view(2, -1)
     taps = Features(None, joined.chunk(len(head.config.taps), dim=-1))
     batch = HeadBatch(ids, torch.ones_like(ids), torch.ones_like(ids).bool(), taps)
-    ours = head.drafted(batch, target, blocks[None, :, 0] - 1)[0]  # our anchor is one before theirs
+    ours = head.block_states(batch, target, blocks[None, :, 0] - 1)[
+        0
+    ]  # our anchor is one before theirs
     unused = head.config.block_size - head.depth
     slots = hidden.view(2, head.config.block_size, -1)[:, unused:]
     torch.testing.assert_close(ours, slots, atol=1e-4, rtol=1e-4)

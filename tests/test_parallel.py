@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.parallel import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel_drafter import CANDIDATES, Block, Candidates, ParallelSession
 from drafthead.heads.families.parallel_transformer import spread_taps
@@ -52,7 +53,7 @@ def session_after(head: ParallelHead, target: Target, batch: HeadBatch, row: int
     """A session that has read the segment of an anchor up to it."""
     here = (batch.segments[row] == batch.segments[row, anchor]).nonzero()[:, 0]
     places = here[here <= anchor]
-    session = head.drafter(target).start(batch.input_ids[:1], torch.ones(1))
+    session = drafter_for(head, target).start(batch.input_ids[:1], torch.ones(1))
     features = batch.features.map(lambda hidden: hidden[row, places][None])
     tokens = batch.input_ids[row, places + 1][None]
     session.commit(Committed(tokens, features, torch.tensor([len(places)])))
@@ -79,23 +80,23 @@ def test_blocks_drafted_together_equal_each_alone_and_the_sessions(
     head = make_head("parallel", target, **options)
     batch = batch_of(target, ROWS)
     anchors = torch.tensor([[1, 4, 9, 12], [3, 4, 5, 17]])
-    together = head.drafted(batch, target, anchors)
+    together = head.block_states(batch, target, anchors)
     assert together.shape == (2, 4, 6 if options["root_predicts"] else 5, HIDDEN)
     for place in range(4):
-        alone = head.drafted(batch, target, anchors[:, [place]])
+        alone = head.block_states(batch, target, anchors[:, [place]])
         torch.testing.assert_close(together[:, place], alone[:, 0], atol=1e-5, rtol=1e-5)
         for row in range(2):
             session = session_after(head, target, batch, row, int(anchors[row, place]))
-            drafted = session.drafted()[0]
+            drafted = session.block_states()[0]
             torch.testing.assert_close(together[row, place], drafted, atol=1e-4, rtol=1e-4)
 
 
 def test_more_blocks_than_attend_at_once_change_nothing(target, make_head, monkeypatch) -> None:
     head, batch = make_head("parallel", target), batch_of(target, ROWS)
     anchors = torch.arange(7).expand(2, 7)
-    together = head.drafted(batch, target, anchors)
+    together = head.block_states(batch, target, anchors)
     monkeypatch.setattr("drafthead.heads.families.parallel.BLOCKS_AT_ONCE", 2)
-    torch.testing.assert_close(head.drafted(batch, target, anchors), together)
+    torch.testing.assert_close(head.block_states(batch, target, anchors), together)
 
 
 def test_a_block_sees_its_context_and_itself(target, make_head) -> None:
@@ -115,7 +116,7 @@ def test_a_context_read_in_pieces_equals_one_read_at_once(target, make_head) -> 
     """Two rows that take in different numbers of positions, the second of them padded."""
     head = make_head("parallel", target)
     batch = batch_of(target, [[1] * 12, [1] * 12])
-    session = head.drafter(target).start(batch.input_ids, torch.tensor([3, 2]))
+    session = drafter_for(head, target).start(batch.input_ids, torch.tensor([3, 2]))
     done = torch.tensor([0, 0])
     for counts in ([3, 2], [1, 3], [4, 1], [2, 2]):
         places = (done[:, None] + torch.arange(max(counts))).clamp_max(10)
@@ -126,11 +127,13 @@ def test_a_context_read_in_pieces_equals_one_read_at_once(target, make_head) -> 
         session.propose(Budget(8, 3), GREEDY, None)  # leaves no trace
         done += torch.tensor(counts)
         for row, count in enumerate(done.tolist()):
-            expected = session_after(head, target, batch, row, count - 1).drafted()
-            torch.testing.assert_close(session.drafted()[row], expected[0], atol=1e-5, rtol=1e-5)
+            expected = session_after(head, target, batch, row, count - 1).block_states()
+            torch.testing.assert_close(
+                session.block_states()[row], expected[0], atol=1e-5, rtol=1e-5
+            )
     session.keep_rows(torch.tensor([1]))
-    expected = session_after(head, target, batch, 1, int(done[1]) - 1).drafted()
-    torch.testing.assert_close(session.drafted(), expected, atol=1e-5, rtol=1e-5)
+    expected = session_after(head, target, batch, 1, int(done[1]) - 1).block_states()
+    torch.testing.assert_close(session.block_states(), expected, atol=1e-5, rtol=1e-5)
 
 
 # Corrections
@@ -154,7 +157,7 @@ def test_codes_of_a_block_are_those_of_its_steps(target, make_head, kind) -> Non
     hidden, before = torch.randn(2, 4, HIDDEN), torch.randint(0, VOCAB, (2, 4))
     codes, state = correction.codes(before, hidden), correction.begin(hidden[:, 0])
     for slot in range(4):
-        code, state = correction.step(before[:, slot], hidden[:, slot], state)
+        code, state = correction.advance(before[:, slot], hidden[:, slot], state)
         torch.testing.assert_close(codes[:, slot], code)
     # Only a recurrent correction knows more than the token before the slot.
     before[:, 0] = (before[:, 0] + 1) % VOCAB
@@ -291,13 +294,13 @@ def test_a_fixed_tree_scores_children_by_their_real_path(target, make_head, kind
     head = make_head("parallel", target, correction=kind)
     batch = batch_of(target, ROWS)
     session = session_after(head, target, batch, 1, 7)
-    session.drafter = head.drafter(target, BUSHY)
+    session.drafter = drafter_for(head, target, BUSHY)
     random = RowRandom([1], torch.device("cpu")) if drawn else None
     if random is not None:
         random.begin_step([0])
     tree = session.propose(BUSHY.budget, SamplingConfig(temperature=0.7), random)
     assert torch.equal(tree.parents[0], BUSHY.parents)
-    paths, hidden = paths_of(tree, 0), session.drafted()[0]
+    paths, hidden = paths_of(tree, 0), session.block_states()[0]
     for node in set(BUSHY.parents[1:].tolist()):
         path = torch.tensor(paths[node])
         logits = target.project(hidden[len(path) - 1])
@@ -319,7 +322,7 @@ def test_published_heads_are_configurations(target, make_head, name) -> None:
     head = make_head("parallel", target, **PUBLISHED[name])
     prompts = [[9, 10, 11], [12], [13, 14]]
     expected = Decoder(target).generate(prompts, max_new_tokens=24).sequences
-    decoder = Decoder(target, head.drafter(target))
+    decoder = Decoder(target, drafter_for(head, target))
     assert decoder.generate(prompts, max_new_tokens=24).sequences == expected
 
 
@@ -334,7 +337,7 @@ def test_ranks_are_those_of_drafting_behind_the_true_tokens(target, make_head, k
     for index, (row, anchor) in enumerate(
         zip(rows.tolist(), blocks.anchors[blocks.valid].tolist(), strict=True)
     ):
-        hidden = session_after(head, target, batch, row, anchor).drafted()[0]
+        hidden = session_after(head, target, batch, row, anchor).block_states()[0]
         logits = target.project(hidden)
         segment = batch.segments[row]
         end = int((segment == segment[anchor]).nonzero().max())
@@ -409,7 +412,7 @@ def test_the_confidence_output_learns_the_overlap(target, make_head, bias) -> No
     head.confidence.bias.data.fill_(bias)
     expected = 0.0
     for anchor in range(1, 8):
-        hidden = session_after(head, target, batch, 0, anchor).drafted()[0]
+        hidden = session_after(head, target, batch, 0, anchor).block_states()[0]
         places = torch.arange(anchor + 1, min(8, anchor + 1 + head.depth))
         teacher = batch.features.last[0, places]
         shared = overlap(target.project(hidden[: len(places)]), target.project(teacher))
@@ -493,7 +496,7 @@ def test_a_config_that_does_not_fit_the_target_is_refused(target, options, compl
 
 def test_a_tree_deeper_than_the_block_is_refused(target, make_head) -> None:
     with pytest.raises(UserError, match="depth 3 does not fit a parallel head that drafts 2"):
-        make_head("parallel", target, block_size=2).drafter(target, BUSHY)
+        drafter_for(make_head("parallel", target, block_size=2), target, BUSHY)
 
 
 def test_taps_are_spread_up_to_the_last_layer() -> None:

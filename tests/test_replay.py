@@ -5,6 +5,7 @@ import torch
 from conftest import VOCAB
 
 from drafthead.heads.base import MAX_RANK, HeadBatch
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
@@ -37,7 +38,7 @@ def test_replayed_roots_are_those_of_decoding(target, make_head) -> None:
     head.path_counts = {(): 9, (0,): 3}
     prompts = [[9, 10, 11, 12], [20, 21, 22, 23]]
     shape = TreeShape.from_paths([(0,), (1,), (2,), (0, 0)])
-    decoder = Decoder(target, head.drafter(target, shape))
+    decoder = Decoder(target, drafter_for(head, target, shape))
     decoder.end_ids = frozenset()
     result = decoder.generate(prompts, max_new_tokens=30)
     ids = torch.tensor([p + s for p, s in zip(prompts, result.sequences, strict=True)])

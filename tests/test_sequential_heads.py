@@ -9,6 +9,7 @@ from conftest import BUSHY
 from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.hydra import HydraConfig, HydraHeads
 from drafthead.heads.families.mlp_speculator import MlpSpeculatorConfig
 from drafthead.heads.families.sequential import SequentialHead
@@ -132,7 +133,7 @@ LENGTHS, ROOTS = torch.tensor([8, 5]), [11, 12]
 
 def proposal(head: SequentialHead, target: Target, sampling: SamplingConfig) -> TokenTree:
     """BUSHY behind two rows of made-up hidden states."""
-    drafter = head.drafter(target, BUSHY)
+    drafter = drafter_for(head, target, BUSHY)
     session = drafter.start(torch.zeros(2, 8, dtype=torch.long), LENGTHS)
     following = torch.tensor([[0] * 7 + [ROOTS[0]], [0] * 4 + [ROOTS[1]] + [0] * 3])
     session.commit(Committed(following, Features(HIDDEN), LENGTHS))
@@ -184,17 +185,17 @@ def test_drawn_children_carry_the_distribution_behind_the_real_path(
 
 def test_a_tree_deeper_than_the_head_is_refused(target: Target, make_head):
     with pytest.raises(UserError, match=r"depth 5 does not fit a hydra head that drafts 4 tokens"):
-        make_head("hydra", target).drafter(target, TreeShape.chain(5))
+        drafter_for(make_head("hydra", target), target, TreeShape.chain(5))
 
 
 def test_chances_are_those_measured_after_training(target: Target, make_head):
     head = make_head("hydra", target)
     head.path_counts = {(): 10, (0,): 6, (1,): 2, (0, 0): 3, (1, 0): 1}
-    drafter = head.drafter(target)
+    drafter = drafter_for(head, target)
     assert drafter.chances(Budget(5, 2)) == (0.8, 0.4)
     assert drafter.chances(Budget(3, 2)) == (0.6, 0.3)
     head.path_counts = None
-    assert head.drafter(target).chances(Budget(3, 2)) == (0.6, 0.36)  # nothing known
+    assert drafter_for(head, target).chances(Budget(3, 2)) == (0.6, 0.36)  # nothing known
 
 
 # Training

@@ -1,1 +1,1 @@
-"""drafthead.heads.drafting: the seam between whatever drafts and the engine that verifies."""
+"""drafthead.heads.drafting: the interface between drafters and the engine that verifies."""

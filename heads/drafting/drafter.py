@@ -1,4 +1,4 @@
-"""What every drafter is: it proposes token trees and learns what the target committed."""
+"""The interface of drafters: they propose token trees and learn what the target committed."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,34 +12,34 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
 
-# What an unknown drafter is taken to achieve until it is seen to do better or worse.
+# Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
 UNMEASURED_ALPHA = 0.6
 
 
 def at_last(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Of table [B, T, ...] what stands at each row's last position, [B, ...].
+    """The entries [B, ...] of table [B, T, ...] at the last position of each row.
 
-    Lengths 3 and 1 take place 2 of the first row and place 0 of the second.
+    Lengths 3 and 1 select place 2 of the first row and place 0 of the second.
     """
     rows = torch.arange(lengths.shape[0], device=lengths.device)
     return table[rows, lengths - 1]
 
 
 class Ends(NamedTuple):
-    """What stands at the last committed position of each row."""
+    """The root that follows the last committed position of each row, and the state there."""
 
-    roots: torch.Tensor  # [B] the tokens that follow
-    hidden: torch.Tensor | None  # [B, D] of the target's last hidden state, where it is kept
+    roots: torch.Tensor  # [B] tokens
+    hidden: torch.Tensor | None  # [B, D] the target's final hidden states, where they are kept
 
 
 @dataclass(frozen=True)
 class Committed:
     """What the target committed in one pass, as a drafter needs it to go on.
 
-    Row by row: the positions whose cache rows were kept, the target's features there, and the
-    token that follows each of them. After a pass that accepted "b c" behind root "a" and gave the
-    bonus token "d", the positions are those of a, b, c and the tokens are b, c, d. Positions at or
-    beyond a row's length are padding. The last token is the next root.
+    For each row: the target's features at the committed positions, and the token that follows each
+    of them. After a pass that accepted "b c" after root "a" and added the bonus token "d", the
+    positions are those of a, b, c and the tokens are b, c, d. Positions at or beyond a row's length
+    are padding. The last token is the next root.
     """
 
     tokens: torch.Tensor  # [B, T]
@@ -50,7 +50,7 @@ class Committed:
 
     @cached_property
     def ends(self) -> Ends:
-        """The next roots and what predicted them; no work where the pass itself has told."""
+        """The next roots and what predicted them; already known after a compiled step."""
         if self.known_ends is not None:
             return self.known_ends
         last = self.features.last
@@ -58,15 +58,13 @@ class Committed:
         return Ends(at_last(self.tokens, self.lengths), hidden)
 
     def cut(self) -> "Committed":
-        """The same without the positions that are padding in every row.
-
-        In memory of its own, for compiled drafters: otherwise the distance from row to row would be
-        that of the larger table, and its every size would need another graph, if only for one row.
-        """
+        """The same without the positions that are padding in every row."""
         if self.width in (None, self.tokens.shape[1]):
             return self
 
         def cut(part: torch.Tensor) -> torch.Tensor:
+            # A contiguous copy: a view would keep the wider table's row stride, and every stride
+            # compiles another graph.
             return part[:, : self.width].clone(memory_format=torch.contiguous_format)
 
         return Committed(
@@ -81,21 +79,21 @@ class DraftSession(ABC):
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
-        """A tree within the budget behind the last committed token.
+        """A tree within the budget after the last committed token.
 
         With `random`, children are drawn without replacement and the tree carries the
         distributions they were drawn from; without, children are the most probable tokens.
         """
 
     def recipe(self, budget: Budget) -> TreeRecipe | None:
-        """`propose` without `random` as a part of the graph of a step, for what can be one."""
+        """`propose` without `random` as a part of the step's graph, for drafters that can."""
         return None
 
     @abstractmethod
     def commit(self, committed: Committed) -> None:
-        """Take in what the target committed; called after the prompt pass and after every step.
+        """Record what the target committed; called after the prompt pass and after every step.
 
-        A step may have passed without a proposal.
+        A step may have run without a proposal.
         """
 
     @abstractmethod
@@ -107,18 +105,18 @@ class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
     features: FeatureSpec
-    budgets: tuple[Budget, ...]  # those that it can make use of, from small to large
+    budgets: tuple[Budget, ...]  # those that it can use, from small to large
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """How likely a proposal within the budget is accepted to depth 1, 2, ...
 
-        What is known before decoding; a drafter that was never measured says UNMEASURED_ALPHA of
-        the depth before.
+        This is what is known before decoding: without measurements, each depth is accepted in
+        UNMEASURED_ALPHA of the cases in which the depth before is.
         """
         return tuple(UNMEASURED_ALPHA**depth for depth in range(1, budget.depth + 1))
 
     def identity(self) -> str:
-        """What the time of a proposal depends on, beside its budget and the target."""
+        """A name for what the time of a proposal depends on, besides its budget and the target."""
         return type(self).__name__
 
     def compile(self) -> None:  # noqa: B027  (nothing to compile is a good default)

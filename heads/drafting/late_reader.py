@@ -1,7 +1,7 @@
-"""What a target has committed and a drafter has not read yet.
+"""Reading committed tokens late: only when a drafter is to propose.
 
-A step without a proposal should cost what plain decoding costs, so drafters put reading off until
-they are to propose; what has come together by then is read in one pass.
+A step without a proposal should cost what plain decoding costs, so drafters only collect what was
+committed, and read all of it in one pass before their next proposal.
 """
 
 from abc import abstractmethod
@@ -13,24 +13,24 @@ from drafthead.heads.target.features import Features
 
 
 class Unread:
-    """Commits in the order in which they came."""
+    """The commits that a drafter has not read yet, in order."""
 
     def __init__(self) -> None:
         self.parts: list[Committed] = []
 
     def add(self, committed: Committed) -> None:
-        """Put one more behind the others."""
+        """Append one."""
         self.parts.append(committed)
 
     def take(self) -> Committed | None:
-        """All of them as one, None when there is nothing; they then count as read."""
+        """All of them as one, None when there is none; they then count as read."""
         parts, self.parts = self.parts, []
         if len(parts) > 1:
             return joined(parts)
         return parts[0].cut() if parts else None
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop what other rows have committed."""
+        """Keep the rows [R] only, in that order."""
         self.parts = [
             Committed(
                 part.tokens[rows],
@@ -43,20 +43,20 @@ class Unread:
 
 
 class LateReader(DraftSession):
-    """A session that reads the prompt at once, and what follows when it is to propose."""
+    """A session that reads the prompt at once, and later commits when it is to propose."""
 
     def __init__(self) -> None:
         self.unread = Unread()
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
 
     def commit(self, committed: Committed) -> None:
-        """Keep it to be read."""
+        """Collect what was committed; the prompt is read at once."""
         self.unread.add(committed)
         if self.roots is None:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Read what is unread; to be called before anything is proposed."""
+        """Read what is unread; `propose` calls this first."""
         committed = self.unread.take()
         if committed is not None:
             self.read(committed)
@@ -64,26 +64,26 @@ class LateReader(DraftSession):
 
     @abstractmethod
     def read(self, committed: Committed) -> None:
-        """Take in what was committed since the last time."""
+        """Read what was committed since the last time."""
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Keep the state of rows [R] only, in that order."""
         assert self.roots is not None
         self.roots = self.roots[rows]
         self.unread.keep_rows(rows)
 
 
 def joined(parts: list[Committed]) -> Committed:
-    """Each row's positions of all parts, one behind the other, and padding behind them.
+    """The parts joined row by row: each row's positions of all parts, then padding.
 
     Parts ``a b`` and ``c .`` of lengths 2 and 1 make ``a b c .`` of length 3; ``a .`` and ``c d``
     of lengths 1 and 2 make ``a c d .``.
     """
     parts = [part.cut() for part in parts]
     steps = [torch.arange(p.tokens.shape[1], device=p.tokens.device) for p in parts]
-    both = zip(parts, steps, strict=True)
-    padding = torch.cat([step >= part.lengths[:, None] for part, step in both], dim=1)
-    order = padding.int().argsort(dim=1, stable=True)  # [B, T] what is no padding goes first
+    pairs = zip(parts, steps, strict=True)
+    padding = torch.cat([step >= part.lengths[:, None] for part, step in pairs], dim=1)
+    order = padding.int().argsort(dim=1, stable=True)  # [B, T] padding goes last
     rows = torch.arange(order.shape[0], device=order.device)[:, None]
 
     def in_order(tables: list[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""drafthead.heads.families: one draft head a file, with its drafter.
+"""drafthead.heads.families: draft heads and their drafters, `x.py` and `x_drafter.py`.
 
-Importing the package imports every module beside this file, so that each head registers itself.
+Importing the package imports every module beside this file, so that each head and each
+drafter registers itself.
 """
 
 import importlib

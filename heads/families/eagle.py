@@ -1,7 +1,7 @@
 """EAGLE (Li et al., 2024, arXiv 2401.15077): one decoder layer that continues target features.
 
-From the target's final hidden state at position t and the token behind it, it predicts the hidden
-state at t + 1, which the target's own output head turns into the guess of token t + 2.
+From the target's final hidden state at position t and the token after it, the layer predicts the
+hidden state at t + 1, which the target's own output head turns into the guess of token t + 2.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class EagleHead(RecurrentHead):
         self.embed_tokens = None
         if config.embeddings == "own":
             self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
-        # `fc` stands in for the first layer's norm.
+        # The first layer has no norm of its input: it reads `fc`'s output as it is, as in EAGLE.
         self.layers = nn.ModuleList(
             DecoderLayer(config, input_norm=index > 0) for index in range(config.num_layers)
         )
@@ -62,13 +62,13 @@ class EagleHead(RecurrentHead):
             self.embed_tokens.weight.data.copy_(target.embed(tokens))
 
     def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
-        """The target's embeddings, or the head's own."""
+        """Embeddings [..., D] of tokens [...]: the target's, or the head's own."""
         if self.embed_tokens is None:
             return super().embed(token_ids, target)
         return self.embed_tokens(token_ids)
 
     def encode(self, features: Features) -> torch.Tensor:
-        """The final hidden states as they are, but for the noise of training."""
+        """The final hidden states [B, T, D]; in training with noise."""
         assert features.last is not None
         noise = self.config.feature_noise if self.training else 0
         if noise == 0:
@@ -77,25 +77,28 @@ class EagleHead(RecurrentHead):
 
     def run_layers(
         self,
-        embeds: torch.Tensor,
-        states: torch.Tensor,
+        embeds: torch.Tensor,  # [B, T, D]
+        states: torch.Tensor,  # [B, T, D]
         rotation: Rotation,
-        mask: torch.Tensor,
+        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         store: LayerStore,
     ) -> torch.Tensor:
-        """Embedding and state are mixed into one vector, then the layers follow."""
+        """Outputs [B, T, D]: embedding and state are mixed into one vector for the layers."""
         hidden = self.fc(torch.cat([embeds, states], dim=-1))
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotation, mask, partial(store, index))
         return hidden
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
-        """Outputs are hidden states of the target, so its output head reads them."""
+        """Logits [..., V]: the target's output head reads outputs [..., D] as its own states."""
         return target.project(outputs)
 
     def training_losses(
-        self, outputs: torch.Tensor, features: torch.Tensor, token_losses: torch.Tensor
+        self,
+        outputs: torch.Tensor,  # [A, D]
+        features: torch.Tensor,  # [A, D]
+        token_losses: torch.Tensor,  # [A]
     ) -> torch.Tensor:
-        """The distance from the target's states and the token loss, weighted."""
+        """The distance from the target's states and the token loss, weighted, [A]."""
         distance = feature_loss(outputs, features)
         return self.config.feature_weight * distance + self.config.token_weight * token_losses

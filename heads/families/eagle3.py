@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al., 2025, arXiv 2503.01840): a draft layer on low, middle and high features.
 
-Nothing ties its states to the target's, so the head learns on its own outputs instead: the
+No loss ties its states to the target's, so the head learns on its own outputs instead: the
 training-time test of `recurrent.Unrolled`. It may guess among the frequent tokens only. The norms
 of EAGLE-3.1 ("Attention Drift", arXiv 2605.09992) keep the states that are fed back from growing.
 P-EAGLE (arXiv 2602.01469) feeds nothing back: one pass over mask tokens drafts all depths.
@@ -17,16 +17,16 @@ from drafthead.heads.base import register_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.recurrent import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import (
-    Attention,
     DecoderLayer,
     GatedMlp,
     LayerStore,
     RMSNorm,
     Rotation,
+    SelfAttention,
     Store,
 )
-from drafthead.heads.layers.draft_vocabulary import most_frequent
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
 
 
@@ -35,8 +35,8 @@ class Eagle3Config(RecurrentConfig):
     """Shape and training of an EAGLE-3 head.
 
     `tap_norm` each and `norm_feedback` are EAGLE-3.1; EAGLE-3 has neither. A hidden size other than
-    the target's brings embeddings of its own. `mask_token` is P-EAGLE: drafted positions read this
-    token and learnt taps instead of what was drafted there.
+    the target's needs embeddings of its own. With `mask_token` the head is P-EAGLE: drafted
+    positions read this token and learnt taps instead of the drafted token and the last output.
     """
 
     target_hidden_size: int = 0
@@ -45,7 +45,7 @@ class Eagle3Config(RecurrentConfig):
     norm_feedback: bool = True  # feed back the state after the final norm
     norm_before_residual: bool = False  # the first layer adds to the normed state
     qk_norm: bool = False  # norm queries and keys of each attention head, as Qwen3 does
-    embeddings: Literal["target", "own"] = "target"  # own: as many numbers as the target's
+    embeddings: Literal["target", "own"] = "target"  # own: as large as the target's
     mask_token: int | None = None
     output: Literal["own", "sliced"] = "own"  # sliced: the target's rows, not trained
     draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
@@ -92,7 +92,7 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.hidden_norm = RMSNorm(size, eps=eps)
-        self.self_attn = Attention(config, input_size=2 * size, qk_norm=config.qk_norm)
+        self.self_attn = SelfAttention(config, input_size=2 * size, qk_norm=config.qk_norm)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
@@ -106,9 +106,9 @@ class Eagle3Layer(nn.Module):
     ) -> torch.Tensor:
         """The new states [B, T, D]."""
         normed = self.hidden_norm(states)
-        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        joined = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         hidden = normed if self.norm_before_residual else states
-        hidden = hidden + self.self_attn(both, rotation, mask, store)
+        hidden = hidden + self.self_attn(joined, rotation, mask, store)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -117,7 +117,7 @@ class Eagle3Head(RecurrentHead):
     """EAGLE-3's head, with or without the norms of 3.1."""
 
     def __init__(self, config: Eagle3Config):
-        super().__init__(config)
+        super().__init__(config, config.draft_vocab_size)
         size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
         width = config.target_hidden_size
         if config.tap_norm == "each":
@@ -135,9 +135,6 @@ class Eagle3Head(RecurrentHead):
         self.mask_hidden = None
         if config.mask_token is not None:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_taps * width))
-        if config.draft_vocab_size:
-            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
-            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:
@@ -156,20 +153,6 @@ class Eagle3Head(RecurrentHead):
         """The taps, and the final hidden state that the target's distribution is read from."""
         return FeatureSpec(layers=self.config.taps, last=True)
 
-    @property
-    def draft_ids(self) -> torch.Tensor | None:
-        """The tokens of the draft vocabulary [Vd], if it has one."""
-        if not self.config.draft_vocab_size:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def prepare(self, token_counts: torch.Tensor) -> None:
-        """Make the most frequent tokens the draft vocabulary; of equals the first."""
-        if self.config.draft_vocab_size:
-            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
-            self.d2t.copy_(d2t)
-            self.t2d.copy_(t2d)
-
     def initialize(self, target: Target) -> None:
         """Copy the target's output head and the scale of its final norm, if they fit."""
         if self.config.hidden_size != self.config.target_hidden_size:
@@ -183,7 +166,7 @@ class Eagle3Head(RecurrentHead):
         self.norm.weight.data.copy_(scale_of(target.final_norm, target))
 
     def encode(self, features: Features) -> torch.Tensor:
-        """The taps, normed and mixed."""
+        """The states [B, T, D]: the taps, normed and mixed."""
         taps: tuple[torch.Tensor, ...] = features.taps
         if self.config.tap_norm == "each":
             taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
@@ -191,35 +174,35 @@ class Eagle3Head(RecurrentHead):
         return self.fc(self.input_norm(joined) if self.config.tap_norm == "joint" else joined)
 
     def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
-        """The target's embeddings, or the head's own."""
+        """Embeddings [..., D] of tokens [...]: the target's, or the head's own."""
         return (
             target.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
         )
 
     def run_layers(
         self,
-        embeds: torch.Tensor,
-        states: torch.Tensor,
+        embeds: torch.Tensor,  # [B, T, D]
+        states: torch.Tensor,  # [B, T, D]
         rotation: Rotation,
-        mask: torch.Tensor,
+        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         store: LayerStore,
     ) -> torch.Tensor:
-        """The first layer reads embeddings and states, the others what is below them."""
+        """Outputs [B, T, D]: the first layer reads embeddings and states, the others its output."""
         hidden = self.layers[0](embeds, states, rotation, mask, partial(store, 0))
         for index, layer in enumerate(self.layers[1:], 1):
             hidden = layer(hidden, rotation, mask, partial(store, index))
         return hidden
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The outputs, normed in EAGLE-3.1."""
+        """The outputs [..., D], normed in EAGLE-3.1."""
         return self.norm(outputs) if self.config.norm_feedback else outputs
 
-    def drafted(
+    def draft_inputs(
         self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was drafted; in P-EAGLE the mask token and the learnt taps."""
+        """As for any recurrent head; in P-EAGLE the mask token and the learnt taps, [..., D]."""
         if self.mask_hidden is None:
-            return super().drafted(token_ids, outputs, target)
+            return super().draft_inputs(token_ids, outputs, target)
         mask = torch.full_like(token_ids, self.config.mask_token)
         taps = self.mask_hidden.chunk(len(self.config.taps), dim=-1)
         return self.embed(mask, target), self.encode(Features(None, taps)).expand_as(outputs)
@@ -230,17 +213,5 @@ class Eagle3Head(RecurrentHead):
         return self.mask_hidden is not None
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
-        """Logits [..., Vd] of the draft vocabulary."""
+        """Logits [..., Vd] from outputs [..., D]."""
         return target.finish_logits(self.lm_head(self.norm(outputs)))
-
-
-@torch.no_grad()
-def scale_of(norm: nn.Module, target: Target) -> torch.Tensor:
-    """By what a norm of the target multiplies each of D normalised numbers, [D].
-
-    Normalising a vector of ones and minus ones changes nothing, and the difference between the
-    norms of it and of its opposite is free of any bias.
-    """
-    signs = 1 - 2 * (torch.arange(target.hidden_size) % 2)
-    signs = signs.to(target.device, target.dtype)
-    return (norm(signs) - norm(-signs)) / 2 * signs

@@ -1,6 +1,7 @@
-"""A trained head as a drafter: what it drafts for, and what was measured of it."""
+"""A trained head as a drafter, and which class of drafter serves which class of head."""
 
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Drafter
@@ -58,3 +59,37 @@ class HeadDrafter(Drafter, Generic[Head]):
     def identity(self) -> str:
         """The shape of the head, and of a fixed tree."""
         return repr((self.head.config, self.fixed))
+
+
+DRAFTERS: dict[type, type[HeadDrafter[Any]]] = {}  # by class of heads
+
+DrafterClass = TypeVar("DrafterClass", bound=type[HeadDrafter[Any]])
+
+
+def register_drafter(head_class: type) -> Callable[[DrafterClass], DrafterClass]:
+    """Make a drafter class serve a class of heads and its subclasses.
+
+    Raises ValueError when the class of heads already has a drafter.
+    """
+
+    def register(cls: DrafterClass) -> DrafterClass:
+        if head_class in DRAFTERS:
+            raise ValueError(f"{head_class.__name__} already has a drafter: {DRAFTERS[head_class]}")
+        DRAFTERS[head_class] = cls
+        return cls
+
+    return register
+
+
+def drafter_for(
+    head: DraftHead, target: Target, shape: TreeShape | None = None
+) -> HeadDrafter[Any]:
+    """The head as a drafter of trees of the given shape, or of its own choice by budget.
+
+    Raises UserError when the shape is deeper than the head drafts, and TypeError when no drafter is
+    registered for the class of the head or a class above it.
+    """
+    for cls in type(head).__mro__:
+        if cls in DRAFTERS:
+            return DRAFTERS[cls](head, target, shape)
+    raise TypeError(f"no drafter is registered for {type(head).__name__}: see register_drafter")

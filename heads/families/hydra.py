@@ -1,7 +1,7 @@
-"""Hydra (Ankner et al., 2024, arXiv 2402.05109): heads that see the tokens drafted before them.
+"""Hydra (Ankner et al., 2024, arXiv 2402.05109): heads that see the tokens drafted before theirs.
 
 Head k reads the target's hidden state and the embeddings of the root and of the k - 1 tokens
-drafted behind it. Hydra++ puts a decoder layer, the prefix layer, between target and heads.
+drafted after it. Hydra++ puts a decoder layer, the prefix layer, between target and heads.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,8 @@ from torch.nn.functional import silu
 
 from drafthead.heads.base import register_head
 from drafthead.heads.families.sequential import SequentialHead
-from drafthead.heads.layers.decoder_layer import (
-    CacheColumns,
-    DecoderLayer,
-    DraftCache,
-    LayerConfig,
-    Rotary,
-)
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
 
@@ -33,7 +28,7 @@ class HydraConfig(LayerConfig):
     """
 
     num_heads: int = 4
-    num_blocks: int = 4  # all but a head's first are one block, applied again and again
+    num_blocks: int = 4  # after a head's first, one block is applied num_blocks - 1 times
     prefix_layer: bool = True
     grounded: bool = True  # false: the heads see no drafted tokens, as Medusa's
     dropout: float = 0.0  # before every block and output; 0.2 in the paper's 10 epochs
@@ -51,7 +46,7 @@ class HydraConfig(LayerConfig):
 
 
 class HydraBranch(nn.Module):
-    """One head: a block that reads all it is given, a repeated residual block, and the output."""
+    """One head: a block that reads the whole state, a repeated residual block, and the output."""
 
     def __init__(self, config: HydraConfig, index: int):
         super().__init__()
@@ -66,14 +61,14 @@ class HydraBranch(nn.Module):
         self._pass_on_the_hidden_state()
 
     def _pass_on_the_hidden_state(self) -> None:
-        """A fresh head without prefix layer says exactly what the target's output head says."""
+        """A fresh head without prefix layer predicts what the target's output head predicts."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         if isinstance(self.shortcut, nn.Linear):
             nn.init.eye_(self.shortcut.weight)
 
     def forward(self, state: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] from the hidden state and the tokens behind it, [..., width]."""
+        """Logits [..., V] from the hidden state and the tokens after it, [..., width]."""
         state = self.dropout(state)
         hidden = self.shortcut(state) + silu(self.first(state))
         for _ in range(self.repeats):
@@ -108,14 +103,14 @@ class PrefixLayer(nn.Module):
         mask: torch.Tensor,  # [B or 1, 1, T, S]
         cached: CacheColumns,
     ) -> torch.Tensor:
-        """Take in newly committed positions; their outputs [B, T, D]."""
+        """Outputs [B, T, D] at newly committed positions, whose keys and values are stored."""
         rotation = self.rotary(positions)
         return self.norm(self.layer(hidden, rotation, mask, partial(cached.append, 0)))
 
 
 @register_head("hydra", HydraConfig)
 class HydraHeads(SequentialHead):
-    """K Hydra heads. A state is the hidden state with the embeddings of the path behind it."""
+    """K Hydra heads. A state is the hidden state and the embeddings of the path after it."""
 
     def __init__(self, config: HydraConfig):
         super().__init__(config)
@@ -140,11 +135,11 @@ class HydraHeads(SequentialHead):
             self.branch(index).output.weight.data.copy_(weight)
 
     def branch(self, index: int) -> HydraBranch:
-        """Head `index`, which guesses the token index + 1 places behind the root."""
+        """Head `index`, which guesses the token index + 1 places after the root."""
         return cast(HydraBranch, self.branches[index])
 
     def contexts(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        """What the prefix layer makes of packed hidden states [B, T, D]."""
+        """The prefix layer's outputs for packed hidden states [B, T, D] and segments [B, T]."""
         return hidden if self.prefix is None else self.prefix.train_pass(hidden, segments)
 
     def new_cache(self) -> DraftCache | None:
@@ -153,19 +148,19 @@ class HydraHeads(SequentialHead):
 
     def read(
         self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
+        hidden: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         cached: CacheColumns,
     ) -> torch.Tensor:
-        """What the prefix layer makes of newly committed positions, [B, T, D]."""
+        """The prefix layer's outputs [B, T, D] at newly committed positions."""
         assert self.prefix is not None
         return self.prefix.decode_pass(hidden, positions, mask, cached)
 
     def advance(
         self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target
     ) -> torch.Tensor:
-        """The parents' states [..., S] and the embeddings of the nodes' own tokens behind them."""
+        """The parents' states [..., S], followed by the embeddings of the nodes' tokens [...]."""
         if not self.config.grounded:
             return state
         return torch.cat([state, target.embed(tokens).to(state.dtype)], dim=-1)

@@ -4,33 +4,19 @@ Where the target's own output head guesses the next token, head k guesses the k-
 residual blocks x + SiLU(W x + b) on the target's final hidden state, then an output projection.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from drafthead.heads.base import MAX_RANK, HeadBatch, register_head
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.families.head_drafter import HeadDrafter
-from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.base import HeadBatch, register_head
 from drafthead.heads.objectives.anchors import AnchoredHead
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
-from drafthead.heads.sampling import (
-    DRAFT_SUPPORT,
-    RowRandom,
-    SamplingConfig,
-    draw_without_replacement,
-    probabilities,
-)
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.levels import Guesses, best_guesses
-from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,7 @@ class MedusaBranch(nn.Module):
         size = config.hidden_size
         blocks = [nn.Linear(size, size, bias=config.bias) for _ in range(config.num_blocks)]
         for parameter in nn.ModuleList(blocks).parameters():
-            # With zero blocks a fresh head says exactly what the target's output head says.
+            # With zero weights a fresh head predicts what the target's output head predicts.
             nn.init.zeros_(parameter)
         self.blocks = nn.ModuleList(blocks)
         self.output = (
@@ -102,7 +88,7 @@ class MedusaHeads(AnchoredHead):
                 output.weight.data.copy_(weight)
 
     def branch(self, index: int) -> MedusaBranch:
-        """Head `index`, which guesses the token index + 1 places behind the root."""
+        """Head `index`, which guesses the token index + 1 places after the root."""
         return cast(MedusaBranch, self.branches[index])
 
     def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
@@ -114,12 +100,10 @@ class MedusaHeads(AnchoredHead):
         return target.finish_logits(branch.output(hidden))
 
     def all_logits(self, state: torch.Tensor, depth: int, target: Target) -> torch.Tensor:
-        """Logits [B, d, V] of the first d heads behind one state [B, D] a row.
-
-        Heads that share the target's output head go through it together, so that it is read once.
-        """
+        """Logits [B, d, V] of the first d heads from states [B, D]."""
         if self.config.output == "own":
             return torch.stack([self.logits(state, k, target) for k in range(depth)], dim=1)
+        # The heads go through the shared output head together, so that it is read once.
         hidden = torch.stack([self.branch(k)(state) for k in range(depth)], dim=1)
         return target.project(hidden)
 
@@ -129,145 +113,3 @@ class MedusaHeads(AnchoredHead):
         """The anchors' hidden states [A, D], the same for every head."""
         assert batch.features.last is not None
         return [batch.features.last[rows, anchors]] * self.depth
-
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
-        """Medusa heads on static trees, by default those grown from their measured acceptance."""
-        return MedusaDrafter(self, target, shape)
-
-
-class MedusaLayout:
-    """A static tree as the index tables that fill it.
-
-    A node of depth d is the `rank`-th guess of head d - 1 under its parent. The root is counted to
-    the first head and replaced, so that all tables are as long as the tree.
-    """
-
-    def __init__(self, shape: TreeShape, device: torch.device):
-        self.shape = shape
-        self.parents = shape.parents[1:].to(device)  # [N - 1]
-        self.ranks = shape.ranks.to(device)  # [N]
-        self.head_of_node = (shape.depths - 1).clamp_min(0).to(device)  # [N]
-        # Under which head's distribution a node's children stand; leaves of full depth have none.
-        self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
-
-
-class MedusaDrafter(HeadDrafter[MedusaHeads]):
-    """Medusa heads that fill static trees."""
-
-    def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
-        """Raises UserError when the tree is deeper than the number of heads."""
-        super().__init__(head, target, shape)
-        self.widest = MAX_RANK if shape is None else shape.width  # guesses looked at for a node
-        self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}
-        # By all heads, so that one graph serves trees of any depth.
-        fill_with_all = partial(self._fill, depth=head.depth)
-        self.filler = TokenFiller(fill_with_all, dims=("B .", "B", "N", "N"))
-        self.guess: Callable[..., Guesses] = self._guess
-        self.fill: Callable[..., torch.Tensor] = self._fill
-
-    def _guess(
-        self,
-        hidden: torch.Tensor,  # [B, D] where the roots were predicted
-        depth: int,  # d, of the tree that is to be filled
-        count: int = DRAFT_SUPPORT,  # k
-    ) -> Guesses:
-        """Logits and ids [B, d, k] of the first heads' best guesses behind the roots."""
-        return best_guesses(self.head.all_logits(hidden, depth, self.target), count=count)
-
-    def _fill(
-        self,
-        hidden: torch.Tensor,  # [B, D]
-        roots: torch.Tensor,  # [B]
-        head_of_node: torch.Tensor,  # [N]
-        ranks: torch.Tensor,  # [N]
-        depth: int,
-    ) -> torch.Tensor:
-        """Tokens [B, N] of the tree: each node the guess of its rank of its depth's head."""
-        _, ids = self._guess(hidden, depth, self.widest)
-        is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
-        return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
-
-    def compile(self) -> None:
-        """Compile the heads, a graph for each number of heads that a tree needs."""
-        made_for = self.target.device, self.target.dtype
-        self.guess = Compiled(self._guess, *made_for, dims={"hidden": "B ."})
-        self.fill = Compiled(
-            self._fill,
-            *made_for,
-            dims={"hidden": "B .", "roots": "B", "head_of_node": "N", "ranks": "N"},
-        )
-
-    def layout(self, budget: Budget, drawn: bool) -> MedusaLayout:
-        """The tables of the tree for a budget, of the best guesses or of drawn ones."""
-        if (budget, drawn) not in self.layouts:
-            shape = self.trees.shape(budget)
-            shape = shape.gapless if drawn else shape
-            self.layouts[budget, drawn] = MedusaLayout(shape, self.target.device)
-        return self.layouts[budget, drawn]
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session; the prompt itself is not needed, its features come with the first commit."""
-        return MedusaSession(self)
-
-
-class MedusaSession(DraftSession):
-    """Medusa heads at work: the state is one hidden state a row."""
-
-    def __init__(self, drafter: MedusaDrafter):
-        self.drafter = drafter
-        self.hidden: torch.Tensor | None = None  # [B, D], where the root was predicted
-        self.roots: torch.Tensor | None = None  # [B]
-
-    def commit(self, committed: Committed) -> None:
-        """Keep the root and the hidden state that predicted it."""
-        self.roots, self.hidden = committed.ends
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
-        assert self.hidden is not None and self.roots is not None
-        self.hidden, self.roots = self.hidden[rows], self.roots[rows]
-
-    @torch.no_grad()
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
-        """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
-        assert self.hidden is not None and self.roots is not None
-        layout = self.drafter.layout(budget, drawn=random is not None)
-        depth = layout.shape.depth
-        if random is not None:
-            logits, ids = self.drafter.guess(self.hidden, depth)
-            return self._drawn(layout, logits, ids, sampling, random)
-        tables = layout.head_of_node, layout.ranks
-        tokens = self.drafter.fill(self.hidden, self.roots, *tables, depth)
-        return TokenTree.from_shape(layout.shape, tokens)
-
-    def recipe(self, budget: Budget) -> TreeRecipe | None:
-        """For heads with one output head, which cost the same whatever the depth of the tree."""
-        if self.drafter.head.config.output == "own":
-            return None
-        assert self.hidden is not None and self.roots is not None
-        layout = self.drafter.layout(budget, drawn=False)
-        arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks
-        rows = self.roots.shape[0]
-        return TreeRecipe.from_shape(layout.shape, rows, self.drafter.filler, arguments)
-
-    def _drawn(
-        self,
-        layout: MedusaLayout,
-        logits: torch.Tensor,  # [B, d, k]
-        ids: torch.Tensor,  # [B, d, k]
-        sampling: SamplingConfig,
-        random: RowRandom,
-    ) -> TokenTree:
-        """Children drawn without replacement, anew under each parent."""
-        assert self.roots is not None
-        probs = probabilities(logits, sampling)  # [B, d, k]
-        draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
-        draft_probs = probs[:, layout.head_of_children]
-        uniform = random.uniform(*draft_probs.shape[1:])
-        order = draw_without_replacement(draft_probs, layout.shape.width, uniform)
-        drawn = draft_ids.gather(-1, order)  # [B, N, width]
-        drafted = drawn[:, layout.parents, layout.ranks[1:]]  # [B, N - 1]
-        tokens = torch.cat([self.roots[:, None], drafted], dim=1)
-        return TokenTree.from_shape(layout.shape, tokens, draft_ids, draft_probs)

@@ -60,7 +60,7 @@ class ShiftedNorm(nn.Module):
 class MlpSpeculator(SequentialHead):
     """An MLP speculator. First states are hidden states [..., D], all others have inner_size S.
 
-    Tied modules are one module, used for all the steps behind its own.
+    A tied module is one module that its own step and all later steps use.
     """
 
     def __init__(self, config: MlpSpeculatorConfig):

@@ -15,18 +15,15 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss, register_head
-from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.eagle3 import scale_of
 from drafthead.heads.families.parallel_correction import Correction
-from drafthead.heads.families.parallel_drafter import ParallelDrafter
 from drafthead.heads.families.parallel_transformer import (
     BlockConfig,
     BlockTransformer,
     KeysValues,
     spread_taps,
 )
-from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
+from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
@@ -40,13 +37,13 @@ from drafthead.heads.objectives.losses import (
     ranks_of,
 )
 from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.
 BLOCKS_AT_ONCE = 32
 
-MOST_RANK = 256  # of a correction that is not told its own
+MOST_RANK = 256  # of a correction whose rank is not configured
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,8 @@ class ParallelConfig(BlockConfig):
     correction_rank: int = 0  # a quarter of the hidden size, at most 256
     loss: str = "soft"  # a name in losses.TOKEN_LOSSES
     depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
-    dpace: bool = False  # and by what its place is worth to the block as drafted, see dpace_weights
-    warm: bool = False  # begin with copies of the target's own layers
+    dpace: bool = False  # weight places by what an error there costs the block: `dpace_weights`
+    warm: bool = False  # start from copies of the target's own layers
     anchors: int = 32  # blocks of a row that a training step drafts
     anchor_places: Literal["random", "blocks"] = "random"  # blocks: end to end
     confidence_weight: float = 0.0  # of the confidence output's loss; 0: there is no such output
@@ -86,31 +83,30 @@ class ParallelConfig(BlockConfig):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the blocks of a batch stand. A block's anchor is the position before its root."""
+    """Where the blocks of a batch begin. A block's anchor is the position before its root."""
 
     anchors: torch.Tensor  # [B, A]
-    valid: torch.Tensor  # [B, A] bool: the others only fill up rows with fewer blocks
-    weights: torch.Tensor  # [B]: for how many places of its row a block stands
+    valid: torch.Tensor  # [B, A] bool: the others pad rows with fewer blocks
+    weights: torch.Tensor  # [B] number of possible anchors of the row for each chosen one
 
 
 @register_head("parallel", ParallelConfig)
-class ParallelHead(DraftHead):
+class ParallelHead(DraftVocabulary, DraftHead):
     """A block-parallel head."""
 
     def __init__(self, config: ParallelConfig):
         super().__init__(config)
         size, rank = config.hidden_size, config.correction_rank
+        self.add_draft_vocabulary(config.vocab_size, config.draft_vocab_size)
         self.transformer = BlockTransformer(config)
         self.output = None
         if config.draft_vocab_size > 0:
             # Rows of the target's output head, as little trained as the whole of it.
             self.output = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
-            d2t, t2d = most_frequent(torch.zeros(config.vocab_size), config.draft_vocab_size)
-            self.d2t, self.t2d = nn.Buffer(d2t), nn.Buffer(t2d)  # filled by `prepare`
         self.correction = None
         if config.correction != "none":
-            says = config.draft_vocab_size or config.vocab_size
-            self.correction = Correction(config.correction, rank, size, config.vocab_size, says)
+            logits = config.draft_vocab_size or config.vocab_size
+            self.correction = Correction(config.correction, rank, size, config.vocab_size, logits)
         self.confidence = None
         if config.confidence_weight > 0:
             reads_token = config.confidence_reads_token and self.correction is not None
@@ -132,7 +128,7 @@ class ParallelHead(DraftHead):
 
     @property
     def features_needed(self) -> FeatureSpec:
-        """The taps; the last hidden state teaches."""
+        """The taps, and the last hidden state, from which the target's distribution is computed."""
         return FeatureSpec(layers=self.config.taps, last=True)
 
     @property
@@ -140,22 +136,8 @@ class ParallelHead(DraftHead):
         """Tokens that one pass drafts."""
         return self.config.depth
 
-    @property
-    def draft_ids(self) -> torch.Tensor | None:
-        """The tokens of the draft vocabulary [Vd], if it has one."""
-        if self.output is None:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def prepare(self, token_counts: torch.Tensor) -> None:
-        """Make the most frequent tokens the draft vocabulary; of equals the first."""
-        if self.output is not None:
-            d2t, t2d = most_frequent(token_counts, self.config.draft_vocab_size)
-            self.d2t.copy_(d2t)
-            self.t2d.copy_(t2d)
-
     def initialize(self, target: Target) -> None:
-        """Take over the scale of the target's final norm; begin the codes like its embeddings."""
+        """Copy the scale of the target's final norm; derive the codes from its embeddings."""
         if self.config.warm:
             self.transformer.begin_like(target)
         self.transformer.norm.weight.data.copy_(scale_of(target.final_norm, target))
@@ -171,14 +153,10 @@ class ParallelHead(DraftHead):
             return target.project(hidden)
         return target.finish_logits(self.output(hidden))
 
-    def tokens_of(self, guesses: torch.Tensor) -> torch.Tensor:
-        """The target's token ids of guesses [...], which count the draft vocabulary."""
-        return guesses if self.output is None else guesses + self.d2t[guesses]
-
     def confidence_logits(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Logits [...] of the chance that what is drafted in slots [..., D] is accepted.
+        """Logits [...] of the chance that the token drafted in a slot is accepted.
 
-        `before` [...] are the tokens before the slots.
+        From hidden states [..., D] of slots and the tokens [...] before them.
         """
         assert self.confidence is not None
         if self.confidence.in_features > hidden.shape[-1]:
@@ -191,19 +169,19 @@ class ParallelHead(DraftHead):
 
         Anchors are the positions whose next token (the root) is supervised; training drafts from
         `anchors` of them a row, measuring from all. For the ids ``p q A B C`` with A B C
-        supervised, the block behind root A sees p and q and learns B behind A and C behind B.
+        supervised, the block after root A sees p and q and learns B after A and C after B.
         """
         blocks = self.choose_blocks(batch)
         rows, _ = blocks.valid.nonzero(as_tuple=True)
         anchors = blocks.anchors[blocks.valid]  # [M]
-        hidden = self.drafted(batch, target, blocks.anchors)[blocks.valid]  # [M, K, D]
-        found = [labels_at(batch, rows, anchors, offset=k + 2) for k in range(self.depth)]
-        valid, labels = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))  # [M, K]
+        hidden = self.block_states(batch, target, blocks.anchors)[blocks.valid]  # [M, K, D]
+        by_depth = [labels_at(batch, rows, anchors, offset=k + 2) for k in range(self.depth)]
+        valid, labels = (torch.stack(c, dim=1) for c in zip(*by_depth, strict=True))  # [M, K]
         before = torch.cat([batch.input_ids[rows, anchors + 1, None], labels[:, :-1]], dim=1)
         codes = (
             hidden[..., :0] if self.correction is None else self.correction.codes(before, hidden)
         )
-        # The target's own prediction of a label stands one place before it.
+        # The target predicts a label one place before it.
         teachers = anchors[:, None] + 1 + torch.arange(self.depth, device=anchors.device)
         assert batch.features.last is not None
         judged = in_chunks(
@@ -215,17 +193,17 @@ class ParallelHead(DraftHead):
             before[valid],
             labels[valid],
         )
-        nothing = (0.0, 0.0, 0.0, MAX_RANK)
-        losses, doubts, chances, ranks = (
+        fills = (0.0, 0.0, 0.0, MAX_RANK)  # for places without a label
+        losses, confidence_losses, chances, ranks = (
             torch.full_like(labels, fill, dtype=values.dtype).masked_scatter(valid, values)
-            for fill, values in zip(nothing, judged, strict=True)
+            for fill, values in zip(fills, judged, strict=True)
         )
         weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
         weights = weights * blocks.weights[rows, None]  # [M, K]
         if self.config.dpace:
             weights = weights * dpace_weights(chances, valid)
         return HeadLoss(
-            total=(weights * (losses + self.config.confidence_weight * doubts)).sum(),
+            total=(weights * (losses + self.config.confidence_weight * confidence_losses)).sum(),
             depth_losses=losses.detach().sum(dim=0),
             depth_counts=valid.sum(dim=0),
             ranks=ranks,
@@ -240,31 +218,28 @@ class ParallelHead(DraftHead):
         before: torch.Tensor,  # [P]
         labels: torch.Tensor,  # [P]
     ) -> tuple[torch.Tensor, ...]:
-        """Of P slots the loss, that of the confidence, and the true token's probability and rank.
-
-        See `draft_vocabulary.translated` for what a draft vocabulary is taught.
-        """
+        """For P slots: losses, confidence losses, the true tokens' probabilities and ranks, [P]."""
         logits = self.base_logits(hidden, target)
         if self.correction is not None:
             logits = logits + self.correction.output(codes)
         rule = TOKEN_LOSSES[self.config.loss]
         reads_target = rule.reads_target or self.confidence is not None
         target_logits = target.project(teacher) if reads_target else None
-        taught = known = torch.ones_like(labels, dtype=torch.bool)
-        if self.draft_ids is not None:
-            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
-            labels, target_logits, taught, known = lesson
+        labels, target_logits, taught, known = self.lesson(labels, target_logits)
         losses = rule.function(logits, target_logits, labels).where(taught, 0)
-        doubts = torch.zeros_like(losses)
+        confidence_losses = torch.zeros_like(losses)
         if self.confidence is not None and target_logits is not None:
             accepted = overlap(logits.detach(), target_logits)
             confidence = self.confidence_logits(hidden, before).float()
-            doubts = binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+            confidence_losses = binary_cross_entropy_with_logits(
+                confidence, accepted, reduction="none"
+            )
         chances = torch.exp(-hard_cross_entropy(logits.detach(), labels)).where(known, 0)
-        return losses, doubts, chances, ranks_of(logits, labels, MAX_RANK).where(known, MAX_RANK)
+        ranks = ranks_of(logits, labels, MAX_RANK).where(known, MAX_RANK)
+        return losses, confidence_losses, chances, ranks
 
-    def drafted(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, A, K, D] of the blocks behind anchors [B, A], for one context."""
+    def block_states(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, A, K, D] of the blocks at anchors [B, A], one context for each row."""
         length = batch.input_ids.shape[1]
         positions = torch.arange(length, device=anchors.device).expand_as(batch.input_ids)
         fused = self.transformer.fused(batch.features.taps)
@@ -273,15 +248,16 @@ class ParallelHead(DraftHead):
         parts = []
         for some in anchors.split(BLOCKS_AT_ONCE, dim=1):
             mask = self.training_mask(batch.segments, some)
-            stores = [partial(behind, keys_values) for keys_values in context]
+            stores = [partial(appended, keys_values) for keys_values in context]
             roots = batch.input_ids.gather(1, some + 1)
             parts.append(self.transformer(target, roots, fused[rows, some], some + 1, mask, stores))
         return torch.cat(parts, dim=1)
 
     def training_mask(self, segments: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """What the slots of blocks see, [B, 1, A x block_size, T + A x block_size].
+        """The bool mask [B, 1, A x block_size, T + A x block_size] of blocks at anchors [B, A].
 
-        The tokens up to the anchor in its segment [B, T], and their own block.
+        Slots see the tokens up to their anchor in its segment, by `segments` [B, T], and their own
+        block.
         """
         places = torch.arange(segments.shape[1], device=segments.device)
         same = segments[:, None] == segments.gather(1, anchors)[..., None]
@@ -303,15 +279,11 @@ class ParallelHead(DraftHead):
         taken = allowed.sum(dim=1).clamp_max(limit)
         anchors = order.topk(max(1, int(taken.max())), dim=1).indices
         valid = torch.arange(anchors.shape[1], device=anchors.device) < taken[:, None]
-        # From left to right; a padding block stands at 0, where it has a root.
+        # From left to right; a padding block has anchor 0, so that its root exists.
         anchors = torch.where(valid, anchors, allowed.shape[1]).sort(dim=1).values
         return Blocks(anchors.where(valid, 0), valid, counts / taken.clamp_min(1))
 
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
-        """The head on its most probable trees, or on trees of the given shape."""
-        return ParallelDrafter(self, target, shape)
 
-
-def behind(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-    """The context's keys and values with those of the blocks behind them."""
+def appended(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+    """The context's keys and values, then those of the blocks, [B, Hkv, S, head_dim] each."""
     return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)

@@ -1,7 +1,7 @@
 """A low-rank correction of a block's logits by the tokens before each slot.
 
 One pass over a block cannot know which token was drafted before a slot. A correction that depends
-on just that token makes up for most of it (DSpark, arXiv 2607.05147), and costs no pass.
+on this token alone recovers most of the loss (DSpark, arXiv 2607.05147), and needs no pass.
 """
 
 from typing import Literal
@@ -13,17 +13,17 @@ CorrectionKind = Literal["markov", "gated", "recurrent"]
 
 
 class Correction(nn.Module):
-    """What is added to a slot's logits: output(code), for a code of low rank.
+    """The term output(code) that is added to a slot's logits, for a code of low rank.
 
     With e = embed(token before the slot), h the slot's hidden state and s the state of the block
-    so far, which begins as 0, the code is
+    so far, which starts as 0, the code is
 
     - ``markov``: e;
     - ``gated``: sigmoid(gate(h, e)) x e;
     - ``recurrent``: tanh(o) where u, c, o = joint(s, e, h), and s becomes
       sigmoid(u) x s + (1 - sigmoid(u)) x tanh(c).
 
-    These are DSpark's three; Domino (arXiv 2605.29707) is a recurrent one too.
+    These are DSpark's three; Domino (arXiv 2605.29707) is recurrent too.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Correction(nn.Module):
         self.joint = nn.Linear(2 * rank + hidden_size, 3 * rank) if kind == "recurrent" else None
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The state [..., R] in front of blocks whose first slots are hidden [..., D]."""
+        """The state [..., R] before blocks whose first slots are hidden [..., D]."""
         return hidden.new_zeros(*hidden.shape[:-1], 0 if self.joint is None else self.rank)
 
-    def step(
+    def advance(
         self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The code [..., rank] of slots with hidden [..., D] behind tokens [...].
+        """The codes [..., rank] of slots with hidden [..., D] after tokens [...].
 
-        Takes the state [..., R] in front of these tokens and gives the one behind them.
+        Takes the state [..., R] before these tokens and also returns the state after them.
         """
         embedded = self.embed(before)
         if self.gate is not None:
@@ -60,11 +60,11 @@ class Correction(nn.Module):
         return embedded, state
 
     def codes(self, before: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The codes [..., K, rank] of whole blocks [..., K, D] behind known tokens [..., K]."""
+        """The codes [..., K, rank] of whole blocks [..., K, D] after known tokens [..., K]."""
         state = self.begin(hidden[..., 0, :])
         codes = []
         for slot in range(hidden.shape[-2]):
-            code, state = self.step(before[..., slot], hidden[..., slot, :], state)
+            code, state = self.advance(before[..., slot], hidden[..., slot, :], state)
             codes.append(code)
         return torch.stack(codes, dim=-2)
 
@@ -72,8 +72,8 @@ class Correction(nn.Module):
     def begin_alike(self, embeddings: torch.Tensor) -> None:
         """Start the codes as the principal components of the target's embeddings [V, D].
 
-        Tokens that are alike for the target then begin alike, so that what is learnt behind one
-        token serves the others; a token that never stood in the training data has only this.
+        Tokens that are alike for the target then start alike, so that what is learnt after one
+        token serves the others; a token that is not in the training data has nothing else.
         """
         centred = embeddings.float() - embeddings.float().mean(0)
         _, directions = torch.linalg.eigh(centred.T @ centred)  # in ascending order of variance

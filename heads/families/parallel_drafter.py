@@ -2,24 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
-from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache, Store
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_tree
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
-
-if TYPE_CHECKING:
-    from drafthead.heads.families.parallel import ParallelHead
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
 
@@ -46,10 +44,11 @@ Tensors = tuple[torch.Tensor, ...]
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # see `Candidates.tables`
 
 
-class ParallelDrafter(HeadDrafter["ParallelHead"]):
+@register_drafter(ParallelHead)
+class ParallelDrafter(HeadDrafter[ParallelHead]):
     """A block-parallel head on its most probable trees, or on static ones."""
 
-    def __init__(self, head: "ParallelHead", target: Target, shape: TreeShape | None):
+    def __init__(self, head: ParallelHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the block."""
         super().__init__(head, target, shape, tree_budgets(head.depth))
         self.read: Callable[..., torch.Tensor] = self.read_eagerly
@@ -83,39 +82,39 @@ class ParallelDrafter(HeadDrafter["ParallelHead"]):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> Tensors:
-        """Hidden states [B, K, D] of the block behind the roots, and its logits [B, K, Vd]."""
+        """Hidden states [B, K, D] of the block after the roots, and its logits [B, K, Vd]."""
         transformer = self.head.transformer
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
         stores: list[Store] = [
             partial(cached.append, layer) for layer in range(len(transformer.layers))
         ]
-        both = roots[:, None], before[:, None]
-        hidden = transformer(self.target, *both, positions, mask, stores)[:, 0]
+        block = roots[:, None], before[:, None]  # one block a row
+        hidden = transformer(self.target, *block, positions, mask, stores)[:, 0]
         return hidden, self.head.base_logits(hidden, self.target).float()
 
     def _candidates(
         self, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
     ) -> Tables:
-        """The tables of `Candidates` behind roots [B], from what `block` gives."""
+        """The tables of `Candidates` after roots [B], from the outputs of `block`."""
         return Candidates.of(Block(self.head, hidden, logits), roots).tables()
 
     def guesses(
         self,
         hidden: torch.Tensor,  # [B, D] of a slot
-        logits: torch.Tensor,  # [B, Vd] likewise
-        states: torch.Tensor,  # [B, m, R] one level up
+        logits: torch.Tensor,  # [B, Vd] of the slot, before the correction
+        states: torch.Tensor,  # [B, m, R] of the inner nodes one level up
         level: Level,
         tokens: torch.Tensor,  # [B, n]
     ) -> tuple[torch.Tensor, Guesses]:
         """States [B, n, R] of inner nodes of a level, and the guesses of their children."""
         block = Block(self.head, hidden[:, None], logits[:, None])
         codes, states = block.codes(0, tokens, states[:, level.above])
-        return states, best_guesses(block.logits_behind(0, codes), self.head.draft_ids)
+        return states, best_guesses(block.logits_after(0, codes), self.head.draft_ids)
 
     def tree(
         self, budget: Budget, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
     ) -> TokenTree:
-        """The most probable tree behind roots [B], from what `block` gives."""
+        """The most probable tree after roots [B], from the outputs [B, K, ...] of `block`."""
         tables = self.candidates(roots, hidden, logits)
         if self.compiled_trees is None:
             return TokenTree(*self._tree(budget, roots, hidden, *tables))
@@ -128,13 +127,13 @@ class ParallelDrafter(HeadDrafter["ParallelHead"]):
     def _tree(
         self,
         budget: Budget,
-        roots: torch.Tensor,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        logits: torch.Tensor,
-        outputs: torch.Tensor | None,
+        roots: torch.Tensor,  # [B]
+        hidden: torch.Tensor,  # [B, K, D]
+        ids: torch.Tensor,  # [B, K, k]
+        logits: torch.Tensor,  # [B, K, k]
+        outputs: torch.Tensor | None,  # [B, K, rank, k]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """The fields of the tree."""
+        """The fields of the `TokenTree`: a graph returns tensors and numbers only."""
         scorer = Candidates(Block(self.head, hidden), ids, logits, outputs)
         tree = best_first_tree(roots, scorer, budget)
         return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_depth, tree.width
@@ -149,7 +148,7 @@ class ParallelDrafter(HeadDrafter["ParallelHead"]):
         self.compiled_trees = {}
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session; the prompt's features come with the first commit."""
+        """A session for prompts [B, T]; their features come with the first commit."""
         return ParallelSession(self)
 
 
@@ -166,8 +165,8 @@ class ParallelSession(LateReader):
     def read(self, committed: Committed) -> None:
         """Add what was committed to the context."""
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
-        is_prompt = cache.lengths is None  # prompts are seldom of one length
-        read = self.drafter.read_eagerly if is_prompt else self.drafter.read
+        # Prompts are seldom of one length, so a graph for each would be used once.
+        read = self.drafter.read_eagerly if cache.lengths is None else self.drafter.read
         positions, columns = cache.positions(tokens), cache.columns(tokens)
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
         cache.stay(tokens.shape[1])
@@ -175,7 +174,7 @@ class ParallelSession(LateReader):
         self.before = at_last(fused, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Keep the state of rows [R] only, in that order."""
         super().keep_rows(rows)
         assert self.before is not None
         self.cache.keep_rows(rows)
@@ -185,7 +184,7 @@ class ParallelSession(LateReader):
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
-        """One pass over the block, then a tree of what it says."""
+        """One pass over the block, then a tree of its guesses."""
         hidden, logits = self._passed()
         assert self.roots is not None
         drafter = self.drafter
@@ -195,7 +194,7 @@ class ParallelSession(LateReader):
         states = Block(drafter.head, hidden).begin()
 
         def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
-            """Behind each real path."""
+            """After each real path."""
             nonlocal states
             slot = hidden[:, depth], logits[:, depth]
             states, guesses = drafter.guesses(*slot, states, level, tokens)
@@ -203,50 +202,50 @@ class ParallelSession(LateReader):
 
         return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)
 
-    def drafted(self) -> torch.Tensor:
-        """Hidden states [B, K, D] of the block behind the roots."""
+    def block_states(self) -> torch.Tensor:
+        """Hidden states [B, K, D] of the block after the roots."""
         return self._passed()[0]
 
     def _passed(self) -> Tensors:
-        """What a pass over the block gives; its keys and values are not kept."""
+        """The outputs of a pass over the block, whose keys and values are not kept."""
         self.catch_up()
         cache, transformer = self.cache, self.drafter.head.transformer
         assert self.roots is not None and cache.lengths is not None
         mask = cache.mask(transformer.visible(1, self.roots.device)[None])
         columns = cache.columns(self.roots[:, None].expand(-1, transformer.config.block_size))
         positions = cache.lengths[:, None]
-        both = self.roots, self.before
-        return self.drafter.block(*both, positions, mask, columns, cache.keys, cache.values)
+        block = self.roots, self.before
+        return self.drafter.block(*block, positions, mask, columns, cache.keys, cache.values)
 
 
 class Block:
-    """What one pass says of a block, and how it depends on the tokens chosen in it."""
+    """The outputs of one pass over a block, and the correction by the tokens chosen in it."""
 
     def __init__(
-        self, head: "ParallelHead", hidden: torch.Tensor, logits: torch.Tensor | None = None
+        self, head: ParallelHead, hidden: torch.Tensor, logits: torch.Tensor | None = None
     ):
         """`hidden` [B, K, D] and `logits` [B, K, Vd] are those of the slots."""
         self.correction, self.tokens_of = head.correction, head.tokens_of
         self.hidden, self.logits = hidden, logits
 
     def begin(self) -> torch.Tensor:
-        """The state [B, 1, R] in front of the roots."""
+        """The state [B, 1, R] before the roots."""
         first = self.hidden[:, :1]
         return first[..., :0] if self.correction is None else self.correction.begin(first)
 
     def codes(
         self, depth: int, before: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The correction's codes [B, n, rank] of a slot (0 is the first) behind tokens [B, n].
+        """The correction's codes [B, n, rank] of a slot (0 is the first) after tokens [B, n].
 
-        Takes the states [B, n, R] in front of these tokens and gives those behind them.
+        Takes the states [B, n, R] before these tokens and also returns the states after them.
         """
         if self.correction is None:
             return state, state
         hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
-        return self.correction.step(before, hidden, state)
+        return self.correction.advance(before, hidden, state)
 
-    def logits_behind(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
+    def logits_after(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
         """Logits [B, n, Vd] of a slot with the corrections of codes [B, n, rank]."""
         assert self.logits is not None
         logits = self.logits[:, depth, None]
@@ -269,21 +268,20 @@ class Candidates:
 
     @classmethod
     def of(cls, block: Block, roots: torch.Tensor) -> "Candidates":
-        """Candidates behind the roots [B].
+        """Candidates after the roots [B].
 
-        Without its correction a slot does not know what it follows, so the candidates are those
-        that the average correction favours: over the candidates of the slot before, weighted by how
-        probable they are.
+        The correction of a slot depends on the token before it, which is not chosen yet. So the
+        candidates are the best after the mean correction over the candidates of the slot before,
+        weighted by their probabilities.
         """
-        everywhere = block.logits
-        assert everywhere is not None
+        assert block.logits is not None
         before, state = roots[:, None], block.begin()
         weights = torch.ones_like(before, dtype=block.hidden.dtype)[..., None]  # [B, n, 1]
         chosen = []
-        for depth in range(everywhere.shape[1]):
+        for depth in range(block.logits.shape[1]):
             codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
             code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
-            logits = block.logits_behind(depth, code)[:, 0]
+            logits = block.logits_after(depth, code)[:, 0]
             best, places = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
             chosen.append(places)
             before = block.tokens_of(places)
@@ -293,20 +291,20 @@ class Candidates:
         if block.correction is not None:
             # In float32: a CPU multiplies small 16-bit matrices many times slower.
             outputs = block.correction.output.weight[guesses].float().mT
-        return cls(block, block.tokens_of(guesses), everywhere.gather(-1, guesses), outputs)
+        return cls(block, block.tokens_of(guesses), block.logits.gather(-1, guesses), outputs)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """All but the block."""
+        """Tokens [B, K, k], logits [B, K, k] and output rows [B, K, rank, k]: all but the block."""
         return self.candidates, self.logits, self.outputs
 
     def begin(self) -> torch.Tensor:
-        """The state [B, 1, R] in front of the roots."""
+        """The state [B, 1, R] before the roots."""
         return self.block.begin()
 
     def log_probs(
         self, depth: int, parents: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [B, F, k] of a depth's candidates behind parents [B, F]."""
+        """As `Scorer` has it: log-probabilities [B, F, k] of a depth's candidates, and states."""
         codes, state = self.block.codes(depth, parents, state)
         logits = self.logits[:, depth, None].expand(-1, parents.shape[1], -1)
         if self.outputs is not None:

@@ -1,8 +1,8 @@
 """The transformer of a block-parallel head: all tokens of a block in one pass.
 
-Its queries are the root and mask tokens behind it. Every layer attends to keys and values made from
-the target's tapped hidden states of all tokens before the root, and to the block itself (DFlash,
-arXiv 2602.06036).
+Its queries are the root and the mask tokens after it. Every layer attends to the block itself and
+to keys and values made from the target's tapped hidden states of all tokens before the root
+(DFlash, arXiv 2602.06036).
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,11 @@ class BlockConfig(LayerConfig):
     """Shape of a block transformer; what is 0 or empty is filled in from the target."""
 
     taps: tuple[int, ...] = ()  # layers whose outputs are the context, as in `FeatureSpec`
-    tap_norm: bool = True  # norm each tap before they are joined, as EAGLE-3.1 does; DFlash: not
+    tap_norm: bool = True  # norm each tap before they are joined, as EAGLE-3.1; DFlash does not
     num_layers: int = 2
     block_size: int = 6  # slots of a pass: the root and the mask tokens
     root_predicts: bool = True  # the root's slot drafts the first token; DFlash leaves it unused
-    root_feature: bool = (
-        False  # the root's slot also begins with the context before it; DFlash: not
-    )
+    root_feature: bool = False  # the root's slot also reads the context vector before the root
     causal: bool = True  # slots see the slots before them; otherwise all of their block
     mask_token: int | None = None  # its embedding fills the other slots; None: a learnt vector does
 
@@ -98,9 +96,9 @@ class BlockTransformer(nn.Module):
 
     @torch.no_grad()
     def begin_like(self, target: Target) -> None:
-        """Start as the target's last layers, as far as theirs have the same parts.
+        """Copy the target's last layers, as far as they have the same parts.
 
-        The context is then, to begin with, the last tap alone.
+        The context starts as the last tap alone.
         """
         originals = list(target.layers.children())[-len(self.layers) :]
         for layer, original in zip(reversed(self.layers), reversed(originals), strict=False):
@@ -119,7 +117,7 @@ class BlockTransformer(nn.Module):
         return self.hidden_norm(self.fc(torch.cat(normed, dim=-1)))
 
     def context(self, hidden: torch.Tensor, positions: torch.Tensor) -> list[KeysValues]:
-        """Each layer's keys and values for tokens with fused [B, T, D] at positions [B, T]."""
+        """Each layer's keys and values for fused features [B, T, D] at positions [B, T]."""
         rotation = self.rotary(positions)
         return [
             cast(DecoderLayer, layer).self_attn.keys_values(hidden, rotation)
@@ -137,8 +135,8 @@ class BlockTransformer(nn.Module):
     ) -> torch.Tensor:
         """Hidden states [B, A, K, D], one for each token that A blocks a row draft.
 
-        The store of a layer takes the keys and values of all slots and gives those of the S places
-        that the mask speaks of.
+        A layer's store takes the keys and values of all slots and returns those of the S columns
+        of the mask.
         """
         size = self.config.block_size
         slots = torch.arange(size, device=roots.device)
@@ -160,7 +158,7 @@ class BlockTransformer(nn.Module):
         return target.embed(token).to(self.norm.weight.dtype)
 
     def visible(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Which slots see which, [A x block_size, A x block_size]: no block another.
+        """Which slots see which, [A x block_size, A x block_size]: only slots of the same block.
 
         Two causal blocks of two slots::
 

@@ -1,8 +1,8 @@
-"""Draft heads that say one token after the other: what the EAGLE family has in common.
+"""Draft heads that guess one token after the other: what the EAGLE family has in common.
 
-A small transformer reads, for each position t, a state and the embedding of token t + 1, and puts
-out what the guess of token t + 2 is read from. Where the target has been, the state comes from the
-target's features; ahead of it, the head feeds back its own output.
+At position t a small transformer reads a state and the embedding of token t + 1; its output
+predicts token t + 2. The state is the target's feature where the target has run, and the head's own
+last output beyond that.
 """
 
 from abc import abstractmethod
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
-from drafthead.heads.families.recurrent_drafter import RecurrentDrafter
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
-from drafthead.heads.layers.draft_vocabulary import translated
+from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import is_anchor, labels_at
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
@@ -27,7 +26,6 @@ from drafthead.heads.objectives.losses import (
 )
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class RecurrentConfig(LayerConfig):
 
     vocab_size: int = 0
     num_layers: int = 1
-    depth: int = 5  # tokens drafted behind the root
+    depth: int = 5  # tokens drafted after the root
     ttt_steps: int = 5  # training-time test: steps that training unrolls, 1 for none
     depth_decay: float = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
     loss: str = "soft"  # a name in heads.losses.TOKEN_LOSSES
@@ -52,13 +50,15 @@ class RecurrentConfig(LayerConfig):
         check_depth_decay(self.depth_decay)
 
 
-class RecurrentHead(DraftHead):
+class RecurrentHead(DraftVocabulary, DraftHead):
     """A head that drafts by feeding back its own outputs."""
 
     layers: nn.ModuleList
 
-    def __init__(self, config: RecurrentConfig):
+    def __init__(self, config: RecurrentConfig, draft_vocab_size: int = 0):
+        """`draft_vocab_size` is the number of tokens that the head can guess; 0 for all."""
         super().__init__(config)
+        self.add_draft_vocabulary(config.vocab_size, draft_vocab_size)
         self.rotary = Rotary(config)
 
     @classmethod
@@ -68,17 +68,12 @@ class RecurrentHead(DraftHead):
 
     @property
     def depth(self) -> int:
-        """As configured; a recurrent head could go on for ever, but ever less surely."""
+        """As configured: a recurrent head could draft further, with ever worse guesses."""
         return int(self.config.depth)
-
-    @property
-    def draft_ids(self) -> torch.Tensor | None:
-        """Token ids [Vd] that the head can guess, in the order of its logits; None for all."""
-        return None
 
     @abstractmethod
     def encode(self, features: Features) -> torch.Tensor:
-        """The states [B, T, D] of positions where the target has been."""
+        """The states [B, T, D] of positions where the target has run."""
 
     def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
         """Embeddings [..., D] of tokens [...]: the target's own, unless a head has others."""
@@ -87,30 +82,30 @@ class RecurrentHead(DraftHead):
     @abstractmethod
     def run_layers(
         self,
-        embeds: torch.Tensor,  # [B, T, D] of the token behind each position
+        embeds: torch.Tensor,  # [B, T, D] of the token after each position
         states: torch.Tensor,  # [B, T, D]
         rotation: Rotation,
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         store: LayerStore,
     ) -> torch.Tensor:
-        """The outputs [B, T, D]; `store` keeps the keys and values of each layer."""
+        """The outputs [B, T, D]; `store` takes the keys and values of each layer."""
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
-        """What is fed back of outputs [..., D] as the state of the position behind."""
+        """The states [..., D] of the next positions, from outputs [..., D]."""
         return outputs
 
-    def drafted(
+    def draft_inputs(
         self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and states [..., D] that are read ahead of the target.
+        """Embeddings and states [..., D] for drafted tokens [...], where the target has not run.
 
-        There tokens [...] were drafted from outputs [..., D]. In training the tokens are true.
+        `outputs` [..., D] are those that predicted the tokens. In training the tokens are true.
         """
         return self.embed(token_ids, target), self.next_states(outputs)
 
     @property
     def drafts_blindly(self) -> bool:
-        """Whether `drafted` reads neither tokens nor outputs: one pass can draft all depths."""
+        """Whether `draft_inputs` ignores tokens and outputs: then one pass drafts all depths."""
         return False
 
     @abstractmethod
@@ -120,19 +115,18 @@ class RecurrentHead(DraftHead):
     def training_losses(
         self,
         outputs: torch.Tensor,  # [A, D]
-        features: torch.Tensor,  # [A, D] final features of the target where the outputs stand in
+        features: torch.Tensor,  # [A, D] final features that the target has at these positions
         token_losses: torch.Tensor,  # [A]
     ) -> torch.Tensor:
-        """What is minimised, [A]."""
+        """The losses [A] that training minimises: the token losses, unless a head adds others."""
         return token_losses
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
         """Sum over steps k of depth_decay^(k-1) x the loss against the token k + 1 places on.
 
-        Anchors are the positions whose next token (the root) is supervised. Step k is given the
-        true tokens up to k places behind the anchor and, as states, the head's own outputs, just as
-        in decoding. Training unrolls `ttt_steps` steps; depths beyond are measured in eval mode
-        alone and count nothing in the training log.
+        Anchors are the positions whose next token (the root) is supervised. Step k reads the true
+        tokens up to k places after the anchor and, as states, the head's own outputs, as in
+        decoding. Training unrolls `ttt_steps` steps; larger depths are measured in eval mode only.
         """
         final = batch.features.last
         assert final is not None
@@ -143,10 +137,10 @@ class RecurrentHead(DraftHead):
         sums, counts = torch.zeros(2, self.depth, device=final.device)
         ranks = torch.full((*places.shape, self.depth), MAX_RANK, device=places.device)
         for step in range(steps):
-            outputs = unrolled.step()
+            outputs = unrolled.next_outputs()
             valid, labels = labels_at(batch, rows, places, offset=step + 2)
             valid &= real
-            # The target's own prediction of that label stands one place before it.
+            # The target predicts a label one place before it.
             teacher = final[rows, (places + step + 1).clamp_max(final.shape[1] - 1)]
             losses, token_losses, step_ranks = in_chunks(
                 partial(self._judge, target),
@@ -168,23 +162,15 @@ class RecurrentHead(DraftHead):
         teacher: torch.Tensor,  # [A, D]
         labels: torch.Tensor,  # [A]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is minimised [A], the token losses [A], and the ranks [A] of the true tokens."""
+        """The training losses [A], the token losses [A], and the ranks [A] of the true tokens."""
         logits = self.logits(outputs, target)
         rule = TOKEN_LOSSES[self.config.loss]
         target_logits = target.project(teacher) if rule.reads_target else None
-        if self.draft_ids is None:
-            token_losses = rule.function(logits, target_logits, labels)
-            ranks = ranks_of(logits, labels, MAX_RANK)
-        else:
-            lesson = translated(self.draft_ids, self.config.vocab_size, labels, target_logits)
-            token_losses = rule.function(logits, lesson.target_logits, lesson.labels)
-            token_losses = token_losses.where(lesson.taught, 0)
-            ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
+        lesson = self.lesson(labels, target_logits)
+        token_losses = rule.function(logits, lesson.target_logits, lesson.labels)
+        token_losses = token_losses.where(lesson.taught, 0)
+        ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
         return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
-
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> RecurrentDrafter:
-        """The head on EAGLE-2's dynamic trees, or on a tree of a fixed shape."""
-        return RecurrentDrafter(self, target, shape)
 
 
 def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -205,10 +191,10 @@ def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor, torch.
 class Unrolled:
     """A head's steps on true tokens from many anchors at once: EAGLE-3's training-time test.
 
-    Step 0 reads the target's features at all positions. Step k stands k places behind its anchor
-    and reads the output of step k - 1. It sees what drafting would see: the keys of step 0 up to
-    the anchor, and those of its own anchor's steps 1 to k (Li et al., 2025, arXiv 2503.01840,
-    section 3.2). For anchors 1 and 2 of four positions the mask of step 2 is::
+    Step 0 reads the target's features at all positions. Step k is k places after its anchor and
+    reads the output of step k - 1. It sees what drafting would see: the keys of step 0 up to the
+    anchor, and those of its own anchor's steps 1 to k (Li et al., 2025, arXiv 2503.01840, section
+    3.2). For anchors 1 and 2 of four positions the mask of step 2 is::
 
         1 1 . .   1 .   1 .
         1 1 1 .   . 1   . 1
@@ -220,11 +206,11 @@ class Unrolled:
         self.rows = torch.arange(places.shape[0], device=places.device)[:, None]
         same = batch.segments[:, :, None] == batch.segments[:, None, :]
         self.seen = same.tril()  # [B, T, T] what each position sees of step 0
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
+        self.keys_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
         self.done = 0
         self.outputs: torch.Tensor | None = None  # [B, A, D]
 
-    def step(self) -> torch.Tensor:
+    def next_outputs(self) -> torch.Tensor:
         """The next step's outputs [B, A, D] at the anchors."""
         if self.outputs is None:
             self.outputs = self._first()[self.rows, self.places]
@@ -236,9 +222,9 @@ class Unrolled:
     def _first(self) -> torch.Tensor:
         """Step 0 at all positions, [B, T, D]."""
         states = self.head.encode(self.batch.features)
-        # Positions count on across segments: rotation only tells how far two of them are apart.
+        # Positions need not restart with a segment: rotation encodes distances only.
         positions = torch.arange(states.shape[1], device=states.device)[None]
-        # The first token stands in for the one behind the last.
+        # The last position has no next token: it gets the first one, and nobody reads its output.
         following = self.batch.input_ids.roll(-1, dims=1)
         return self.head.run_layers(
             self.head.embed(following, self.target),
@@ -253,7 +239,7 @@ class Unrolled:
         positions = self.places + self.done
         following = (positions + 1).clamp_max(self.batch.input_ids.shape[1] - 1)
         tokens = self.batch.input_ids[self.rows, following]
-        embeds, states = self.head.drafted(tokens, outputs, self.target)
+        embeds, states = self.head.draft_inputs(tokens, outputs, self.target)
         own = torch.eye(self.places.shape[1], dtype=torch.bool, device=states.device)
         own = own.expand(len(self.rows), -1, -1)
         mask = torch.cat([self.seen[self.rows, self.places], *[own] * self.done], dim=-1)
@@ -268,11 +254,11 @@ class Unrolled:
     def _keep(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put a step's keys and values behind those of the steps before."""
-        if layer in self.kept:
+        """Append a step's keys and values [B, Hkv, n, head_dim] to those of the steps before."""
+        if layer in self.keys_values:
             keys, values = (
                 torch.cat([old, new], dim=2)
-                for old, new in zip(self.kept[layer], (keys, values), strict=True)
+                for old, new in zip(self.keys_values[layer], (keys, values), strict=True)
             )
-        self.kept[layer] = keys, values
+        self.keys_values[layer] = keys, values
         return keys, values

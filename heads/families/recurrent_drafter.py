@@ -1,15 +1,16 @@
 """Drafting with a recurrent head: its cache, and the trees that it grows or fills."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
-from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
@@ -17,13 +18,10 @@ from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
-if TYPE_CHECKING:
-    from drafthead.heads.families.recurrent import RecurrentHead
-
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10
 
-# Sizes of dynamic tree that are worth telling apart, and the most nodes that a level is worth.
+# Sizes of dynamic trees that differ enough to choose between, and the most nodes for each level.
 DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
 NODES_A_LEVEL = 13
 
@@ -41,7 +39,7 @@ DRAFTING = {"above": "B T .", "tokens": "B T", "positions": "B T", **CACHED}
 
 
 class Guess(NamedTuple):
-    """What the head puts out at n nodes, and what it guesses behind them."""
+    """What the head outputs at n nodes, and its guesses of their children."""
 
     outputs: torch.Tensor  # [B, n, D]
     logits: torch.Tensor  # [B, n, k] of the best guesses
@@ -49,13 +47,14 @@ class Guess(NamedTuple):
     total: torch.Tensor  # [B, n, 1] log of the sum of exp over all logits
 
 
-class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
+@register_drafter(RecurrentHead)
+class RecurrentDrafter(HeadDrafter[RecurrentHead]):
     """A recurrent head on dynamic trees, and on static ones where children are drawn.
 
     The static trees are the fixed one, or those grown from measured paths.
     """
 
-    def __init__(self, head: "RecurrentHead", target: Target, shape: TreeShape | None):
+    def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
         super().__init__(head, target, shape, dynamic_budgets(head.depth))
         self.draft_ids = head.draft_ids
@@ -75,12 +74,12 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> Guess:
-        """Read committed positions; what is said at the last one of each row."""
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         states = self.head.encode(Features(last, taps))
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
         embeds = self.head.embed(tokens, self.target)
         outputs = self._pass(embeds, states, positions, mask, cached)
-        return self._said(at_last(outputs, lengths)[:, None])
+        return self._guess(at_last(outputs, lengths)[:, None])
 
     def _draft(
         self,
@@ -92,23 +91,25 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> Guess:
-        """What is said at drafted nodes."""
-        embeds, states = self.head.drafted(tokens, above, self.target)
+        """The guesses after drafted nodes."""
+        embeds, states = self.head.draft_inputs(tokens, above, self.target)
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
-        return self._said(self._pass(embeds, states, positions, mask, cached))
+        return self._guess(self._pass(embeds, states, positions, mask, cached))
 
     def _pass(
         self,
-        embeds: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
+        embeds: torch.Tensor,  # [B, T, D]
+        states: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
         cached: CacheColumns,
     ) -> torch.Tensor:
+        """Outputs [B, T, D]."""
         rotation = self.head.rotary(positions)
         return self.head.run_layers(embeds, states, rotation, mask, cached.append)
 
-    def _said(self, outputs: torch.Tensor) -> Guess:
+    def _guess(self, outputs: torch.Tensor) -> Guess:
+        """The guesses from outputs [B, n, D]."""
         logits = self.head.logits(outputs, self.target).float()
         total = logits.logsumexp(-1, keepdim=True)
         return Guess(outputs, *best_guesses(logits, self.draft_ids), total)
@@ -120,18 +121,18 @@ class RecurrentDrafter(HeadDrafter["RecurrentHead"]):
         self.draft = Compiled(self._draft, *made_for, DRAFTING)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A fresh session; the first commit brings the features of the whole prompt."""
+        """A session for prompts [B, T]; their features come with the first commit."""
         return RecurrentSession(self)
 
     def visible(self, shape: TreeShape) -> list[torch.Tensor]:
-        """`visible_nodes` of a static tree, made once for each shape."""
+        """`visible_nodes` of a static tree, [1, n, m + n] for each level; made once for a shape."""
         if shape not in self.known_visible:
             self.known_visible[shape] = visible_nodes(shape, self.levels(shape))
         return self.known_visible[shape]
 
 
 def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
-    """Budgets of a drafter for which each level of a tree is a pass, so that depth is a choice."""
+    """Budgets of a drafter that needs a pass for each level, so that depth is worth choosing."""
     return tuple(
         Budget(nodes, levels)
         for nodes in DYNAMIC_SIZES
@@ -141,10 +142,10 @@ def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
 
 
 def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
-    """For each level [1, n, m + n]: what its n inner nodes see of themselves and of the m before.
+    """For each level [1, n, m + n]: which of the m inner nodes before and its own n each of n sees.
 
-    The root is not drafted, so it is not among them. Of a tree with the paths (0,) (1,) (1, 0) and
-    a child of each leaf, inner nodes 1 2, then 3, see: 1 sees 1, 2 sees 2, and 3 sees 2 and 3.
+    The root is committed, so it is not among them. In a tree with the paths (0,) (1,) (1, 0) and a
+    child of each leaf, the inner nodes are 1 and 2, then 3: 1 sees 1, 2 sees 2, 3 sees 2 and 3.
     """
     visible, drafted = [], levels[0].nodes[:0]
     for depth, level in enumerate(levels):
@@ -155,19 +156,20 @@ def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
 
 
 class DraftReader:
-    """A recurrent head reading a batch: true positions for good, drafted ones for a while."""
+    """A recurrent head with its cache: committed positions stay in it, drafted ones are pending."""
 
     def __init__(self, drafter: RecurrentDrafter):
         self.drafter = drafter
         self.cache = DraftCache(drafter.head.layers)
 
     def read(self, committed: Committed) -> Guess:
-        """Read committed positions; what is said at the last one of each row."""
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         tokens, cache, drafter = committed.tokens, self.cache, self.drafter
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
-        is_prompt = cache.lengths is None  # prompts are seldom of one length
-        said = (drafter.read_eagerly if is_prompt else drafter.read)(
+        # Prompts are seldom of one length, so a graph for each would be used once.
+        read = drafter.read_eagerly if cache.lengths is None else drafter.read
+        guess = read(
             committed.features.last,
             committed.features.taps,
             tokens,
@@ -180,50 +182,52 @@ class DraftReader:
         )
         cache.stay(tokens.shape[1])
         cache.commit(committed.lengths)
-        return Guess(*said)
+        return Guess(*guess)
 
     def draft(
         self,
-        said: Guess,  # of the level above
-        above: torch.Tensor,  # [B, n] places of the parents in it
+        parents: Guess,  # of the level above
+        above: torch.Tensor,  # [B, n] places of each node's parent in it
         tokens: torch.Tensor,  # [B, n]
         depth: int,
         visible: torch.Tensor,  # [B or 1, n, pending + n] bool
     ) -> Guess:
-        """What is said at drafted nodes of one depth, which stay pending.
+        """The guesses [B, n, k] after drafted nodes of one depth, which stay pending.
 
-        `visible` says which of the nodes drafted so far, and of these, each one descends from or
-        is.
+        `visible` marks the drafted nodes, these included, that each node is or descends from.
         """
         assert self.cache.lengths is not None
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         positions = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
-        return self._drafted(said.outputs[rows, above], tokens, positions, visible)
+        return self._guess_at(parents.outputs[rows, above], tokens, positions, visible)
 
-    def draft_blindly(self, roots: torch.Tensor, said: Guess, depth: int) -> Guess:
-        """What is said at depths 1 to depth - 1, for any tokens there.
+    def draft_blindly(self, roots: torch.Tensor, root_guess: Guess, depth: int) -> Guess:
+        """The guesses [B, depth - 1, k] at depths 1 to depth - 1, for any tokens there.
 
-        Roots [B] and what is said at them lend only their shapes; see `drafts_blindly`.
+        Of the roots [B] and the guesses at them only the shapes are used; see `drafts_blindly`.
         """
         assert self.cache.lengths is not None
         steps = torch.arange(depth - 1, device=roots.device)
         tokens = roots[:, None].expand(-1, depth - 1)
         positions = self.cache.lengths[:, None] + steps
-        above = said.outputs.expand(-1, depth - 1, -1)
-        return self._drafted(above, tokens, positions, (steps[:, None] >= steps)[None])
+        above = root_guess.outputs.expand(-1, depth - 1, -1)
+        return self._guess_at(above, tokens, positions, (steps[:, None] >= steps)[None])
 
-    def _drafted(
+    def _guess_at(
         self,
-        above: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        visible: torch.Tensor,
+        above: torch.Tensor,  # [B, n, D] outputs at the parents
+        tokens: torch.Tensor,  # [B, n]
+        positions: torch.Tensor,  # [B, n]
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
     ) -> Guess:
+        """The guesses [B, n, k] after drafted nodes, which stay pending."""
         cache = self.cache
         mask, columns = cache.mask(visible), cache.columns(tokens)
-        said = self.drafter.draft(above, tokens, positions, mask, columns, cache.keys, cache.values)
+        guess = self.drafter.draft(
+            above, tokens, positions, mask, columns, cache.keys, cache.values
+        )
         cache.stay(tokens.shape[1])
-        return Guess(*said)
+        return Guess(*guess)
 
 
 class RecurrentSession(LateReader):
@@ -233,20 +237,20 @@ class RecurrentSession(LateReader):
         super().__init__()
         self.drafter = drafter
         self.reader = DraftReader(drafter)
-        self.said: Guess | None = None  # at the roots
-        self.ahead: Guess | None = None  # at all depths, of a head that drafts blindly
+        self.root_guess: Guess | None = None  # n = 1
+        self.depth_guesses: Guess | None = None  # n = depth - 1, of a head that drafts blindly
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
-        """Note what is said at the roots."""
-        self.said = self.reader.read(committed)
+        """Read it, and keep the guesses after the roots."""
+        self.root_guess = self.reader.read(committed)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Keep the state of rows [R] only, in that order."""
         super().keep_rows(rows)
-        assert self.said is not None
+        assert self.root_guess is not None
         self.reader.cache.keep_rows(rows)
-        self.said = Guess(*(part[rows] for part in self.said))
+        self.root_guess = Guess(*(part[rows] for part in self.root_guess))
 
     @torch.no_grad()
     def propose(
@@ -268,32 +272,32 @@ class RecurrentSession(LateReader):
     def _look_ahead(self, depth: int) -> None:
         """Draft all depths of a tree at once, if the head can."""
         if self.drafter.head.drafts_blindly and depth > 1:
-            assert self.roots is not None and self.said is not None
-            self.ahead = self.reader.draft_blindly(self.roots, self.said, depth)
+            assert self.roots is not None and self.root_guess is not None
+            self.depth_guesses = self.reader.draft_blindly(self.roots, self.root_guess, depth)
 
-    def _drafted(
+    def _guess_at(
         self,
-        said: Guess,
-        above: torch.Tensor,
-        tokens: torch.Tensor,
+        parents: Guess,  # of the level above
+        above: torch.Tensor,  # [B, n] places of each node's parent in it
+        tokens: torch.Tensor,  # [B, n]
         depth: int,
-        visible: torch.Tensor,
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
     ) -> Guess:
-        """What is said at drafted nodes [B, n] of one depth; see `DraftReader.draft`."""
-        if self.ahead is None:
-            return self.reader.draft(said, above, tokens, depth, visible)
-        there = (part[:, depth - 1, None] for part in self.ahead)
-        return Guess(*(part.expand(-1, tokens.shape[1], -1) for part in there))
+        """The guesses [B, n, k] after drafted nodes of one depth; see `DraftReader.draft`."""
+        if self.depth_guesses is None:
+            return self.reader.draft(parents, above, tokens, depth, visible)
+        at_depth = (part[:, depth - 1, None] for part in self.depth_guesses)
+        return Guess(*(part.expand(-1, tokens.shape[1], -1) for part in at_depth))
 
     def _grown(self, budget: Budget) -> TokenTree:
-        """A tree that goes where the head is most sure of itself."""
-        assert self.roots is not None and self.said is not None
-        growth, said = TreeGrowth(self.roots), self.said
+        """A dynamic tree: it grows where the head is most certain."""
+        assert self.roots is not None and self.root_guess is not None
+        growth, latest = TreeGrowth(self.roots), self.root_guess
         visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=self.roots.device)
         for depth in range(1, budget.depth + 1):
-            width = min(DYNAMIC_WIDTH, budget.nodes - 1, said.ids.shape[-1])
-            log_probs = said.logits[..., :width] - said.total
-            growth.add_children(log_probs, said.ids[..., :width])
+            width = min(DYNAMIC_WIDTH, budget.nodes - 1, latest.ids.shape[-1])
+            log_probs = latest.logits[..., :width] - latest.total
+            growth.add_children(log_probs, latest.ids[..., :width])
             if depth == budget.depth:
                 break
             tokens, above = growth.open_best(width)
@@ -301,21 +305,21 @@ class RecurrentSession(LateReader):
             itself = torch.eye(width, dtype=torch.bool, device=tokens.device)
             seen = visible.expand(len(rows), -1, -1)[rows, above]
             visible = torch.cat([seen, itself.expand(len(rows), -1, -1)], dim=-1)
-            said = self._drafted(said, above, tokens, depth, visible)
+            latest = self._guess_at(latest, above, tokens, depth, visible)
         return growth.tree(budget.nodes)
 
     def _filled(
         self, shape: TreeShape, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
-        assert self.roots is not None and self.said is not None
-        said, visible = self.said, self.drafter.visible(shape)
+        assert self.roots is not None and self.root_guess is not None
+        latest, visible = self.root_guess, self.drafter.visible(shape)
 
         def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
-            nonlocal said
+            nonlocal latest
             if depth > 0:
                 above = level.above.expand_as(tokens)
-                said = self._drafted(said, above, tokens, depth, visible[depth])
-            return said.logits, said.ids
+                latest = self._guess_at(latest, above, tokens, depth, visible[depth])
+            return latest.logits, latest.ids
 
         return filled_tree(shape, self.drafter.levels(shape), self.roots, guess, sampling, random)

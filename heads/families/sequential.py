@@ -1,28 +1,20 @@
 """Heads that draft depth by depth, each guess knowing the tokens drafted before it.
 
-A state stands for what is known at a node: `advance` takes the node's token into its parent's
-state, `logits` guesses the node's children from the result. On a static tree one batched call of
-each fills a whole depth, and every node is scored behind its real path.
+A state holds what is known at a node: `advance` adds the node's token to its parent's state, and
+`logits` guesses the node's children from the result. On a static tree one batched call of each
+fills a whole depth, and the children of every node are guessed after its real path.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 
 import torch
 
 from drafthead.heads.base import HeadBatch
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
-from drafthead.heads.drafting.late_reader import LateReader
-from drafthead.heads.families.head_drafter import HeadDrafter
-from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.layers.decoder_layer import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
 from drafthead.heads.objectives.anchors import AnchoredHead, tokens_at
-from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
 class SequentialHead(AnchoredHead):
@@ -38,7 +30,7 @@ class SequentialHead(AnchoredHead):
         return self.start(hidden)
 
     def new_cache(self) -> DraftCache | None:
-        """What `read` remembers of committed positions; None for a head that need not."""
+        """The cache in which `read` remembers committed positions; None for a head without one."""
         return None
 
     def read(
@@ -48,7 +40,7 @@ class SequentialHead(AnchoredHead):
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         cached: CacheColumns,
     ) -> torch.Tensor:
-        """First states [B, T, S] at newly committed positions, for a head that remembers them."""
+        """First states [B, T, S] at newly committed positions, for a head with a cache."""
         raise NotImplementedError
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -59,139 +51,18 @@ class SequentialHead(AnchoredHead):
     def advance(
         self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target
     ) -> torch.Tensor:
-        """The states [..., S'] of nodes of depth `index`.
+        """The states [..., S'] of nodes of depth `index` with tokens [...].
 
-        From the states [..., S] of their parents, or first states for the root, and their own
-        tokens [...].
+        `state` [..., S] are those of their parents, or first states for the root.
         """
 
     def states(
         self, batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, target: Target
     ) -> Iterable[torch.Tensor]:
-        """States [A, S] along the true tokens behind each anchor."""
+        """States [A, S] along the true tokens after anchors [A] in rows [A], depth by depth."""
         assert batch.features.last is not None
         state = self.contexts(batch.features.last, batch.segments)[rows, anchors]
         for index in range(self.depth):
             tokens = tokens_at(batch, rows, anchors, index + 1)
             state = self.advance(state, tokens, index, target)
             yield state
-
-    def drafter(self, target: Target, shape: TreeShape | None = None) -> Drafter:
-        """The head on static trees, by default those grown from its measured acceptance."""
-        return SequentialDrafter(self, target, shape)
-
-
-READING = {
-    "hidden": "B T .",
-    "positions": "B T",
-    "mask": "B . T S",
-    "columns": "T",
-    "keys": "B . C .",
-    "values": "B . C .",
-}
-State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
-
-
-class SequentialDrafter(HeadDrafter[SequentialHead]):
-    """A sequential head that fills static trees."""
-
-    def __init__(self, head: SequentialHead, target: Target, shape: TreeShape | None):
-        """Raises UserError when the tree is deeper than the head drafts."""
-        super().__init__(head, target, shape)
-        self.read: Callable[..., torch.Tensor] = self.read_eagerly
-        self.steps: list[Callable[..., State]] = [
-            partial(self._step, index) for index in range(head.depth)
-        ]
-
-    def read_eagerly(
-        self,
-        hidden: torch.Tensor,  # [B, T, D]
-        positions: torch.Tensor,  # [B or 1, T]
-        mask: torch.Tensor,  # [B or 1, 1, T, S]
-        columns: torch.Tensor,  # [T]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """First states [B, T, S] at new positions, whose keys and values go into the cache."""
-        cached = CacheColumns(keys, values, columns, mask.shape[-1])
-        return self.head.read(hidden, positions, mask, cached)
-
-    def _step(self, index: int, states: torch.Tensor, tokens: torch.Tensor) -> State:
-        """States [B, n, S'] of nodes of depth `index`, and the guesses of their children.
-
-        From the states [B, n, S] of their parents and their tokens [B, n].
-        """
-        states = self.head.advance(states, tokens, index, self.target)
-        return states, *best_guesses(self.head.logits(states, index, self.target))
-
-    def compile(self) -> None:
-        """Compile each depth, and what reads committed positions."""
-        made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, READING)
-        self.steps = [
-            Compiled(partial(self._step, index), *made_for, {"states": "B n .", "tokens": "B n"})
-            for index in range(self.head.depth)
-        ]
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session; the prompt itself is not needed, its features come with the first commit."""
-        return SequentialSession(self)
-
-
-class SequentialSession(LateReader):
-    """A sequential head at work: a first state a row, and what its head remembers."""
-
-    def __init__(self, drafter: SequentialDrafter):
-        super().__init__()
-        self.drafter = drafter
-        self.cache = drafter.head.new_cache()
-        self.state: torch.Tensor | None = None  # [B, S], where the root was predicted
-
-    @torch.no_grad()
-    def read(self, committed: Committed) -> None:
-        """Note the first state where the root was predicted."""
-        if self.cache is None:
-            hidden = committed.ends.hidden
-            assert hidden is not None
-            self.state = self.drafter.head.start(hidden)
-        else:
-            self.state = self._remember(self.cache, committed)
-
-    def _remember(self, cache: DraftCache, committed: Committed) -> torch.Tensor:
-        """First states [B, S] behind what was committed."""
-        hidden, nodes, lengths = committed.features.last, committed.tokens, committed.lengths
-        assert hidden is not None
-        steps = torch.arange(nodes.shape[1], device=nodes.device)
-        mask = cache.mask((steps[:, None] >= steps)[None])
-        drafter, is_prompt = self.drafter, cache.lengths is None
-        read = drafter.read_eagerly if is_prompt else drafter.read  # prompts are seldom alike
-        positions, columns = cache.positions(nodes), cache.columns(nodes)
-        states = read(hidden, positions, mask, columns, cache.keys, cache.values)
-        cache.stay(nodes.shape[1])
-        cache.commit(lengths)
-        return at_last(states, lengths)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
-        super().keep_rows(rows)
-        assert self.state is not None
-        self.state = self.state[rows]
-        if self.cache is not None:
-            self.cache.keep_rows(rows)
-
-    @torch.no_grad()
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
-        """Fill the tree depth by depth with the head's best guesses, or with drawn ones."""
-        self.catch_up()
-        assert self.state is not None and self.roots is not None
-        drafter, states = self.drafter, self.state[:, None]
-
-        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
-            nonlocal states
-            states, logits, ids = drafter.steps[depth](states[:, level.above], tokens)
-            return logits, ids
-
-        shape = drafter.shape(budget, random)
-        return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFormat
 from drafthead.heads.formats.files import fresh_folder
 from drafthead.heads.formats.loading import build_head, read_foreign
@@ -89,8 +90,8 @@ def export_head(
         if found is not written:
             raise UserError(f"what {name} wrote is taken for {found.name}: nothing is kept")
         again = build_head(foreign, temporary, stand_in)
-        probe, tree = drafted(head, stand_in)
-        _, tree_again = drafted(again, stand_in)
+        probe, tree = draw_chain(head, stand_in)
+        _, tree_again = draw_chain(again, stand_in)
         difference = max(
             difference_of(written.replay(temporary, probe), tree),
             difference_of(log_probs_by_token(tree_again, stand_in.vocab_size), tree),
@@ -103,7 +104,7 @@ def export_head(
     return difference
 
 
-def drafted(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
+def draw_chain(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
     """A chain that a head, in float32, draws behind random features of a target."""
     head = deepcopy(head).float()
     generator = torch.Generator().manual_seed(1)
@@ -114,7 +115,7 @@ def drafted(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
         tuple(torch.randn(shape, generator=generator) for _ in spec.layers),
     )
     tokens = torch.randint(target.vocab_size, shape[:2], generator=generator)
-    drafter = head.drafter(target, TreeShape.chain(head.depth))
+    drafter = drafter_for(head, target, TreeShape.chain(head.depth))
     session = drafter.start(tokens, torch.tensor([POSITIONS]))
     session.commit(Committed(tokens, features, torch.tensor([POSITIONS])))
     random = RowRandom([0], target.device)

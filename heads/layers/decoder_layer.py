@@ -1,12 +1,12 @@
-"""Building blocks of small draft transformers: Llama's decoder layer in parts, and a cache for it.
+"""Building blocks of small draft transformers: Llama's decoder layer and its parts.
 
 Parameters carry the names that Llama checkpoints use (`self_attn.q_proj`, `mlp.gate_proj`, ...), so
 that heads built from these parts read and write published formats without renaming.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,14 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafthead.heads.target.target import Target
 
-# Columns by which a cache grows at least; it grows by half, so that long answers copy it few times.
-BLOCK = 128
-GROWTH = 1.5
-
-# Ways of stretching rotary positions that do not depend on how a target divides its head dimension.
+# Ways to scale rotary positions that do not depend on how a target divides its head dimension.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, 1, T, head_dim] each
+# Takes new keys and values [B, Hkv, T, head_dim], returns all S that a pass attends to.
 Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 LayerStore = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -39,15 +36,15 @@ class LayerConfig:
     head_dim: int = 0
     attention_bias: bool = False  # in the projections to queries, keys and values
     rms_norm_eps: float = 0.0
-    max_position_embeddings: int = 0  # read by some ways of stretching rotary positions
+    max_position_embeddings: int = 0  # read by some ways to scale rotary positions
     rope_parameters: dict[str, Any] | None = None  # transformers 5: rope_type, rope_theta
 
     def like(self, target: Target) -> Self:
-        """The same shape with everything that it leaves open taken from the target's layers."""
+        """The same shape with the sizes that it leaves open taken from the target's layers."""
         config, hidden = target.config, self.hidden_size or target.hidden_size
         num_heads = int(config.num_attention_heads)
         inner = getattr(config, "intermediate_size", None)
-        found: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "hidden_size": hidden,
             "intermediate_size": inner if isinstance(inner, int) else 4 * hidden,
             "num_attention_heads": num_heads,
@@ -57,13 +54,13 @@ class LayerConfig:
             "max_position_embeddings": target.max_length or 2**20,
             "rope_parameters": rope_parameters_of(target),
         }
-        return replace(self, **{name: v for name, v in found.items() if not getattr(self, name)})
+        return replace(self, **{name: v for name, v in defaults.items() if not getattr(self, name)})
 
 
 def rope_parameters_of(target: Target) -> dict[str, Any]:
-    """The target's rotary base and stretching; the usual base 10000 for a target without rotation.
+    """The target's rotary base and scaling; the usual base 10000 for a target without rotation.
 
-    Of a target that rotates its kinds of layers differently, those with full attention count.
+    Where kinds of layers rotate differently, those with full attention count.
     """
     given = getattr(target.config, "rope_parameters", None) or {}
     given = dict(given.get("full_attention", given))
@@ -77,7 +74,7 @@ def rope_parameters_of(target: Target) -> dict[str, Any]:
 class Rotary:
     """Rotary position embedding (Su et al., 2021, arXiv 2104.09864) on explicit positions.
 
-    No module: casting a head to 16 bits must leave the frequencies in float32.
+    Not a module: casting a head to 16 bits must leave the frequencies in float32.
     """
 
     def __init__(self, config: LayerConfig):
@@ -94,7 +91,7 @@ class Rotary:
         self.scaling = float(rotary.attention_scaling)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """Rotation of positions [B, T]."""
+        """The rotation of positions [B, T]."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
         angles = positions[:, None, :, None].float() * self.frequencies
@@ -103,7 +100,7 @@ class Rotary:
 
 
 def rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """States [B, H, T, head_dim] turned to their positions."""
+    """States [B, H, T, head_dim] rotated by their positions."""
     cos, sin = (table.to(states.dtype) for table in rotation)
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat([-second, first], dim=-1) * sin
@@ -112,7 +109,7 @@ def rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm that computes in the type of its weight.
 
-    In mixed precision the weight is wider than what comes in, for which torch has no fast kernel.
+    In mixed precision the weight is wider than the input, for which torch has no fast kernel.
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,11 +117,11 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(hidden.to(self.weight.dtype))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions; the mask is always explicit.
 
-    `input_size` is the width of what queries, keys and values are made of, the hidden size unless
-    given. `qk_norm` normalises queries and keys of each head before they are rotated (Qwen3).
+    `input_size` is the width of the input, the hidden size unless given. `qk_norm` normalises the
+    queries and keys of each head before they are rotated (Qwen3).
     """
 
     def __init__(self, config: LayerConfig, input_size: int | None = None, qk_norm: bool = False):
@@ -152,8 +149,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attention output [B, T, D].
 
-        `store` takes the new keys and values and gives all S that the mask speaks of, such as
-        those of a cache with the new ones behind them; without it the new ones are all there is.
+        `store` takes the new keys and values and returns those of all S columns of the mask, such
+        as a cache's and then the new ones; without it there are only the new ones.
         """
         keys, values = self.keys_values(hidden, rotation)
         if store is not None:
@@ -180,10 +177,10 @@ class Attention(nn.Module):
         values: torch.Tensor,  # [B, Hkv, S, head_dim]
         mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
     ) -> torch.Tensor:
-        """What the queries find, projected: [B, T, D]."""
+        """Attention of the queries to the keys and values, projected: [B, T, D]."""
         grouped = queries.shape[1] != keys.shape[1]
-        found = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
-        return self.o_proj(found.transpose(1, 2).flatten(2))
+        mixed = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         """[B, T, heads x head_dim] as [B, heads, T, head_dim]."""
@@ -212,7 +209,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(config, qk_norm=qk_norm)
+        self.self_attn = SelfAttention(config, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
@@ -223,161 +220,7 @@ class DecoderLayer(nn.Module):
         mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
         store: Store | None = None,
     ) -> torch.Tensor:
-        """Maps [B, T, D] to [B, T, D]; see `Attention.forward`."""
+        """Maps [B, T, D] to [B, T, D]; see `SelfAttention.forward`."""
         normed = self.input_layernorm(hidden)
         hidden = hidden + self.self_attn(normed, rotation, mask, store)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class CacheColumns:
-    """What one pass sees of a cache: where its keys and values go, and how far it looks.
-
-    Made of tensors, so that a compiled pass can be given them.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[torch.Tensor],  # of each layer [B, Hkv, capacity, head_dim]
-        values: Sequence[torch.Tensor],
-        columns: torch.Tensor,  # [N] that the pass writes
-        end: int,  # columns that it sees
-    ):
-        self.keys, self.values, self.columns, self.end = keys, values, columns, end
-
-    def append(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's keys and values [B, Hkv, N, head_dim].
-
-        Returns all columns [B, Hkv, S, head_dim] of both, which the mask speaks of.
-        """
-        stores = self.keys[layer], self.values[layer]
-        for store, states in zip(stores, (keys, values), strict=True):
-            store.index_copy_(2, self.columns, states)
-        return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
-
-
-class DraftCache:
-    """Keys and values of a draft transformer: what each row has committed, then what is pending.
-
-    Column layout for rows that have committed 5, 3 and 4 positions (`#`), with two pending nodes
-    (`t`) behind them::
-
-        # # # # # t t
-        # # # . . t t
-        # # # # . t t
-
-    A pass over N nodes asks for its positions, its mask and its columns, writes the nodes into
-    these columns of every layer and calls `stay`; more passes may follow. `commit` keeps the first
-    pending nodes of each row, `discard` none.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]):
-        """A cache for layers that have their attention under the name `self_attn`."""
-        attentions = [cast(Attention, layer.self_attn) for layer in layers]
-        self.weights = [attention.k_proj.weight for attention in attentions]
-        self.head_dims = [attention.head_dim for attention in attentions]
-        # Of each layer [B, Hkv, capacity, head_dim]; there is nothing before the first pass.
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.lengths: torch.Tensor | None = None  # [B] committed positions
-        self.longest = 0  # no row has committed more; known without asking the device
-        self.pending = 0
-
-    def positions(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Positions [B or 1, N] of new nodes [B, N] that stand behind each other."""
-        steps = torch.arange(nodes.shape[1], device=nodes.device)[None]
-        return steps if self.lengths is None else self.lengths[:, None] + steps
-
-    def mask(self, visible: torch.Tensor) -> torch.Tensor:
-        """The bool mask [B or 1, 1, N, S] of a pass over N new nodes.
-
-        `visible` [B or 1, N, pending + N] says which pending and new nodes each new node sees;
-        every node sees all that its row has committed.
-        """
-        if self.lengths is None:
-            return visible[:, None]
-        columns = torch.arange(self.longest, device=visible.device)
-        committed = (columns < self.lengths[:, None])[:, None, None]  # [B, 1, 1, longest]
-        batch, num_nodes = self.lengths.shape[0], visible.shape[1]
-        return torch.cat(
-            [
-                committed.expand(batch, 1, num_nodes, -1),
-                visible[:, None].expand(batch, 1, num_nodes, -1),
-            ],
-            dim=-1,
-        )
-
-    def columns(self, nodes: torch.Tensor) -> torch.Tensor:
-        """The columns [N] for a pass over new nodes [B, N], behind what is pending; makes room."""
-        start = self.longest + self.pending
-        end = start + nodes.shape[1]
-        capacity = self.keys[0].shape[2] if self.keys else 0
-        if capacity <= end:  # never full: compiled passes would take that for another layout
-            capacity = -(-int(end * GROWTH) // BLOCK) * BLOCK
-            self.keys, self.values = (
-                self._enlarged(old, nodes.shape[0], capacity) for old in (self.keys, self.values)
-            )
-        return torch.arange(start, end, device=nodes.device)
-
-    def _enlarged(self, old: list[torch.Tensor], rows: int, capacity: int) -> list[torch.Tensor]:
-        """Tensors of each layer that begin with the old ones, if there are any."""
-        stores = []
-        for layer, (weight, size) in enumerate(zip(self.weights, self.head_dims, strict=True)):
-            # Zeros: a masked column still takes part in sums, and 0 x NaN is NaN.
-            store = weight.new_zeros(rows, weight.shape[0] // size, capacity, size)
-            if old:
-                store[:, :, : old[layer].shape[2]] = old[layer]
-            stores.append(store)
-        return stores
-
-    def stay(self, num_nodes: int) -> None:
-        """The nodes of the last pass stay pending."""
-        self.pending += num_nodes
-
-    def discard(self) -> None:
-        """Forget all pending nodes."""
-        self.pending = 0
-
-    def commit(self, counts: torch.Tensor) -> None:
-        """Keep the first `counts` [B] pending nodes of each row and forget the others.
-
-        With 5 and 3 positions committed and nodes at columns 5 6, counts (1, 2) keep column 5 of
-        the first row and move columns 5 6 of the second to 3 4: 6 and 5 are committed.
-        """
-        added, on_cpu = self.pending, counts.device.type == "cpu"
-        self.pending = 0
-        if self.lengths is None:  # all rows begin at the first column
-            self.lengths = counts
-        else:
-            if counts.shape[0] > 1 or not on_cpu:
-                self._move(self.lengths, added)
-            self.lengths = self.lengths + counts
-        self.longest += added
-        self._measure()
-
-    def _move(self, lengths: torch.Tensor, added: int) -> None:
-        """Copy the pending columns behind each row's committed ones [B]."""
-        rows = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
-        places = lengths[:, None] + torch.arange(added, device=lengths.device)
-        for store in (*self.keys, *self.values):
-            by_column = store.transpose(1, 2)  # [B, columns, Hkv, head_dim], a view
-            moved = by_column[:, self.longest : self.longest + added].clone()
-            by_column[rows, places] = moved
-
-    def _measure(self) -> None:
-        """Lower `longest` to what the longest row has committed.
-
-        Reading that off a GPU is a synchronisation, so there it waits until the cache is full.
-        """
-        assert self.lengths is not None
-        if self.lengths.device.type == "cpu" or self.longest + BLOCK > self.keys[0].shape[2]:
-            self.longest = int(self.lengths.max())
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Go on with the rows [R] of the batch only, in that order."""
-        self.keys = [store[rows] for store in self.keys]
-        self.values = [store[rows] for store in self.values]
-        if self.lengths is not None:
-            self.lengths = self.lengths[rows]
-            self._measure()

@@ -1,1 +1,1 @@
-"""drafthead.heads.objectives: what heads learn from, and by which loss."""
+"""drafthead.heads.objectives: training positions and losses."""

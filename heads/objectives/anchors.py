@@ -1,8 +1,8 @@
-"""Heads that learn from anchors: the positions behind which the target's answer goes on.
+"""Heads that learn from anchors: the positions from which they draft.
 
-Behind an anchor stands the root, and behind the root the tokens of depth 1, 2, ... For the ids
-``p q A B C`` with A B C supervised, q is the anchor of root A (depth 1 is B, depth 2 is C) and A
-the anchor of root B (depth 1 is C).
+The token after an anchor is the root, and after the root come the tokens of depth 1, 2, ... For the
+ids ``p q A B C`` with A B C supervised, q is the anchor of root A (depth 1 is B, depth 2 is C) and
+A the anchor of root B (depth 1 is C).
 """
 
 from abc import abstractmethod
@@ -32,14 +32,17 @@ def anchor_positions(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
 def tokens_at(
     batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """The token `offset` places behind each anchor, [A]; some token where the row has ended."""
+    """The token [A] `offset` places after anchors [A] in rows [A]; any token past the row's end."""
     return batch.input_ids[rows, (anchors + offset).clamp_max(batch.input_ids.shape[1] - 1)]
 
 
 def labels_at(
     batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which anchors [A] have a supervised token `offset` places on in their segment, and which."""
+    """Which anchors [A] have a supervised token `offset` places after them, and the tokens [A].
+
+    A token of another segment does not count; where there is none, the token is any token.
+    """
     length = batch.input_ids.shape[1]
     places = (anchors + offset).clamp_max(length - 1)
     valid = (
@@ -51,7 +54,7 @@ def labels_at(
 
 
 class AnchoredHead(DraftHead):
-    """A head whose guess of each depth is made from one vector an anchor.
+    """A head that guesses each depth from one vector for each anchor.
 
     Its config has `loss`, a name in TOKEN_LOSSES, and `depth_decay`.
     """
@@ -60,7 +63,7 @@ class AnchoredHead(DraftHead):
     def states(
         self, batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, target: Target
     ) -> Iterable[torch.Tensor]:
-        """For each depth the vectors [A, ...] of its guesses, the true tokens before it given."""
+        """For each depth the vectors [A, ...] at anchors [A] in rows [A], after the true tokens."""
 
     @abstractmethod
     def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
@@ -74,7 +77,7 @@ class AnchoredHead(DraftHead):
         losses, counts, ranks = [], [], []
         for index, state in enumerate(self.states(batch, rows, anchors, target)):
             valid, labels = labels_at(batch, rows, anchors, offset=index + 2)
-            # The target's own prediction of that label stands one place before it.
+            # The target predicts a label one place before it.
             teacher = hidden[rows[valid], anchors[valid] + index + 1]
             depth_losses, depth_ranks = in_chunks(
                 partial(self._judge, index, target),
@@ -103,7 +106,7 @@ class AnchoredHead(DraftHead):
         teacher: torch.Tensor,  # [A, D]
         labels: torch.Tensor,  # [A]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss [A] at one depth, and the rank [A] of the true token among the guesses."""
+        """The losses [A] at one depth, and the ranks [A] of the true tokens among the guesses."""
         logits = self.logits(state, index, target)
         ranks = ranks_of(logits, labels, MAX_RANK)
         rule = TOKEN_LOSSES[self.config.loss]

@@ -1,4 +1,4 @@
-"""Training losses as pure functions of one position each; averaging is left to the caller.
+"""Training losses as pure functions, one loss for each position; the caller averages.
 
 Logits of many positions over a large vocabulary do not fit in memory at once, so `in_chunks` works
 through the positions and recomputes a chunk's logits in the backward pass. The peaks in the
@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import cross_entropy, log_softmax, smooth_l1_loss, softmax
 from torch.utils.checkpoint import checkpoint
 
-MAX_LOGITS = 2**25  # float32 entries alive at once in a chunk: 128 MiB
+MAX_LOGITS = 2**25  # float32 logits of a chunk: 128 MiB
 
-LK_ETA = 3.0  # how soon lk_hybrid turns from the divergence to the overlap
+LK_ETA = 3.0  # how fast lk_hybrid moves from the divergence to the overlap
 CE_SHARE = 0.1  # of cross entropy in ce_tv, the rest is total variation
-DPACE_FLOOR = 0.5  # confidence that D-PACE gives a head that has none
+DPACE_FLOOR = 0.5  # D-PACE's share of confidence 1, so that no product vanishes
 
 
 def hard_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ def total_variation(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.
 def lk_alpha(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """-log alpha of A positions, [A] (LK losses, arXiv 2602.23881). Peak 4.5.
 
-    Its gradient is that of the total variation divided by alpha, so it does not vanish while a
-    fresh head has next to no overlap.
+    Its gradient is that of the total variation divided by alpha, so it does not vanish for a fresh
+    head, which has almost no overlap.
     """
     alpha = overlap(logits, target_logits)
     return -alpha.clamp_min(torch.finfo(alpha.dtype).tiny).log()
@@ -96,10 +96,10 @@ def feature_loss(features: torch.Tensor, target_features: torch.Tensor) -> torch
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What teaches a head one position, by the name that configurations use.
+    """A loss of each position, by the name that configurations use.
 
     `function` takes the draft's logits [A, V], the target's logits [A, V] for the same token, or
-    None where it reads only labels, and the true tokens [A]; it gives the losses [A].
+    None where it reads only labels, and the true tokens [A]; it returns the losses [A].
     """
 
     function: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -134,7 +134,7 @@ TOKEN_LOSSES = {
 
 
 def check_token_loss(name: str) -> None:
-    """Raise ValueError, with the choices, for a name that is no token loss."""
+    """Raise ValueError, with the choices, for a name that is not a token loss."""
     if name not in TOKEN_LOSSES:
         raise ValueError(f"loss must be one of {', '.join(TOKEN_LOSSES)}, got {name!r}")
 
@@ -155,7 +155,7 @@ def dpace_weights(confidence: torch.Tensor, valid: torch.Tensor) -> torch.Tensor
     """Weights [A, K] of the positions of A drafted blocks (D-PACE, arXiv 2605.18810).
 
     `confidence` [A, K] is the draft's probability of each true token, `valid` [A, K] whether there
-    is one. With c = (1 - DPACE_FLOOR) confidence + DPACE_FLOOR, position j weighs
+    is one. With c = (1 - DPACE_FLOOR) confidence + DPACE_FLOOR, the weight of position j is
     sum_{m >= j} prod_{i <= m} c_i: the expected number of tokens that are lost if j is wrong.
     Confidences (1, 0) make c = (1, 1/2), products (1, 1/2) and weights (3/2, 1/2).
     """
@@ -178,9 +178,9 @@ def in_chunks(
 ) -> tuple[torch.Tensor, ...]:
     """function(*rows) for rows [A, ...] worked through in chunks of at most MAX_LOGITS logits.
 
-    `function` gives tensors of one entry a row. With more than one chunk the forward pass of each
-    is repeated in the backward pass, so the peak is one chunk's logits and their gradient instead
-    of A x V of each.
+    `function` returns tensors with one entry for each row. With more than one chunk, each chunk's
+    forward pass is repeated in the backward pass, so that only one chunk's logits and their
+    gradient are in memory at once, instead of A x V of each.
     """
     size = max(1, MAX_LOGITS // vocab_size)
     if rows[0].shape[0] <= size:

@@ -1,4 +1,4 @@
-"""Static trees filled depth by depth, each node's children guessed behind its real path."""
+"""Static trees filled depth by depth, each node's children guessed after its real path."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Level:
     own: torch.Tensor  # [n] places among all nodes of their depth
     above: torch.Tensor  # [n] places of their parents among the inner nodes one depth up
     parents: torch.Tensor  # [m] for each node one depth down, its parent's place in `nodes`
-    ranks: torch.Tensor  # [m] and which child it is
-    width: int  # most children of one of the nodes
+    ranks: torch.Tensor  # [m] for each of them, which child of its parent it is
+    width: int  # the most children of a node
 
 
 def levels_of(shape: TreeShape, device: torch.device) -> list[Level]:
@@ -60,9 +60,9 @@ Support = tuple[torch.Tensor, torch.Tensor]  # ids and probabilities [B, n, k] o
 def best_guesses(
     logits: torch.Tensor, ids: torch.Tensor | None = None, count: int = DRAFT_SUPPORT
 ) -> Guesses:
-    """The most probable tokens behind nodes with logits [B, n, Vd], and their logits in float32.
+    """The most probable tokens after nodes with logits [B, n, Vd], and their logits in float32.
 
-    `ids` [Vd] are the tokens that the logits speak of where these are not the whole vocabulary.
+    `ids` [Vd] are the tokens of a draft vocabulary; None for the whole vocabulary.
     """
     best, places = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
     return best, places if ids is None else ids[places]
@@ -79,8 +79,8 @@ def filled_tree(
     """A tree of a given shape: the best guesses, or with `random` guesses drawn from them.
 
     `guess(depth, level, tokens)` is called level by level with the tokens [B, n] of the level's
-    inner nodes. Drawn children are drawn without replacement. The shape is settled before the first
-    draw, and no drawn child is left out: both are what exact verification needs.
+    inner nodes. Drawn children are drawn without replacement. Exact verification needs that the
+    shape is fixed before the first draw, and that no drawn child is left out.
     """
     tokens, supports = [roots[:, None]], []
     for depth, level in enumerate(levels):
@@ -101,7 +101,7 @@ def filled_tree(
 def for_all_nodes(supports: list[Support], nodes: torch.Tensor, num_nodes: int) -> Support:
     """Supports [B, N, k] of all nodes from those of the inner `nodes` [M], level by level.
 
-    Leaves have no children to draw; their rows say that token 0 is certain.
+    Leaves have no children to draw; their rows give token 0 probability 1.
     """
     inner_ids, inner_probs = (torch.cat(parts, dim=1) for parts in zip(*supports, strict=True))
     batch, _, size = inner_ids.shape

@@ -1,7 +1,7 @@
-"""Trees whose tokens are found within the graph of a step, in front of the pass that verifies them.
+"""Trees whose tokens are computed in the step's graph, before the pass that verifies them.
 
-A small drafting pass of its own takes longer to call than to compute: a graph of a step that begins
-with it saves the call.
+A small drafting pass takes longer to call than to compute, so a step's graph that begins with it
+saves the call.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class TokenFiller:
 
 @dataclass(frozen=True)
 class TreeRecipe:
-    """A tree as the graph of a step takes it: its form, and what its tokens are found with."""
+    """A tree as the graph of a step takes it: its form, and how its tokens are computed."""
 
     parents: torch.Tensor  # [B, N], -1 for the root
     depths: torch.Tensor  # [B, N]
@@ -44,7 +44,7 @@ class TreeRecipe:
     def from_shape(
         cls, shape: TreeShape, rows: int, filler: TokenFiller, arguments: tuple[torch.Tensor, ...]
     ) -> "TreeRecipe":
-        """A static tree, on the device of the arguments."""
+        """A static tree with tables [B, N] for B = `rows`, on the device of the arguments."""
         tables = shape.tables(rows, arguments[0].device)
         return cls(*tables, shape.depth, filler, arguments)
 
@@ -55,7 +55,7 @@ class TreeRecipe:
 
 
 def as_given(tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens [B, N] that were known before."""
+    """Tokens [B, N] that are known already."""
     return tokens
 
 

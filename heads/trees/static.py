@@ -1,11 +1,11 @@
-"""Static trees: which sizes a drafter is asked for, and the best tree of each by measured paths."""
+"""Static trees: the sizes worth choosing from, and the best tree of each by measured paths."""
 
 from dataclasses import astuple
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.trees.tree import Budget, Path, TreeShape
 
-# Sizes of tree that are worth telling apart; verifying 64 nodes is cheap on large GPUs only.
+# Tree sizes that differ enough to choose between; 64 nodes are cheap to verify on large GPUs only.
 TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -15,9 +15,7 @@ def tree_budgets(depth: int) -> tuple[Budget, ...]:
 
 
 def shallow_budgets(depth: int) -> tuple[Budget, ...]:
-    """As `tree_budgets`, with small trees of one and two levels for a drafter whose cost grows with
-    the depth.
-    """
+    """`tree_budgets` and small trees of one and two levels, for a cost that grows with depth."""
     shallow = [Budget(nodes, d) for d in (1, 2) for nodes in TREE_SIZES if d < nodes <= 4 * d]
     deep = tree_budgets(depth)
     return tuple(sorted({*deep, *(b for b in shallow if b.depth <= depth)}, key=astuple))
@@ -37,18 +35,17 @@ def grow_tree(
     the r1-th guess of depth 1 and ... and the rd-th guess of depth d, so it is the number of times
     that node would have been accepted. A child is accepted no more often than its parent, hence
     the most frequent paths form the best tree. Medusa's product of accuracies (arXiv 2401.10774,
-    section 2.3.3) would take the depths for independent; counting whole paths does not.
-
-    Drawn children come in order, so a node brings its better-ranked siblings along.
+    section 2.3.3) assumes that depths are independent; counting whole paths does not.
     """
     if num_nodes < 1:
         raise UserError(f"a token tree needs at least 1 node, got {num_nodes}")
-    drafted = filter(None, path_counts)  # the empty path is the root
-    ordered = sorted(drafted, key=lambda path: (-path_counts[path], len(path), path))
+    paths = filter(None, path_counts)  # the empty path is the root
+    ordered = sorted(paths, key=lambda path: (-path_counts[path], len(path), path))
     chosen: dict[Path, None] = {(): None}  # in the order of choice
     for path in ordered:
         fits = max_depth is None or len(path) <= max_depth
         if fits and path[:-1] in chosen:
+            # Drawn children come in order, so a node needs its better-ranked siblings.
             chosen.update(dict.fromkeys((*path[:-1], rank) for rank in range(path[-1] + 1)))
     return TreeShape.from_paths(list(chosen)[1:num_nodes])
 
@@ -59,7 +56,7 @@ class StaticTrees:
     def __init__(
         self, path_counts: dict[Path, int] | None, max_depth: int, fixed: TreeShape | None = None
     ):
-        """Without `fixed` and without measured paths the trees are chains."""
+        """Without a fixed tree and without measured paths, the trees are chains."""
         self.path_counts, self.max_depth, self.fixed = path_counts, max_depth, fixed
         self.grown: dict[Budget, TreeShape] = {}
         if fixed is not None:
@@ -68,7 +65,7 @@ class StaticTrees:
             self.budgets = (shallow_budgets if path_counts else chain_budgets)(max_depth)
 
     def shape(self, budget: Budget) -> TreeShape:
-        """The tree for a budget; a fixed tree is given whatever the budget."""
+        """The tree for a budget; always the fixed tree, if there is one."""
         if self.fixed is not None:
             return self.fixed
         if budget not in self.grown:
@@ -81,7 +78,7 @@ class StaticTrees:
         return self.grown[budget]
 
     def _from_paths(self, num_nodes: int, depth: int) -> TreeShape:
-        """The best tree by the measured paths; the first guess where no guess was ever right."""
+        """The best tree by the measured paths; a chain of 1 where no guess was ever right."""
         assert self.path_counts is not None
         grown = grow_tree(self.path_counts, num_nodes, depth)
         return grown if grown.depth > 0 else TreeShape.chain(1)

@@ -1,7 +1,7 @@
 """Token trees: what a drafter proposes and the target verifies in one pass.
 
-Nodes are in topological order and node 0 is the last committed token, so a parent always stands
-before its children and a chain is the tree whose parents are -1, 0, 1, 2, ...
+Node 0 is the last committed token, and a parent always comes before its children. A chain is the
+tree whose parents are -1, 0, 1, 2, ...
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ PADDING = -1
 
 
 def ancestor_mask(parents: torch.Tensor, max_depth: int | None = None) -> torch.Tensor:
-    """Who may attend to whom: [..., N, N] true where column m is node n itself or its ancestor.
+    """Which nodes attend to which, [..., N, N]: true where m is node n or an ancestor of n.
 
-    Knowing that no node is deeper than `max_depth` saves work.
+    `parents` [..., N]. To know that no node is deeper than `max_depth` saves work.
 
     For parents (-1, 0, 0, 1) node 3 hangs under node 1::
 
@@ -100,12 +100,12 @@ class TreeShape:
 
     @property
     def budget(self) -> Budget:
-        """The budget that exactly this tree uses up."""
+        """The smallest budget that this tree fits."""
         return Budget(self.num_nodes, self.depth)
 
     @property
     def depth(self) -> int:
-        """Most drafted tokens on one path."""
+        """The most drafted tokens on one path."""
         return len(self.paths[-1]) if self.paths else 0
 
     @cached_property
@@ -128,7 +128,7 @@ class TreeShape:
     def gapless(self) -> "TreeShape":
         """The same tree with every node's children ranked 0, 1, ..., as children are drawn.
 
-        Drawn children come in the order of the draws, none of which may be left out. The paths
+        Drawn children come in the order of the draws, and no draw may be left out. The paths
         (0,) (2,) (2, 1) become (0,) (1,) (1, 0).
         """
         renamed: dict[Path, Path] = {(): ()}
@@ -164,7 +164,7 @@ class TreeShape:
 
     @cached_property
     def width(self) -> int:
-        """Most guesses that are looked at for the children of one node."""
+        """The most guesses that the children of one node are chosen from."""
         return max((path[-1] + 1 for path in self.paths), default=0)
 
 
@@ -172,12 +172,12 @@ class TreeShape:
 class TokenTree:
     """A batch of proposals of the same number of nodes.
 
-    Siblings are different tokens. A node whose token is PADDING fills up a row that proposes less
-    than the others and is never accepted.
+    Siblings are different tokens. Nodes whose token is PADDING fill up rows that propose less than
+    the others; they are never accepted.
 
-    `draft_ids` and `draft_probs` say from which distribution each node's children were drawn, in
-    the order of their node index and without replacement, on a support of k different tokens; None
-    when the children were chosen and not drawn.
+    `draft_ids` and `draft_probs` are the distributions that each node's children were drawn from,
+    in the order of their node index and without replacement, on a support of k different tokens;
+    None when the children were chosen and not drawn.
     """
 
     tokens: torch.Tensor  # [B, N], PADDING for no token
@@ -209,7 +209,7 @@ class TokenTree:
         max_depth: int,
         width: int,
     ) -> "TokenTree":
-        """Trees that differ from row to row, none deeper or wider than said; children not drawn."""
+        """Trees that differ from row to row, within `max_depth` and `width`; children not drawn."""
         ancestors = ancestor_mask(parents, max_depth)
         depths = ancestors.sum(-1) - 1
         return cls(tokens, parents, depths, ancestors, max_depth, width)

@@ -1,0 +1,167 @@
+"""Drafting with Medusa heads: static trees that one gather fills."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from drafthead.heads.base import MAX_RANK
+from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.medusa import MedusaHeads
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.sampling import (
+    DRAFT_SUPPORT,
+    RowRandom,
+    SamplingConfig,
+    draw_without_replacement,
+    probabilities,
+)
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.levels import Guesses, best_guesses
+from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+
+
+class MedusaLayout:
+    """A static tree as the index tables that fill it.
+
+    A node of depth d is the `rank`-th guess of head d - 1. The root is counted to the first head
+    and replaced, so that all tables are as long as the tree.
+    """
+
+    def __init__(self, shape: TreeShape, device: torch.device):
+        self.shape = shape
+        self.parents = shape.parents[1:].to(device)  # [N - 1]
+        self.ranks = shape.ranks.to(device)  # [N]
+        self.head_of_node = (shape.depths - 1).clamp_min(0).to(device)  # [N]
+        # The head that guesses a node's children; leaves of full depth have none.
+        self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
+
+
+@register_drafter(MedusaHeads)
+class MedusaDrafter(HeadDrafter[MedusaHeads]):
+    """Medusa heads that fill static trees.
+
+    The other families fill theirs level by level, with `trees.levels.filled_tree`. Medusa's heads
+    do not read the tokens drafted before theirs, so all guesses exist before the tree is filled and
+    one gather makes the tokens: that is a graph of its own or, as a `TreeRecipe`, a part of the
+    step's graph.
+    """
+
+    def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
+        """Raises UserError when the tree is deeper than the number of heads."""
+        super().__init__(head, target, shape)
+        self.widest = MAX_RANK if shape is None else shape.width  # the most children of a node
+        self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
+        # Uses all heads, so that one graph serves trees of any depth.
+        fill_with_all = partial(self._fill, depth=head.depth)
+        self.filler = TokenFiller(fill_with_all, dims=("B .", "B", "N", "N"))
+        self.guess: Callable[..., Guesses] = self._guess
+        self.fill: Callable[..., torch.Tensor] = self._fill
+
+    def _guess(
+        self,
+        hidden: torch.Tensor,  # [B, D] where the roots were predicted
+        depth: int,  # d, of the tree that is to be filled
+        count: int = DRAFT_SUPPORT,  # k
+    ) -> Guesses:
+        """Logits and ids [B, d, k] of the best guesses of the first d heads."""
+        return best_guesses(self.head.all_logits(hidden, depth, self.target), count=count)
+
+    def _fill(
+        self,
+        hidden: torch.Tensor,  # [B, D]
+        roots: torch.Tensor,  # [B]
+        head_of_node: torch.Tensor,  # [N]
+        ranks: torch.Tensor,  # [N]
+        depth: int,
+    ) -> torch.Tensor:
+        """Tokens [B, N] of the tree: of each node the guess of its rank by its depth's head."""
+        _, ids = self._guess(hidden, depth, self.widest)
+        is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
+        return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
+
+    def compile(self) -> None:
+        """Compile the heads, a graph for each number of heads that a tree needs."""
+        made_for = self.target.device, self.target.dtype
+        self.guess = Compiled(self._guess, *made_for, dims={"hidden": "B ."})
+        self.fill = Compiled(
+            self._fill,
+            *made_for,
+            dims={"hidden": "B .", "roots": "B", "head_of_node": "N", "ranks": "N"},
+        )
+
+    def layout(self, budget: Budget, random: RowRandom | None) -> MedusaLayout:
+        """The tables of the tree for a budget; with `random`, of one whose children are drawn."""
+        key = budget, random is not None
+        if key not in self.layouts:
+            self.layouts[key] = MedusaLayout(self.shape(budget, random), self.target.device)
+        return self.layouts[key]
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T]; their features come with the first commit."""
+        return MedusaSession(self)
+
+
+class MedusaSession(DraftSession):
+    """Medusa heads at work: the state is one hidden state for each row."""
+
+    def __init__(self, drafter: MedusaDrafter):
+        self.drafter = drafter
+        self.hidden: torch.Tensor | None = None  # [B, D], where the root was predicted
+        self.roots: torch.Tensor | None = None  # [B]
+
+    def commit(self, committed: Committed) -> None:
+        """Store the roots and the hidden states that predicted them."""
+        self.roots, self.hidden = committed.ends
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Keep the state of rows [R] only, in that order."""
+        assert self.hidden is not None and self.roots is not None
+        self.hidden, self.roots = self.hidden[rows], self.roots[rows]
+
+    @torch.no_grad()
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
+        assert self.hidden is not None and self.roots is not None
+        layout = self.drafter.layout(budget, random)
+        depth = layout.shape.depth
+        if random is not None:
+            logits, ids = self.drafter.guess(self.hidden, depth)
+            return self._drawn(layout, logits, ids, sampling, random)
+        tables = layout.head_of_node, layout.ranks
+        tokens = self.drafter.fill(self.hidden, self.roots, *tables, depth)
+        return TokenTree.from_shape(layout.shape, tokens)
+
+    def recipe(self, budget: Budget) -> TreeRecipe | None:
+        """For heads that share one output head, whose cost does not depend on the tree's depth."""
+        if self.drafter.head.config.output == "own":
+            return None
+        assert self.hidden is not None and self.roots is not None
+        layout = self.drafter.layout(budget, random=None)
+        arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks
+        rows = self.roots.shape[0]
+        return TreeRecipe.from_shape(layout.shape, rows, self.drafter.filler, arguments)
+
+    def _drawn(
+        self,
+        layout: MedusaLayout,
+        logits: torch.Tensor,  # [B, d, k]
+        ids: torch.Tensor,  # [B, d, k]
+        sampling: SamplingConfig,
+        random: RowRandom,
+    ) -> TokenTree:
+        """Children drawn without replacement, independently under each parent."""
+        assert self.roots is not None
+        probs = probabilities(logits, sampling)  # [B, d, k]
+        draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
+        draft_probs = probs[:, layout.head_of_children]
+        uniform = random.uniform(*draft_probs.shape[1:])
+        order = draw_without_replacement(draft_probs, layout.shape.width, uniform)
+        drawn = draft_ids.gather(-1, order)  # [B, N, width]
+        children = drawn[:, layout.parents, layout.ranks[1:]]  # [B, N - 1]
+        tokens = torch.cat([self.roots[:, None], children], dim=1)
+        return TokenTree.from_shape(layout.shape, tokens, draft_ids, draft_probs)

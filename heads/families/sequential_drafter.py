@@ -1,0 +1,134 @@
+"""Drafting with a sequential head: its cache, and the static trees that it fills."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
+from drafthead.heads.drafting.late_reader import LateReader
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+
+READING = {
+    "hidden": "B T .",
+    "positions": "B T",
+    "mask": "B . T S",
+    "columns": "T",
+    "keys": "B . C .",
+    "values": "B . C .",
+}
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
+
+
+@register_drafter(SequentialHead)
+class SequentialDrafter(HeadDrafter[SequentialHead]):
+    """A sequential head that fills static trees."""
+
+    def __init__(self, head: SequentialHead, target: Target, shape: TreeShape | None):
+        """Raises UserError when the tree is deeper than the head drafts."""
+        super().__init__(head, target, shape)
+        self.read: Callable[..., torch.Tensor] = self.read_eagerly
+        self.steps: list[Callable[..., State]] = [
+            partial(self._step, index) for index in range(head.depth)
+        ]
+
+    def read_eagerly(
+        self,
+        hidden: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
+        columns: torch.Tensor,  # [T]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """First states [B, T, S] at new positions, whose keys and values go into the cache."""
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        return self.head.read(hidden, positions, mask, cached)
+
+    def _step(self, index: int, states: torch.Tensor, tokens: torch.Tensor) -> State:
+        """States [B, n, S'] of nodes of depth `index`, and the guesses of their children.
+
+        `states` [B, n, S] are those of their parents, `tokens` [B, n] their own tokens.
+        """
+        states = self.head.advance(states, tokens, index, self.target)
+        return states, *best_guesses(self.head.logits(states, index, self.target))
+
+    def compile(self) -> None:
+        """Compile each depth, and what reads committed positions."""
+        made_for = self.target.device, self.target.dtype
+        self.read = Compiled(self.read_eagerly, *made_for, READING)
+        self.steps = [
+            Compiled(partial(self._step, index), *made_for, {"states": "B n .", "tokens": "B n"})
+            for index in range(self.head.depth)
+        ]
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T]; their features come with the first commit."""
+        return SequentialSession(self)
+
+
+class SequentialSession(LateReader):
+    """A sequential head at work: a first state for each row, and the head's cache."""
+
+    def __init__(self, drafter: SequentialDrafter):
+        super().__init__()
+        self.drafter = drafter
+        self.cache = drafter.head.new_cache()
+        self.state: torch.Tensor | None = None  # [B, S], where the root was predicted
+
+    @torch.no_grad()
+    def read(self, committed: Committed) -> None:
+        """Compute the first states where the roots were predicted."""
+        if self.cache is None:
+            hidden = committed.ends.hidden
+            assert hidden is not None
+            self.state = self.drafter.head.start(hidden)
+        else:
+            self.state = self._read_into(self.cache, committed)
+
+    def _read_into(self, cache: DraftCache, committed: Committed) -> torch.Tensor:
+        """First states [B, S] after what was committed."""
+        hidden, nodes, lengths = committed.features.last, committed.tokens, committed.lengths
+        assert hidden is not None
+        steps = torch.arange(nodes.shape[1], device=nodes.device)
+        mask = cache.mask((steps[:, None] >= steps)[None])
+        drafter, is_prompt = self.drafter, cache.lengths is None
+        # Prompts are seldom of one length, so a graph for each would be used once.
+        read = drafter.read_eagerly if is_prompt else drafter.read
+        positions, columns = cache.positions(nodes), cache.columns(nodes)
+        states = read(hidden, positions, mask, columns, cache.keys, cache.values)
+        cache.stay(nodes.shape[1])
+        cache.commit(lengths)
+        return at_last(states, lengths)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Keep the state of rows [R] only, in that order."""
+        super().keep_rows(rows)
+        assert self.state is not None
+        self.state = self.state[rows]
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+
+    @torch.no_grad()
+    def propose(
+        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
+    ) -> TokenTree:
+        """Fill the tree depth by depth with the head's best guesses, or with drawn ones."""
+        self.catch_up()
+        assert self.state is not None and self.roots is not None
+        drafter, states = self.drafter, self.state[:, None]
+
+        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+            nonlocal states
+            states, logits, ids = drafter.steps[depth](states[:, level.above], tokens)
+            return logits, ids
+
+        shape = drafter.shape(budget, random)
+        return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)
