@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.graphs import substitutions
 from drafthead.heads.graphs.compiled import Compiled, Sizes
+from drafthead.heads.graphs.substitutions import replacement_of
+from drafthead.heads.layers.columns import move_columns
 from drafthead.heads.sampling import draw
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
-from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache, move_columns
+from drafthead.infer.engine.kv_cache import Layers, StepCache, TreeCache
 from drafthead.infer.engine.outcome import Outcome, following_tokens, in_one_table, to_host
 from drafthead.infer.verifiers.base import Acceptance, follow
 
@@ -53,11 +54,8 @@ class GraphStep:
         self.graphs = Compiled(
             self._step, target.device, target.dtype, self._kind, sizes, self.taps
         )
-        self.move, self.draw = (
-            (substitutions.move_columns, substitutions.draw)
-            if self.graphs.has_kernels
-            else (move_columns, draw)
-        )
+        has_kernels = self.graphs.has_kernels
+        self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
 
     def __call__(self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None) -> Outcome:
         """Verify the tree behind what the cache has committed, and put the accepted path there.

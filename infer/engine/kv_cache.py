@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers.cache_utils import Cache
 
+from drafthead.heads.layers.columns import move_columns
+
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
 BLOCK = 128
 GROWTH = 1.5
@@ -218,15 +220,3 @@ def enlarged(states: torch.Tensor, capacity: int) -> torch.Tensor:
     store = states.new_zeros(batch, heads, capacity, size)
     store[:, :, :used] = states
     return store
-
-
-def move_columns(
-    keys: Layers, values: Layers, source: torch.Tensor, destination: torch.Tensor
-) -> None:
-    """Copy each row's columns source [B, P] to destination [B, P], in every layer.
-
-    Source 4 6 and destination 4 5 turn columns ``. . . . a b c`` into ``. . . . a c c``.
-    """
-    rows = torch.arange(source.shape[0], device=source.device)[:, None]
-    for tensor in (*keys, *values):
-        tensor[rows, :, destination] = tensor[rows, :, source]
