@@ -43,21 +43,26 @@ def _few_threads() -> None:
 
 
 @pytest.fixture
-def sizes_rendered(monkeypatch) -> Callable[[type], list[int]]:
-    """Of a kernel's template: the last size of each output that it renders code for from now on.
+def sizes_rendered(monkeypatch) -> Callable[[str], list[int]]:
+    """Of a kernel: the last size of each output that code is rendered for from now on.
 
     What torch has compiled before is not rendered again, unless its caches are off.
     """
 
-    def watch(template: type) -> list[int]:
-        found: list[int] = []
-        render = template.render
-        monkeypatch.setattr(
-            template,
-            "render",
-            lambda self, **given: found.append(self.layout.size[-1]) or render(self, **given),
-        )
-        return found
+    def watch(kernel: str) -> list[int]:
+        # Importing the template takes seconds.
+        from drafthead.heads.graphs.kernels.template import KernelTemplate
+
+        sizes: list[int] = []
+        render = KernelTemplate.render
+
+        def watched(self, **given) -> str:
+            if self.name == kernel:
+                sizes.append(self.layout.size[-1])
+            return render(self, **given)
+
+        monkeypatch.setattr(KernelTemplate, "render", watched)
+        return sizes
 
     return watch
 

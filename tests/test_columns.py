@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from drafthead.heads.cache import move_columns
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import linear
-from drafthead.heads.graphs.kernels.move_columns import MoveTemplate
-from drafthead.heads.graphs.substitutions import move_columns
-from drafthead.heads.target import tree_cache
+from drafthead.heads.graphs.substitutions import replacement_of
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -17,12 +16,13 @@ LAYERS = [(2, 24, 32), (1, 24, 8)]  # heads, columns and size of a head: layers 
 
 
 def compiled() -> Compiled:
-    """The function as steps have it: behind columns that the pass has just written."""
+    """The function as steps have it: after columns that the pass has just written."""
+    move = replacement_of(move_columns, has_kernels=True)
 
     def step(keys, values, written, source, destination) -> torch.Tensor:
         for layer in (*keys, *values):
             layer.index_copy_(2, written, torch.ones_like(layer[:, :, : written.shape[0]]))
-        move_columns(keys, values, source, destination)
+        move(keys, values, source, destination)
         return source + 1
 
     layers, places = "B . . .", "B P"
@@ -47,14 +47,14 @@ def filled(rows: int) -> list[torch.Tensor]:
     ],
 )
 def test_columns_are_moved_in_place_in_every_layer(source, destination, sizes_rendered) -> None:
-    rendered = sizes_rendered(MoveTemplate)
+    rendered = sizes_rendered("move_columns")
     source, destination = torch.tensor(source), torch.tensor(destination)
     written = 8 + torch.arange(source.shape[1])
     keys, values = filled(len(source)), filled(len(source))
     expected_keys, expected_values = filled(len(source)), filled(len(source))
     for layer in (*expected_keys, *expected_values):
         layer.index_copy_(2, written, torch.ones_like(layer[:, :, : source.shape[1]]))
-    tree_cache.move_columns(expected_keys, expected_values, source, destination)
+    move_columns(expected_keys, expected_values, source, destination)
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         compiled()(keys, values, written, source, destination)
     assert rendered

@@ -5,7 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.cache import CacheColumns
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.target.target import Target
 
@@ -71,7 +72,7 @@ def test_a_shape_keeps_what_is_given_and_takes_the_rest_from_the_target(target) 
 def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
     """Rows advance by different amounts, drafted nodes come and go, one row is dropped."""
     shape, layer, _ = pair
-    rotary, cache = Rotary(shape), DraftCache([layer])
+    rotary, cache = Rotary(shape), DraftCache([layer], rows=3)
     length = 300  # past the first capacity
     hidden = torch.randn(3, length, 32)
     causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
@@ -82,10 +83,10 @@ def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
         new = torch.ones(count, count, dtype=torch.bool).tril()[None]
         seen = torch.ones(1, count, cache.pending, dtype=torch.bool)
         mask = cache.mask(torch.cat([seen, new], dim=-1))
-        columns = cache.columns(positions)
+        _, columns = cache.make_room(count)
         seen_by = CacheColumns(cache.keys, cache.values, columns, mask.shape[-1])
         output = layer(states, rotary(positions), mask, lambda k, v: seen_by.append(0, k, v))
-        cache.stay(count)
+        cache.keep_pending(count)
         return output
 
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +97,7 @@ def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
         places = torch.tensor(read)[:, None] + torch.arange(int(counts.max()))
         states = hidden[torch.tensor(rows)[:, None], places.clamp_max(length - 1)]
         output = passed(states, places)
-        cache.commit(counts)
+        cache.commit_first(counts)
         for place, (row, count) in enumerate(zip(rows, counts.tolist(), strict=True)):
             start, end = read[place], min(read[place] + count, length)
             torch.testing.assert_close(

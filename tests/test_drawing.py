@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from drafthead.heads import sampling
-from drafthead.heads.graphs import substitutions
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.graphs.kernels import draw, linear
+from drafthead.heads.graphs.kernels import linear
+from drafthead.heads.graphs.substitutions import replacement_of
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -15,8 +15,9 @@ pytestmark = pytest.mark.skipif(
 
 def compiled() -> Compiled:
     """Any number of rows, of logits as they come out of a product."""
+    draw = replacement_of(sampling.draw, has_kernels=True)
     return Compiled(
-        lambda logits, temperature, uniform: substitutions.draw(logits + 0, temperature, uniform),
+        lambda logits, temperature, uniform: draw(logits + 0, temperature, uniform),
         torch.device("cpu"),
         torch.bfloat16,
         {"logits": "B . .", "temperature": "", "uniform": "B ."},
@@ -28,7 +29,7 @@ def compiled() -> Compiled:
 @pytest.mark.parametrize("size", [5, 64, 1000])
 def test_drawn_tokens_are_those_of_torchs_sums(dtype, size, sizes_rendered) -> None:
     """All but those so near to the edge between two tokens that rounding decides."""
-    rendered = sizes_rendered(draw.DrawTemplate)
+    rendered = sizes_rendered("draw")
     torch.manual_seed(size)
     logits = (3 * torch.randn(600, 2, size)).to(dtype)
     uniform, temperature = torch.rand(600, 2), torch.tensor(0.7)

@@ -62,7 +62,7 @@ def said_afresh(head, target, ids: torch.Tensor, given: int) -> tuple[torch.Tens
     The target has been at `given` positions; the n - 1 ids behind the root are taken as drafted.
     """
     features = features_of(target, ids[:given], head.features_needed)
-    reader = DraftReader(drafter_for(head, target))
+    reader = DraftReader(drafter_for(head, target), rows=1)
     read = Committed(ids[None, 1 : given + 1], features, torch.tensor([given]))
     said = [reader.read(read)]
     for depth, token in enumerate(ids[given + 1 :], 1):

@@ -10,6 +10,7 @@ from golden import Case, cases, name_of
 from written import LAYERS, TARGET, Outputs, Written, random_head
 
 from drafthead.heads.base import HeadBatch
+from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families import recurrent_drafter
@@ -20,7 +21,7 @@ from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
@@ -64,8 +65,8 @@ def outputs_at_all(head: Eagle3Head, target: Target, taps: Features, ids: torch.
     """A causal pass over pairs of features and tokens [B, T]."""
     count = ids.shape[1]
     causal = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers)
-    columns = cache.columns(ids)
+    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers, len(ids))
+    _, columns = cache.make_room(count)
     cached = CacheColumns(cache.keys, cache.values, columns, count)
     embeds = head.embed(ids, target)
     return head.run_layers(embeds, head.encode(taps), rotation, causal, cached.append)
@@ -91,7 +92,7 @@ def recurrent_outputs(head: Eagle3Head, target: Target, io: Outputs) -> Outputs:
         "expected_out_full": everywhere,
         "expected_draft_logits_full": head.logits(everywhere, target),
     }
-    reader, tokens = DraftReader(drafter_for(head, target)), []
+    reader, tokens = DraftReader(drafter_for(head, target), len(ids)), []
     said, above = reader.read(all_positions(ids, taps)), torch.zeros(len(ids), 1, dtype=torch.long)
     for step in range(3):
         logits = head.logits(said.outputs, target)
@@ -285,7 +286,7 @@ def test_a_blind_head_drafts_in_one_pass_what_it_would_step_by_step(blind) -> No
     ids = torch.randint(VOCAB, (2, 6))
     taps = Features(None, tuple(torch.randn(2, 6, HIDDEN) for _ in head.config.taps))
     committed = Committed(ids, taps, torch.tensor([6, 4]))
-    at_once, stepwise = (DraftReader(drafter_for(head, target)) for _ in range(2))
+    at_once, stepwise = (DraftReader(drafter_for(head, target), len(ids)) for _ in range(2))
     ahead = at_once.draft_blindly(ids[:, 0], at_once.read(committed), 4)
     said, above = stepwise.read(committed), torch.zeros(2, 1, dtype=torch.long)
     for depth in (1, 2, 3):

@@ -9,6 +9,7 @@ from conftest import HIDDEN, VOCAB
 from golden import Case, cases, loaded, name_of
 from written import Outputs, Written
 
+from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.hydra import HydraHeads
@@ -19,7 +20,7 @@ from drafthead.heads.families.recurrent_drafter import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
-from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
@@ -121,8 +122,8 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     features, ids = io["features"], io["next_input_ids"]
     count = ids.shape[1]
     causal = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers)
-    columns = cache.columns(ids)
+    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers, len(ids))
+    _, columns = cache.make_room(count)
     cached = CacheColumns(cache.keys, cache.values, columns, count)
     embeds = head.embed(ids, target)
     everywhere = head.run_layers(embeds, features, rotation, causal, cached.append)
@@ -130,7 +131,7 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
         "expected_out_full": everywhere,
         "expected_logits_full": head.logits(everywhere, target),
     }
-    reader = DraftReader(drafter_for(head, target))
+    reader = DraftReader(drafter_for(head, target), len(ids))
     for name, part in (("prefill", slice(12)), ("inc1", slice(12, 13)), ("inc3", slice(13, 16))):
         lengths = torch.full((len(ids),), ids[:, part].shape[1])
         new = Committed(ids[:, part], Features(features[:, part]), lengths)
@@ -143,7 +144,7 @@ def eagle_chain(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     ids, following = io["chain_target_input_ids"], io["chain_target_next_token"]
     tokens = torch.cat([ids[:, 1:], following], dim=1)
     features = Features(io["chain_target_last_hidden"])
-    reader, found, drafted = DraftReader(drafter_for(head, target)), {}, []
+    reader, found, drafted = DraftReader(drafter_for(head, target), len(ids)), {}, []
     said = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
     above = torch.zeros(1, 1, dtype=torch.long)
     for step in range(3):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.graphs.kernels import gated_mlp, linear
+from drafthead.heads.graphs.kernels import linear
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -51,7 +51,7 @@ def compiled(mlp: GatedMLP) -> Compiled:
 def test_gated_mlps_are_one_function_where_their_blocks_can_be_paired(
     size, together, bias, used, sizes_rendered
 ) -> None:
-    rendered = sizes_rendered(gated_mlp.GatedTemplate)
+    rendered = sizes_rendered("gated_mlp")
     mlp = made(size, together, bias)
     x = torch.randn(3, INNER).bfloat16()
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from drafthead.heads.graphs.kernels import linear
-from drafthead.heads.graphs.kernels.kept import PRECIOUS, keep_precious
+from drafthead.heads.graphs.kernels.rewrites import STORED, store_rotations
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -19,9 +19,9 @@ def test_all_that_reads_a_sine_or_cosine_reads_what_is_kept_of_it() -> None:
 
     x = torch.randn(4)
     traced = make_fx(rotated)(x)
-    keep_precious(traced.graph)
+    store_rotations(traced.graph)
     traced.recompile()
-    for target in PRECIOUS:
+    for target in STORED:
         [node] = traced.graph.find_nodes(op="call_function", target=target)
         [reader] = node.users
         assert reader.target is torch.ops.drafthead.kept.default and len(reader.users) == 2

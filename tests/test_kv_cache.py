@@ -46,7 +46,7 @@ def test_the_columns_that_a_pass_sees_are_never_all_there_are(nodes) -> None:
 
 def test_mask_hides_the_gap_between_a_rows_positions_and_its_nodes() -> None:
     visible = torch.tensor([[[True, False], [True, True]]])
-    mask = filled_cache().mask(visible, torch.float32)
+    mask = filled_cache().additive_mask(visible, torch.float32)
     assert (mask == 0).int()[:, 0].tolist() == [
         [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
         [[1, 1, 0, 1, 0], [1, 1, 0, 1, 1]],
@@ -66,7 +66,7 @@ def test_nodes_can_be_written_in_several_passes_and_discarded() -> None:
 def test_growing_keeps_what_was_committed() -> None:
     cache = filled_cache(layers=1)
     before = cache.keys[0].shape[2]
-    cache.mask(torch.ones(1, before, before, dtype=torch.bool), torch.float32)
+    cache.mask(torch.ones(1, before, before, dtype=torch.bool))
     assert cache.keys[0].shape[2] > before
     assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 1, 2]
 
@@ -74,8 +74,8 @@ def test_growing_keeps_what_was_committed() -> None:
 def test_masks_are_as_wide_as_whole_buckets_and_hide_what_lies_behind_the_nodes() -> None:
     cache = filled_cache(layers=1)
     cache.bucket = 4
-    mask = cache.mask(torch.ones(1, 2, 2, dtype=torch.bool), torch.float32)
-    assert (mask[0, 0] == 0).int().tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
+    mask = cache.mask(torch.ones(1, 2, 2, dtype=torch.bool))
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
     seen, _ = cache.update(keys_of([[3.0, 4], [13, 14]]), keys_of([[3.0, 4], [13, 14]]), 0)
     assert seen.shape[2] == mask.shape[3]
 

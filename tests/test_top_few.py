@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.graphs.kernels import linear, top_k
+from drafthead.heads.graphs.kernels import linear
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -26,7 +26,7 @@ def compiled(count: int) -> Compiled:
 )
 def test_values_and_places_are_those_of_a_stable_sort(sizes_rendered, count, size, used) -> None:
     torch.manual_seed(count)
-    rendered = sizes_rendered(top_k.TopTemplate)
+    rendered = sizes_rendered("top_k")
     best = compiled(count)
     for rows in (1, 2, 5):
         x = torch.randn(rows, 3, size).bfloat16()  # rounded, so that many are equal

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.heads.base import register_head
+from drafthead.heads.cache import CacheColumns
 from drafthead.heads.families.sequential import SequentialHead
-from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
@@ -142,9 +143,9 @@ class HydraHeads(SequentialHead):
         """The prefix layer's outputs for packed hidden states [B, T, D] and segments [B, T]."""
         return hidden if self.prefix is None else self.prefix.train_pass(hidden, segments)
 
-    def new_cache(self) -> DraftCache | None:
+    def new_cache(self, rows: int) -> DraftCache | None:
         """The prefix layer's keys and values of committed positions."""
-        return None if self.prefix is None else DraftCache([self.prefix.layer])
+        return None if self.prefix is None else DraftCache([self.prefix.layer], rows)
 
     def read(
         self,

@@ -5,12 +5,13 @@ from functools import partial
 
 import torch
 
+from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
@@ -149,16 +150,16 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""
-        return ParallelSession(self)
+        return ParallelSession(self, rows=len(lengths))
 
 
 class ParallelSession(LateReader):
     """A block-parallel head at work: the state is the context's keys and values."""
 
-    def __init__(self, drafter: ParallelDrafter):
+    def __init__(self, drafter: ParallelDrafter, rows: int):
         super().__init__()
         self.drafter = drafter
-        self.cache = DraftCache(drafter.head.transformer.layers)
+        self.cache = DraftCache(drafter.head.transformer.layers, rows)
         self.before: torch.Tensor | None = None  # [B, D], fused features before the roots
 
     @torch.no_grad()
@@ -166,11 +167,11 @@ class ParallelSession(LateReader):
         """Add what was committed to the context."""
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
         # Prompts are seldom of one length, so a graph for each would be used once.
-        read = self.drafter.read_eagerly if cache.lengths is None else self.drafter.read
-        positions, columns = cache.positions(tokens), cache.columns(tokens)
+        read = self.drafter.read_eagerly if cache.is_empty else self.drafter.read
+        positions, columns = cache.positions(tokens.shape[1]), cache.make_room(tokens.shape[1])[1]
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
-        cache.stay(tokens.shape[1])
-        cache.commit(lengths)
+        cache.keep_pending(tokens.shape[1])
+        cache.commit_first(lengths)
         self.before = at_last(fused, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
@@ -212,7 +213,7 @@ class ParallelSession(LateReader):
         cache, transformer = self.cache, self.drafter.head.transformer
         assert self.roots is not None and cache.lengths is not None
         mask = cache.mask(transformer.visible(1, self.roots.device)[None])
-        columns = cache.columns(self.roots[:, None].expand(-1, transformer.config.block_size))
+        columns = cache.make_room(transformer.config.block_size)[1]
         positions = cache.lengths[:, None]
         block = self.roots, self.before
         return self.drafter.block(*block, positions, mask, columns, cache.keys, cache.values)

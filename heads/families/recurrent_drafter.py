@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import torch
 
+from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
@@ -122,7 +123,7 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""
-        return RecurrentSession(self)
+        return RecurrentSession(self, rows=len(lengths))
 
     def visible(self, shape: TreeShape) -> list[torch.Tensor]:
         """`visible_nodes` of a static tree, [1, n, m + n] for each level; made once for a shape."""
@@ -158,9 +159,9 @@ def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
 class DraftReader:
     """A recurrent head with its cache: committed positions stay in it, drafted ones are pending."""
 
-    def __init__(self, drafter: RecurrentDrafter):
+    def __init__(self, drafter: RecurrentDrafter, rows: int):
         self.drafter = drafter
-        self.cache = DraftCache(drafter.head.layers)
+        self.cache = DraftCache(drafter.head.layers, rows)
 
     def read(self, committed: Committed) -> Guess:
         """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
@@ -168,20 +169,20 @@ class DraftReader:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
         # Prompts are seldom of one length, so a graph for each would be used once.
-        read = drafter.read_eagerly if cache.lengths is None else drafter.read
+        read = drafter.read_eagerly if cache.is_empty else drafter.read
         guess = read(
             committed.features.last,
             committed.features.taps,
             tokens,
             committed.lengths,
-            cache.positions(tokens),
+            cache.positions(tokens.shape[1]),
             mask,
-            cache.columns(tokens),
+            cache.make_room(tokens.shape[1])[1],
             cache.keys,
             cache.values,
         )
-        cache.stay(tokens.shape[1])
-        cache.commit(committed.lengths)
+        cache.keep_pending(tokens.shape[1])
+        cache.commit_first(committed.lengths)
         return Guess(*guess)
 
     def draft(
@@ -222,21 +223,21 @@ class DraftReader:
     ) -> Guess:
         """The guesses [B, n, k] after drafted nodes, which stay pending."""
         cache = self.cache
-        mask, columns = cache.mask(visible), cache.columns(tokens)
+        mask, (_, columns) = cache.mask(visible), cache.make_room(tokens.shape[1])
         guess = self.drafter.draft(
             above, tokens, positions, mask, columns, cache.keys, cache.values
         )
-        cache.stay(tokens.shape[1])
+        cache.keep_pending(tokens.shape[1])
         return Guess(*guess)
 
 
 class RecurrentSession(LateReader):
     """A recurrent head at work on one batch."""
 
-    def __init__(self, drafter: RecurrentDrafter):
+    def __init__(self, drafter: RecurrentDrafter, rows: int):
         super().__init__()
         self.drafter = drafter
-        self.reader = DraftReader(drafter)
+        self.reader = DraftReader(drafter, rows)
         self.root_guess: Guess | None = None  # n = 1
         self.depth_guesses: Guess | None = None  # n = depth - 1, of a head that drafts blindly
 

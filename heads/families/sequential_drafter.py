@@ -5,12 +5,13 @@ from functools import partial
 
 import torch
 
+from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.sequential import SequentialHead
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.layers.cache import CacheColumns, DraftCache
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
@@ -71,16 +72,16 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""
-        return SequentialSession(self)
+        return SequentialSession(self, rows=len(lengths))
 
 
 class SequentialSession(LateReader):
     """A sequential head at work: a first state for each row, and the head's cache."""
 
-    def __init__(self, drafter: SequentialDrafter):
+    def __init__(self, drafter: SequentialDrafter, rows: int):
         super().__init__()
         self.drafter = drafter
-        self.cache = drafter.head.new_cache()
+        self.cache = drafter.head.new_cache(rows)
         self.state: torch.Tensor | None = None  # [B, S], where the root was predicted
 
     @torch.no_grad()
@@ -97,15 +98,16 @@ class SequentialSession(LateReader):
         """First states [B, S] after what was committed."""
         hidden, nodes, lengths = committed.features.last, committed.tokens, committed.lengths
         assert hidden is not None
-        steps = torch.arange(nodes.shape[1], device=nodes.device)
+        count = nodes.shape[1]
+        steps = torch.arange(count, device=nodes.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
-        drafter, is_prompt = self.drafter, cache.lengths is None
+        drafter, is_prompt = self.drafter, cache.is_empty
         # Prompts are seldom of one length, so a graph for each would be used once.
         read = drafter.read_eagerly if is_prompt else drafter.read
-        positions, columns = cache.positions(nodes), cache.columns(nodes)
+        positions, (_, columns) = cache.positions(count), cache.make_room(count)
         states = read(hidden, positions, mask, columns, cache.keys, cache.values)
-        cache.stay(nodes.shape[1])
-        cache.commit(lengths)
+        cache.keep_pending(count)
+        cache.commit_first(lengths)
         return at_last(states, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:

@@ -87,10 +87,10 @@ class Compiled:
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
         if self.has_kernels:
-            from drafthead.heads.graphs.kernels.rewrites import Joined
+            from drafthead.heads.graphs.kernels.rewrites import Rewrites
 
             self.options = self.options | {
-                "joint_custom_post_pass": Joined(),
+                "joint_custom_post_pass": Rewrites(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
         self.graphs: dict[Hashable, list[Graph]] = {}

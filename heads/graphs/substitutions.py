@@ -1,25 +1,25 @@
-"""What compiled passes run on a CPU instead of torch's own products, attention and the like.
+"""Which operations of a compiled pass on a CPU something faster takes the place of, and where.
 
-torch's attention works through blocks of queries: with few of them its time is spent on
-preparations, and with one query it grows five times as fast with the number of keys.
+`SUBSTITUTIONS`, at the end, is the table: operation, replacement, condition.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from drafthead.heads import sampling
+from drafthead.heads.cache import additive, move_columns
+
 
 class CpuKernels(TorchFunctionMode):
-    """Replaces torch's products, attention and sorting: by ours, or by simple ones where those
-    are faster.
-    """
+    """Replaces torch's operations within it; those of our own are replaced by `replacement_of`."""
 
     def __init__(self, has_kernels: bool):
-        """`has_kernels` says whether our kernels are there to be compiled."""
+        """With `has_kernels`, replacements that are our kernels can be compiled."""
         super().__init__()
         self.has_kernels = has_kernels
 
@@ -30,89 +30,110 @@ class CpuKernels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace `linear`, `scaled_dot_product_attention` and `topk`, and nothing else."""
-        if func is functional.scaled_dot_product_attention:
-            return self.attention(*args, **(kwargs or {}))
-        if func is functional.linear and self.has_kernels:
-            return product(*args, **(kwargs or {}))
-        if func is torch.Tensor.topk and self.has_kernels:
-            return largest(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def attention(
-        self,
-        query: torch.Tensor,  # [B, H, T, D]
-        key: torch.Tensor,  # [B, H, S, D]
-        value: torch.Tensor,  # [B, H, S, D]
-        attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] bool, or added to the scores
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """As torch's, with its arguments; the masks of our passes say all that is causal."""
-        scale = scale or query.shape[-1] ** -0.5
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            blocked = torch.finfo(query.dtype).min
-            attn_mask = query.new_zeros(attn_mask.shape).masked_fill(~attn_mask, blocked)
-        if self.has_kernels and attn_mask is not None and query.shape[-1] % 32 == 0:
-            return torch.ops.drafthead.attend(query, key, value, attn_mask, scale)
-        if query.shape[2] == 1:
-            return attention_of_one(query, key, value, attn_mask, scale, enable_gqa)
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        """Run the first replacement whose condition holds, or else the operation."""
+        kwargs = kwargs or {}
+        for row in SUBSTITUTIONS:
+            available = self.has_kernels or not row.is_kernel
+            if func is row.operation and available and row.condition(*args, **kwargs):
+                return row.replacement(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
-def product(
+def replacement_of(operation: Callable[..., Any], has_kernels: bool) -> Callable[..., Any]:
+    """Our kernel for `sampling.draw` or `move_columns`, or without kernels the operation itself."""
+    kernels = {row.operation: row.replacement for row in SUBSTITUTIONS}
+    return kernels[operation] if has_kernels else operation
+
+
+def packed_linear(
     input: torch.Tensor,  # [..., K]
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None = None,  # [N]
 ) -> torch.Tensor:
-    """input weight^T + bias [..., N], from packed weights where they stay as they are."""
-    even = weight.shape[1] % 2 == 0  # values are multiplied in pairs
-    if not (
-        isinstance(weight, nn.Parameter) and input.dtype == weight.dtype == torch.bfloat16 and even
-    ):
-        return functional.linear(input, weight, bias)
+    """input weight^T + bias [..., N], from packed weights."""
     packed = torch.ops.drafthead.pack([weight])
     return torch.ops.drafthead.linear(input, packed, weight.shape[0], bias)
 
 
-def largest(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of x [..., V] and their places, both [..., k], as `x.topk(k)` gives them."""
-    # Where there are kernels, it has been imported already.
-    from drafthead.heads.graphs.kernels.top_k import MOST
+def can_be_packed(
+    input: torch.Tensor,  # [..., K]
+    weight: torch.Tensor,  # [N, K]
+    bias: torch.Tensor | None = None,  # [N]
+) -> bool:
+    """Whether bfloat16 weights stay as they are, with values that are multiplied in pairs."""
+    dtypes = {input.dtype, weight.dtype}
+    return (
+        isinstance(weight, nn.Parameter) and dtypes == {torch.bfloat16} and weight.shape[1] % 2 == 0
+    )
 
-    if x.dtype != torch.float32 or dim != -1 or k > MOST:
-        return x.topk(k, dim)
+
+def top_few(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of x [..., V] and their places, both [..., k], as `x.topk(k)` returns them."""
     places = torch.ops.drafthead.top(x, k)
     return x.gather(-1, places), places
 
 
-def move_columns(
-    keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
-    values: Sequence[torch.Tensor],
-    source: torch.Tensor,  # [B, P]
-    destination: torch.Tensor,  # [B, P], none of them behind its source
-) -> None:
-    """Copy each row's columns `source` to `destination` in every layer, where there are kernels."""
-    torch.ops.drafthead.move_columns([*keys, *values], source, destination)
+def are_few(x: torch.Tensor, k: int, dim: int = -1) -> bool:
+    """Whether there is a kernel for the k largest of x [..., V]."""
+    # Where there are kernels, it has been imported already.
+    from drafthead.heads.graphs.kernels.top_k import MOST
+
+    return x.dtype == torch.float32 and dim == -1 and k <= MOST
 
 
-def draw(
-    logits: torch.Tensor,  # [..., V] bfloat16, or float32 where a model caps its logits in it
-    temperature: torch.Tensor,  # scalar
-    uniform: torch.Tensor,  # [...]
+def attend(
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
+    value: torch.Tensor,  # [B, G, S, D]
+    attn_mask: torch.Tensor,  # [B, 1 or H, T, S] bool, or added to the scores
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`sampling.draw`, where there are kernels."""
-    return torch.ops.drafthead.draw(logits, temperature, uniform)
+    """Attention [B, H, T, D] with torch's arguments, by our kernel."""
+    scale = scale or query.shape[-1] ** -0.5
+    return torch.ops.drafthead.attend(query, key, value, added(attn_mask, query.dtype), scale)
+
+
+def is_masked(
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Whether there is a mask, which in our passes includes all that is causal."""
+    return attn_mask is not None and query.shape[-1] % 32 == 0
+
+
+def attention(
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
+    value: torch.Tensor,  # [B, G, S, D]
+    attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] bool, or added to the scores
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention [B, H, T, D] with torch's arguments, by torch."""
+    mask = None if attn_mask is None else added(attn_mask, query.dtype)
+    scale = scale or query.shape[-1] ** -0.5
+    # torch works through blocks of queries: with one query, its time grows five times as fast with
+    # the number of keys.
+    if query.shape[2] == 1:
+        return attention_of_one(query, key, value, mask, scale, enable_gqa)
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def attention_of_one(
     query: torch.Tensor,  # [B, H, 1, D]
-    key: torch.Tensor,  # [B, H, S, D]
-    value: torch.Tensor,  # [B, H, S, D]
+    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
+    value: torch.Tensor,  # [B, G, S, D]
     mask: torch.Tensor | None,  # [B, 1 or H, 1, S] added to the scores
     scale: float,
     enable_gqa: bool = False,
@@ -125,3 +146,54 @@ def attention_of_one(
     if mask is not None:
         scores = scores + mask
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def added(
+    mask: torch.Tensor,  # [B, 1 or H, T, S] bool, True where keys are visible, or already added
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The mask in the form that is added to the scores."""
+    return additive(mask, dtype) if mask.dtype == torch.bool else mask
+
+
+def draw_by_kernel(
+    logits: torch.Tensor,  # [..., V] bfloat16, or float32 where a model caps its logits in it
+    temperature: torch.Tensor,  # scalar
+    uniform: torch.Tensor,  # [...]
+) -> torch.Tensor:
+    """`sampling.draw`: tokens [...]."""
+    return torch.ops.drafthead.draw(logits, temperature, uniform)
+
+
+def move_by_kernel(
+    keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
+    values: Sequence[torch.Tensor],  # as keys
+    source: torch.Tensor,  # [B, P], ascending in a row
+    destination: torch.Tensor,  # [B, P], none of them after its source
+) -> None:
+    """`move_columns`."""
+    torch.ops.drafthead.move_columns([*keys, *values], source, destination)
+
+
+def always(*_: Any, **__: Any) -> bool:
+    """Whatever the arguments are."""
+    return True
+
+
+class Substitution(NamedTuple):
+    """What runs instead of an operation, and for which arguments."""
+
+    operation: Callable[..., Any]
+    replacement: Callable[..., Any]  # takes the operation's arguments
+    condition: Callable[..., bool]  # on these arguments
+    is_kernel: bool = True  # one of ours: needs bfloat16 weights and a processor with AVX512-BF16
+
+
+SUBSTITUTIONS = (
+    Substitution(functional.linear, packed_linear, can_be_packed),
+    Substitution(torch.Tensor.topk, top_few, are_few),
+    Substitution(functional.scaled_dot_product_attention, attend, is_masked),
+    Substitution(functional.scaled_dot_product_attention, attention, always, is_kernel=False),
+    Substitution(sampling.draw, draw_by_kernel, always),
+    Substitution(move_columns, move_by_kernel, always),
+)

@@ -138,7 +138,7 @@ class DraftModelSession(DraftSession):
         tokens, lengths = committed.tokens, committed.lengths
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         visible = (steps[:, None] >= steps)[None]
-        mask = self.cache.mask(visible, self.model.dtype)
+        mask = self.cache.additive_mask(visible, self.model.dtype)
         positions = self.model.legal_positions(self.cache.lengths[:, None] + steps)
         output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)
         self.host_lengths = [
@@ -153,7 +153,7 @@ class DraftModelSession(DraftSession):
         """Pass over the drafted token [B] of a depth, kept pending; logits [B, V] behind it."""
         assert self.cache.lengths is not None
         visible = torch.ones(1, 1, depth, dtype=torch.bool, device=token.device)
-        mask = self.cache.mask(visible, self.model.dtype)
+        mask = self.cache.additive_mask(visible, self.model.dtype)
         positions = self.model.legal_positions(self.cache.lengths[:, None] + depth - 1)
         output = self.model.run(token[:, None], positions, mask, NO_FEATURES, self.cache)
         self.cache.keep_pending(1)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
+from drafthead.heads.cache import move_columns
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target, TargetOutput
-from drafthead.heads.target.tree_cache import StepCache, TreeCache, move_columns
+from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.stepper import Outcome

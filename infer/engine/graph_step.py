@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.graphs import substitutions
+from drafthead.heads.cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.sampling import draw
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target
-from drafthead.heads.target.tree_cache import Layers, StepCache, TreeCache, move_columns
+from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, to_host
@@ -68,11 +69,8 @@ class GraphStep:
         dims = STEP | {"arguments": filler.dims}
         made_for = target.device, target.dtype
         self.graphs = Compiled(self._step, *made_for, dims, self._variant, self.taps)
-        self.move, self.draw = (
-            (substitutions.move_columns, substitutions.draw)
-            if self.graphs.has_kernels
-            else (move_columns, draw)
-        )
+        has_kernels = self.graphs.has_kernels
+        self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
 
     def __call__(self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None) -> Outcome:
         """Verify the tree behind what the cache has committed, and put the accepted path there.
@@ -125,7 +123,7 @@ class GraphStep:
         """
         tokens = self.filler.tokens(*arguments)  # [B, N]
         positions = self.target.legal_positions(lengths[:, None] + depths)
-        mask = mask_of_nodes(ancestors, lengths, seen, columns, self.target.dtype)
+        mask = additive(visible_columns(ancestors, lengths, seen, columns[0]), self.target.dtype)
         cache = StepCache(keys, values, columns, seen.shape[0])
         logits = self.target.forward(tokens.clamp_min(0), positions, mask, cache)
         features = self.taps.features()
@@ -173,23 +171,3 @@ class GraphStep:
         shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
         cut = (seen.shape[0] > kind.reach for kind in self.target.layer_kinds)
         return *shared, *cut
-
-
-def mask_of_nodes(
-    ancestors: torch.Tensor,  # [B, N, N]
-    lengths: torch.Tensor,  # [B]
-    seen: torch.Tensor,  # [S]
-    columns: torch.Tensor,  # [N]
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The additive mask [B, 1, N, S]: a node sees what its row has committed, and its ancestors.
-
-    `TreeCache.mask` in a form without parts of other sizes, for graphs: with 3 positions committed
-    and nodes at columns 3 and 4, column 4 is node 1, and columns from 5 on are nobody's.
-    """
-    nodes = seen - columns[0]
-    is_node = (nodes >= 0) & (nodes < columns.shape[0])
-    above = ancestors.index_select(-1, nodes.clamp(0, columns.shape[0] - 1)) & is_node
-    visible = above | (seen < lengths[:, None])[:, None]
-    blocked = torch.finfo(dtype).min
-    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, blocked)[:, None]

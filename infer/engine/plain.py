@@ -33,7 +33,7 @@ class PlainStepper(Stepper):
         with self.run.stats.phase("verify"):
             positions = self.target.legal_positions(cache.lengths[:, None])
             node = torch.ones(1, 1, 1, dtype=torch.bool, device=positions.device)
-            mask = cache.mask(node, self.target.dtype)
+            mask = cache.additive_mask(node, self.target.dtype)
             output = self.target.run(self.roots[:, None], positions, mask, self.features, cache)
             self.lengths = [length + 1 for length in self.lengths]
             # A single row is where it belongs; the others are in the column of the longest.

@@ -123,7 +123,7 @@ def pass_alone(stepper: Stepper, nodes: int) -> Callable[[], TargetOutput]:
     steps = torch.arange(nodes, device=device)
     tokens = stepper.roots[:, None].expand(-1, nodes).contiguous()
     positions = target.legal_positions(cache.lengths[:, None] + steps)
-    mask = cache.mask((steps[:, None] >= steps)[None], target.dtype)
+    mask = cache.additive_mask((steps[:, None] >= steps)[None], target.dtype)
     return lambda: target.run(tokens, positions, mask, features, cache)
 
 

@@ -1,4 +1,6 @@
-"""Kernels for processors with AVX512-BF16, which torch's code generator compiles into a pass.
+"""C++ kernels for processors with AVX512-BF16: torch's code generator compiles them into a pass.
 
-Importing them takes seconds, as they reach into that generator: only `heads.graphs.compiled` does.
+A module holds an operation and its place in the generated code; the C++ is in `source/`. Importing
+them takes seconds, as they reach into that generator: `heads.graphs.compiled` does it when it needs
+them.
 """

@@ -11,23 +11,21 @@ same bits in a pass over one token as in a pass over a tree.
 """
 
 from collections.abc import Sequence
-from math import prod
-from typing import Any
 
 import torch
-import torch._inductor.lowering  # first: the parts of the code generator import each other
-from torch._inductor import ir
-from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.cpu_vec_isa import VecAVX512VNNI, pick_vec_isa
-from torch._inductor.lowering import lowerings, register_lowering
-from torch._inductor.utils import parallel_num_threads
+from torch._inductor.lowering import register_lowering
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from drafthead.heads.graphs.kernels import attention
 from drafthead.heads.graphs.kernels.huge_pages import HugePages
+from drafthead.heads.graphs.kernels.template import Node, call_by_rows
 
-ROWS, COLUMNS = 12, 32  # of a block of sums at most, which fill 24 of the 32 registers
+COLUMNS = 32  # of the product, in a block of packed weights
+CALL = """
+    linear({{start(x)}}, {{start(packed)}}, {{start(bias) if bias else "nullptr"}},
+           {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}}, {{size(output, 1)}}, {{threads}});
+"""
 
 # Packed weights by the first of them: the graphs of a model share one copy.
 packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -96,157 +94,8 @@ def _(x: torch.Tensor, packed: torch.Tensor, size: int, bias: torch.Tensor | Non
     return x.new_empty(*x.shape[:-1], size)
 
 
-MULTIPLY = r"""
-#ifndef DRAFTHEAD_MULTIPLY
-#define DRAFTHEAD_MULTIPLY
-namespace {
-#define INLINE __attribute__((always_inline))
-
-// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. Fetches as much as
-// the block from `ahead` values further on meanwhile, unless that is 0.
-template <int R>
-inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* block,
-                     const at::BFloat16* bias, at::BFloat16* out, int64_t size, int columns,
-                     int64_t ahead) {
-    const __mmask16 some[2] = {
-        (__mmask16)((1u << std::min(columns, 16)) - 1),
-        (__mmask16)((1u << std::max(columns - 16, 0)) - 1),
-    };
-    __m512 sums[2 * R];
-    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
-        if (bias) {
-            auto half = _mm256_maskz_loadu_epi16(some[i % 2], bias + i % 2 * 16);
-            sums[i] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-        } else {
-            sums[i] = _mm512_setzero_ps();
-        }
-    });
-    // One instruction multiplies a pair of x, repeated 16 times, with the pairs of 16 columns.
-    auto pair = [&](int64_t k) INLINE {
-        auto weights = [&](int c) INLINE {
-            return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
-        };
-        __m512bh left = weights(0), right = weights(1);
-        if (ahead) {
-            _mm_prefetch((const char*)(block + ahead + k * 32), _MM_HINT_T1);
-            _mm_prefetch((const char*)(block + ahead + k * 32 + 32), _MM_HINT_T1);
-        }
-        c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-            auto both = *reinterpret_cast<const int32_t*>(x + r * inner + k);
-            __m512bh a = (__m512bh)_mm512_set1_epi32(both);
-            sums[2 * r] = _mm512_dpbf16_ps(sums[2 * r], a, left);
-            sums[2 * r + 1] = _mm512_dpbf16_ps(sums[2 * r + 1], a, right);
-        });
-    };
-    int64_t k = 0;
-    for (; k + 8 <= inner; k += 8) {
-        pair(k);
-        pair(k + 2);
-        pair(k + 4);
-        pair(k + 6);
-    }
-    for (; k < inner; k += 2) {
-        pair(k);
-    }
-    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
-        auto half = (__m256i)_mm512_cvtneps_pbh(sums[i]);
-        _mm256_mask_storeu_epi16(out + i / 2 * size + i % 2 * 16, some[i % 2], half);
-    });
-}
-#undef INLINE
-
-// f(first row, number of rows as a constant, how far ahead to fetch) for groups of rows that are
-// multiplied together; `next` values further on is what is multiplied after all of them.
-template <typename F>
-inline void in_groups_ahead(int64_t rows, int64_t next, const F& f) {
-    constexpr int ROWS = {{rows}}, GROUP = 8, FEW = 2, AHEAD = 128 * 32;
-    // One row or two wait for memory, which the processor then reads ahead by itself. More are busy
-    // with arithmetic and have to ask: for what is next in the block, or, where earlier groups have
-    // fetched the block, for the next one during the last group.
-    if (rows <= ROWS) {
-        with_rows<ROWS>(rows, [&](auto count) { f(0, count, count() > FEW ? AHEAD : 0); });
-    } else {
-        in_groups<GROUP>(rows, [&](int64_t r, auto count) {
-            f(r, count, r + count() >= rows ? next : 0);
-        });
-    }
-}
-}  // namespace
-#endif
-""".replace("{{rows}}", str(ROWS))
-
-
-class FewRowsTemplate(CppTemplate):
-    """The source of a function of few rows and packed weights, for the code generator."""
-
-    SOURCE: str
-
-    @classmethod
-    def call(cls, name: str, x: Any, others: Sequence[Any], size: int) -> Any:
-        """A call of the function in the code generator's graph, for x [..., K] to [..., size]."""
-        *outer, inner = x.get_size()
-        view = lowerings[torch.ops.aten.view.default]
-        rows = ir.ExternKernel.require_contiguous(view(x, [prod(outer), inner]))
-        nodes = [rows, *map(ir.ExternKernel.realize_input, others)]
-        layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [prod(outer), size], [size, 1])
-        template = cls(name, nodes, layout, parallel_num_threads())
-        return view(template.generate().output_node(), [*outer, size])
-
-    def render(self, **given: Any) -> str:
-        """The source for the inputs at hand; nothing is fused behind it."""
-        assert not given.get("epilogue_nodes")
-        kernel = given["kernel"]
-        inputs = dict(zip(("x", "packed", "bias"), self.input_nodes, strict=False))
-        options = {
-            "template": self,
-            "kernel": kernel,
-            "inputs": inputs,
-            "x": inputs["x"],
-            "bias": "bias" in inputs,
-            "output": given.get("template_buffer_node") or self.output_node,
-            "parts": attention.WITH_ROWS + MULTIPLY,
-            "num_threads": self.num_threads,
-        }
-        return self._template_from_string(self.SOURCE).render(**options)
-
-
-class LinearTemplate(FewRowsTemplate):
-    """The source of the product."""
-
-    SOURCE = r"""
-{{template.header().getvalue()}}
-{{parts}}
-#ifndef DRAFTHEAD_LINEAR  // one file may hold this for inputs of several sizes
-#define DRAFTHEAD_LINEAR
-namespace {
-void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat16* bias,
-            at::BFloat16* out, int64_t rows, int64_t inner, int64_t size, int threads) {
-    #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t first = 0; first < size; first += 32) {
-        const auto* block = packed + first * inner;
-        const auto* biases = bias ? bias + first : nullptr;
-        const int columns = std::min<int64_t>(32, size - first);
-        in_groups_ahead(rows, 32 * inner, [&](int64_t r, auto count, int64_t ahead) {
-            multiply<count()>(x + r * inner, inner, block, biases, out + r * size + first, size,
-                              columns, ahead);
-        });
-    }
-}
-}  // namespace
-#endif
-
-extern "C"
-{{kernel.def_kernel(inputs=inputs, outputs={"output": output})}}
-{
-    {{kernel.maybe_codegen_profile("linear")}}
-    linear(&{{kernel.index(x, [0, 0])}}, packed, {{"bias" if bias else "nullptr"}}, output,
-           {{kernel.size(x, 0)}}, {{kernel.size(x, 1)}}, {{kernel.size(output, 1)}},
-           {{num_threads}});
-}
-"""
-
-
 @register_lowering(torch.ops.drafthead.linear.default, type_promotion_kind=None)
-def _lower(x: Any, packed: Any, size: int, bias: Any) -> Any:
+def _lower(x: Node, packed: Node, size: int, bias: Node | None) -> Node:
     """The operation in the code generator's graph."""
-    return LinearTemplate.call("linear", x, [packed] if bias is None else [packed, bias], size)
+    inputs = {"x": x, "packed": packed} | ({} if bias is None else {"bias": bias})
+    return call_by_rows("linear", CALL, inputs, [size], x.get_dtype())

@@ -1,17 +1,29 @@
-"""Moving columns of a whole cache in one function that leaves alone what is where it belongs.
+"""Moving columns of a whole cache in one function, which leaves alone what is in place already.
 
-The code generator copies the columns of every node, those of each layer's keys and values in loops
-of their own and by way of new memory. Few of them are accepted, and most of these stand right.
+The code generator would copy the columns of every node, with a loop for each layer's keys and
+another for its values, by way of new memory. Few of them are accepted, and most of those are in
+place.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch._inductor.lowering  # first: the parts of the code generator import each other
 from torch._inductor import ir
-from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.lowering import register_lowering
+
+from drafthead.heads import cache
+from drafthead.heads.graphs.kernels.template import KernelTemplate, Node
+
+CALL = """
+    for_moves({{start(source)}}, {{start(destination)}}, {{size(source, 0)}}, {{size(source, 1)}},
+              [&](int64_t row, int64_t from, int64_t to) {
+    {%- for layer in layers %}
+        move_column({{start(layer)}},
+                    LayerSteps{ {{stride(layer, 0)}}, {{stride(layer, 1)}}, {{stride(layer, 2)}} },
+                    {{size(layer, 1)}}, {{size(layer, 3)}}, row, from, to);
+    {%- endfor %}
+    });
+"""
 
 
 @torch.library.custom_op("drafthead::move_columns", mutates_args=("layers",))
@@ -20,64 +32,23 @@ def move_columns(
     source: torch.Tensor,  # [B, P]
     destination: torch.Tensor,  # [B, P]
 ) -> None:
-    """Copy each row's columns `source`, which ascend, to `destination`, none behind its source.
+    """Copy each row's columns `source`, which ascend, to `destination`, none after its source.
 
     Source 4 6 and destination 4 5 turn columns ``. . . . a b c`` into ``. . . . a c c``.
     """
-    rows = torch.arange(source.shape[0])[:, None]
-    for layer in layers:
-        layer[rows, :, destination] = layer[rows, :, source]
+    cache.move_columns(layers, (), source, destination)
 
 
-class MoveTemplate(CppTemplate):
-    """The source of the function, for the code generator."""
+class MoveTemplate(KernelTemplate):
+    """The kernel, which writes to its inputs."""
 
-    SOURCE = r"""
-{{template.header().getvalue()}}
-#include <cstring>
-
-extern "C"
-{{kernel.def_kernel(inputs=inputs, outputs=outputs)}}
-{
-    {{kernel.maybe_codegen_profile("move")}}
-    const int64_t rows = {{kernel.size(source, 0)}}, moves = {{kernel.size(source, 1)}};
-    for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t m = 0; m < moves; ++m) {
-            const int64_t from = source[r * moves + m], to = destination[r * moves + m];
-            if (from == to) continue;
-            {%- for name, layer in layers.items() %}
-            for (int64_t h = 0; h < {{kernel.size(layer, 1)}}; ++h) {
-                auto* column = const_cast<{{kernel.dtype(layer)}}*>({{name}})
-                    + r * {{kernel.stride(layer, 0)}} + h * {{kernel.stride(layer, 1)}};
-                std::memcpy(column + to * {{kernel.stride(layer, 2)}},
-                            column + from * {{kernel.stride(layer, 2)}},
-                            sizeof(*column) * {{kernel.size(layer, 3)}});
-            }
-            {%- endfor %}
-        }
-    }
-}
-"""
-
-    def render(self, **given: Any) -> str:
-        """The source for the inputs at hand; nothing is fused behind it."""
-        assert not given.get("epilogue_nodes")
-        *layers, source, destination = self.input_nodes
-        named = {f"layer{place}": layer for place, layer in enumerate(layers)}
-        options = {
-            "template": self,
-            "kernel": given["kernel"],
-            "layers": named,
-            "inputs": named | {"source": source, "destination": destination},
-            "source": source,
-            # The code generator asks for an output, but one that nobody reads has no memory.
-            "outputs": {} if "template_buffer_node" in given else {"nothing": self.output_node},
-        }
-        return self._template_from_string(self.SOURCE).render(**options)
+    def outputs(self, output: Node) -> dict[str, Node]:
+        """The code generator asks for an output, but one that nobody reads has no memory."""
+        return {"output": output} if output is self.output_node else {}
 
 
 class InPlace(ir.CppTemplateBuffer):
-    """A function that changes its first inputs."""
+    """A kernel that changes its first inputs, in the code generator's graph."""
 
     def __init__(self, template: MoveTemplate, changed: int):
         caller = template.generate()
@@ -97,10 +68,12 @@ class InPlace(ir.CppTemplateBuffer):
 
 
 @register_lowering(torch.ops.drafthead.move_columns.default, type_promotion_kind=None)
-def _lower(layers: Sequence[Any], source: Any, destination: Any) -> None:
+def _lower(layers: Sequence[Node], source: Node, destination: Node) -> None:
     """The operation in the code generator's graph."""
-    inputs = [ir.ExternKernel.realize_input(layer) for layer in layers]
-    assert all(layer.get_stride()[-1] == 1 for layer in inputs)
-    inputs += [ir.ExternKernel.require_contiguous(place) for place in (source, destination)]
+    nodes = [ir.ExternKernel.realize_input(layer) for layer in layers]
+    assert all(layer.get_stride()[-1] == 1 for layer in nodes)
+    inputs = {f"layer{place}": layer for place, layer in enumerate(nodes)}
+    for name, place in (("source", source), ("destination", destination)):
+        inputs[name] = ir.ExternKernel.require_contiguous(place)
     layout = ir.FixedLayout(source.get_device(), torch.int64, [1], [1])
-    InPlace(MoveTemplate("move", inputs, layout, 1), len(layers))
+    InPlace(MoveTemplate("move_columns", CALL, inputs, layout, {"layers": nodes}), len(nodes))

@@ -2,10 +2,12 @@
 
 import operator
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import register_lowering
 from torch._inductor.pattern_matcher import (
     CallFunction,
     KeywordArg,
@@ -14,20 +16,23 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
-from drafthead.heads.graphs.kernels import (
+# All kernels: imported, they are known to torch.
+from drafthead.heads.graphs.kernels import (  # noqa: F401
     attention,
     draw,
     gated_mlp,
-    kept,
     linear,
     move_columns,
     top_k,
 )
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.drafthead
+# torch's code generator takes sines and cosines for cheap and computes them wherever they are read:
+# those of rotary positions once for each head of each layer.
+STORED = aten.cos.default, aten.sin.default
 
 
-class Joined(CustomGraphPass):
+class Rewrites(CustomGraphPass):
     """Products of one input become one product, and gated MLPs one function; rotary positions are
     computed once.
     """
@@ -36,13 +41,14 @@ class Joined(CustomGraphPass):
         """Change the graph of a pass."""
         join_products(graph)
         gated_halves.apply(graph)
-        kept.keep_precious(graph)
+        store_rotations(graph)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
         """Compiled code of another version of the kernels is not to be taken from torch's cache."""
-        modules = move_columns, draw, attention, linear, gated_mlp, kept, top_k
-        return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)))
+        folder = Path(__file__).parent
+        files = *folder.glob("*.py"), *folder.glob("source/*.h")
+        return get_hash_for_files(tuple(sorted(map(str, files))))
 
 
 def join_products(graph: torch.fx.Graph) -> None:
@@ -56,7 +62,7 @@ def join_products(graph: torch.fx.Graph) -> None:
 
 
 def join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
-    """Put one product and its parts in the place of several."""
+    """Replace several products by one and its parts."""
     x, biases = nodes[0].args[0], [node.args[3] for node in nodes]
     sizes: list[int] = [node.args[2] for node in nodes]  # type: ignore[misc]
     weights = [weight for node in nodes for weight in node.args[1].args[0]]  # type: ignore
@@ -75,13 +81,13 @@ def join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
     packs: list[torch.fx.Node] = [node.args[1] for node in nodes]  # type: ignore[misc]
     for node in nodes:
         graph.erase_node(node)
-    for part in dict.fromkeys(packs):
-        if not part.users:  # it would be packed and kept all the same
-            graph.erase_node(part)
+    for pack in dict.fromkeys(packs):
+        if not pack.users:  # weights would be packed and stored all the same
+            graph.erase_node(pack)
 
 
 def silu_times(gate: Any, up: Any) -> CallFunction:
-    """silu(gate) * up in bfloat16, as torch takes it apart."""
+    """silu(gate) * up in bfloat16, in the operations that torch splits it into."""
     convert = prims.convert_element_type.default
     x = CallFunction(convert, gate, torch.float32, _users=2)
     exp = CallFunction(aten.exp.default, CallFunction(aten.neg.default, x))
@@ -120,7 +126,7 @@ gated_halves = PatternMatcherPass()
     pass_dict=gated_halves,
 )
 def use_gated(match: Match, gate: Any, up: Any) -> None:
-    """Put the function of `gated_mlp` in the place of a product and what gates it."""
+    """Replace a product, silu and the product of its halves by the function of `gated_mlp`."""
     x, packed, size, _ = gate.args[0].args[0].args
     output = match.output_node()
     with match.graph.inserting_before(output):
@@ -129,3 +135,30 @@ def use_gated(match: Match, gate: Any, up: Any) -> None:
     node.meta.update(output.meta)
     output.replace_all_uses_with(node)
     match.erase_nodes()
+
+
+@torch.library.custom_op("drafthead::kept", mutates_args=())
+def kept(x: torch.Tensor) -> torch.Tensor:
+    """The values of x [...], which the code generator stores instead of computing them again."""
+    return x.clone()
+
+
+@kept.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@register_lowering(ours.kept.default, type_promotion_kind=None)
+def _lower(x: Any) -> Any:
+    x.realize()
+    return x
+
+
+def store_rotations(graph: torch.fx.Graph) -> None:
+    """Compute sines and cosines once."""
+    for target in STORED:
+        for node in graph.find_nodes(op="call_function", target=target):
+            with graph.inserting_after(node):
+                stored = graph.call_function(ours.kept.default, (node,))
+            stored.meta.update(node.meta)
+            node.replace_all_uses_with(stored, delete_user_cb=lambda user, own=stored: user != own)

@@ -1,0 +1,207 @@
+"""A preallocated cache of keys and values, for targets and drafts alike.
+
+Column layout for three rows that have committed 5, 3 and 4 positions (`#`), with two pending nodes
+(`t`) after them; the columns in between are masked::
+
+    # # # # # t t
+    # # # . . t t
+    # # # # . t t
+
+All rows write their nodes at the same columns, one slice a layer. Committing moves each row's
+accepted nodes to the end of that row's own part. Each layer has memory of its own, so that a
+compiled pass can write into it in place.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.functional import pad
+
+# Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
+BLOCK = 128
+GROWTH = 1.5
+
+Layers = list[torch.Tensor]  # of each layer [B, H, capacity, D]
+# Copies columns of every layer: (keys, values, source [B, P], destination [B, P]).
+Mover = Callable[[Layers, Layers, torch.Tensor, torch.Tensor], None]
+
+
+def move_columns(
+    keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
+    values: Sequence[torch.Tensor],  # as keys
+    source: torch.Tensor,  # [B, P]
+    destination: torch.Tensor,  # [B, P]
+) -> None:
+    """Copy each row's columns `source` to `destination`, in every layer.
+
+    Source 4 6 and destination 4 5 turn columns ``. . . . a b c`` into ``. . . . a c c``.
+    """
+    rows = torch.arange(source.shape[0], device=source.device)[:, None]
+    for layer in (*keys, *values):
+        layer[rows, :, destination] = layer[rows, :, source]
+
+
+class CacheColumns:
+    """What one pass sees of a cache: where its keys and values go, and how far it looks.
+
+    Made of tensors, so that a compiled pass can be given them.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
+        values: Sequence[torch.Tensor],
+        columns: torch.Tensor,  # [N] that the pass writes
+        end: int,  # columns that it sees
+    ):
+        self.keys, self.values, self.columns, self.end = keys, values, columns, end
+
+    def append(
+        self,
+        layer: int,
+        keys: torch.Tensor,  # [B, H, N, D]
+        values: torch.Tensor,  # [B, H, N, D]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's new keys and values; returns all S columns of both, [B, H, S, D]."""
+        stores = self.keys[layer], self.values[layer]
+        for store, states in zip(stores, (keys, values), strict=True):
+            store.index_copy_(2, self.columns, states)
+        return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
+
+
+class ColumnCache:
+    """Keys and values of all layers: what each row has committed, then what is pending.
+
+    A pass over N nodes asks for its `mask` and for its columns (`make_room`), and writes the nodes
+    there. Then `commit` keeps a path of them, or `keep_pending` keeps all until a later `commit`
+    or `discard`.
+    """
+
+    def __init__(self, bucket: int = 1, move: Mover = move_columns):
+        """Passes see a multiple of `bucket` columns; `move` copies columns."""
+        self.bucket, self.move = bucket, move
+        self.keys: Layers = []
+        self.values: Layers = []
+        self.lengths: torch.Tensor | None = None  # [B] committed positions
+        self.longest = 0  # no row has committed more; known to the host
+        self.pending = 0  # nodes written after the committed positions
+        self.numbers = torch.arange(0)  # of the columns
+
+    @property
+    def no_gaps(self) -> bool:
+        """Whether every row's nodes directly follow its committed positions."""
+        return self.longest == 0 or len(self.keys[0]) == 1
+
+    def positions(self, num_nodes: int) -> torch.Tensor:
+        """Positions [B, N] of new nodes that follow each other."""
+        assert self.lengths is not None
+        return self.lengths[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+
+    def mask(self, visible: torch.Tensor) -> torch.Tensor:
+        """The bool mask [B or 1, 1, N, S] of a pass over N new nodes; makes room for them.
+
+        `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees; every
+        node sees all that its row has committed.
+        """
+        assert self.lengths is not None
+        end = self.longest + visible.shape[2]
+        width = rounded(end, self.bucket)
+        self._ensure(width)
+        if self.no_gaps and width == end:
+            return pad(visible, (self.longest, 0), value=True)[:, None]
+        return visible_columns(visible, self.lengths, self._numbers()[:width], self.longest)
+
+    def make_room(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns [S] that a pass over N new nodes sees, and those [N] that it writes."""
+        start = self.longest + self.pending
+        width = rounded(start + num_nodes, self.bucket)
+        self._ensure(width)
+        numbers = self._numbers()
+        return numbers[:width], numbers[start : start + num_nodes]
+
+    def _numbers(self) -> torch.Tensor:
+        """The numbers of all columns, made once for each capacity."""
+        if len(self.numbers) < self.keys[0].shape[2]:
+            self.numbers = torch.arange(self.keys[0].shape[2], device=self.keys[0].device)
+        return self.numbers
+
+    def _ensure(self, columns: int) -> None:
+        """Make room for `columns` and one more."""
+        # A full cache has another layout in memory than any part of it: compiled passes would need
+        # graphs of their own for it.
+        if columns < self.keys[0].shape[2]:
+            return
+        capacity = rounded(max(columns + 1, int(columns * GROWTH)), max(BLOCK, self.bucket))
+        self.keys = [enlarged(keys, capacity) for keys in self.keys]
+        self.values = [enlarged(values, capacity) for values in self.values]
+
+    def keep_pending(self, num_nodes: int) -> None:
+        """The nodes of the last pass stay, so that another pass can follow them."""
+        self.pending += num_nodes
+
+    def discard(self) -> None:
+        """Forget all pending nodes."""
+        self.pending = 0
+
+    def commit(
+        self,
+        path: torch.Tensor | None,  # [B, P] nodes to keep, in order; anything after a row's length
+        lengths: torch.Tensor,  # [B] of the rows from now on
+        longest: int,  # no row is longer
+    ) -> None:
+        """Keep the nodes on the accepted path and forget the others.
+
+        With 4 positions committed, nodes at columns 4 5 6 7, path (0, 2) and length 6, columns 4
+        and 6 move to 4 and 5. Without a path the nodes to keep already are where they belong.
+        """
+        assert self.lengths is not None
+        if path is not None:
+            steps = torch.arange(path.shape[1], device=path.device)
+            self.move(self.keys, self.values, self.longest + path, self.lengths[:, None] + steps)
+        self.lengths, self.longest, self.pending = lengths, longest, 0
+
+    def keep_rows(self, rows: torch.Tensor, longest: int) -> None:
+        """Continue with the rows [R] of the batch only; none of them is longer than `longest`."""
+        assert self.lengths is not None
+        self.keys = [keys.index_select(0, rows) for keys in self.keys]
+        self.values = [values.index_select(0, rows) for values in self.values]
+        self.lengths = self.lengths[rows]
+        self.longest = longest
+
+
+def visible_columns(
+    visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
+    lengths: torch.Tensor,  # [B] committed positions
+    seen: torch.Tensor,  # [S] the numbers of the columns in use
+    first: int | torch.Tensor,  # column of the first of the M nodes
+) -> torch.Tensor:
+    """The mask [B, 1, N, S]: a node sees what its row has committed, and the nodes it may see.
+
+    With 2 positions committed, nodes from column 3 on, and 6 columns in use, a node that sees the
+    first of two nodes has the mask ``1 1 . 1 . .``.
+    """
+    nodes, count = seen - first, visible.shape[-1]
+    is_node = (nodes >= 0) & (nodes < count)
+    among_nodes = visible.index_select(-1, nodes.clamp(0, count - 1)) & is_node
+    committed = seen < lengths[:, None]  # [B, S]
+    return (among_nodes | committed[:, None])[:, None]
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A bool mask [...] as numbers that are added to attention scores: 0, or the least there is."""
+    blocked = torch.finfo(dtype).min
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, blocked)
+
+
+def rounded(columns: int, block: int) -> int:
+    """The next multiple of `block`."""
+    return -(-columns // block) * block
+
+
+def enlarged(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """[B, H, capacity, D] that starts with the states [B, H, T, D]."""
+    batch, heads, used, size = states.shape
+    # Zeros, not uninitialised memory: a masked column still takes part in sums, and 0 x NaN is NaN.
+    store = states.new_zeros(batch, heads, capacity, size)
+    store[:, :, :used] = states
+    return store

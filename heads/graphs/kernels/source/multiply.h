@@ -1,0 +1,68 @@
+// Products of few rows with blocks of packed weights.
+#ifndef DRAFTHEAD_MULTIPLY
+#define DRAFTHEAD_MULTIPLY
+#include "common.h"
+
+namespace {
+// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. Meanwhile fetches a
+// block's memory from `ahead` values further on, unless that is 0.
+template <int R>
+inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* block,
+                     const at::BFloat16* bias, at::BFloat16* out, int64_t size, int columns,
+                     int64_t ahead) {
+    const __mmask16 some[2] = {first(columns), first(std::max(columns - 16, 0))};
+    __m512 sums[2 * R];
+    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
+        sums[i] = bias ? load(bias + i % 2 * 16, some[i % 2]) : _mm512_setzero_ps();
+    });
+    // One instruction multiplies a pair of x, repeated 16 times, with the pairs of 16 columns.
+    auto pair = [&](int64_t k) INLINE {
+        auto weights = [&](int c) INLINE {
+            return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
+        };
+        __m512bh left = weights(0), right = weights(1);
+        if (ahead) {
+            _mm_prefetch((const char*)(block + ahead + k * 32), _MM_HINT_T1);
+            _mm_prefetch((const char*)(block + ahead + k * 32 + 32), _MM_HINT_T1);
+        }
+        c10::ForcedUnroll<R>{}([&](auto r) INLINE {
+            auto values = *reinterpret_cast<const int32_t*>(x + r * inner + k);
+            __m512bh repeated = (__m512bh)_mm512_set1_epi32(values);
+            sums[2 * r] = _mm512_dpbf16_ps(sums[2 * r], repeated, left);
+            sums[2 * r + 1] = _mm512_dpbf16_ps(sums[2 * r + 1], repeated, right);
+        });
+    };
+    int64_t k = 0;
+    for (; k + 8 <= inner; k += 8) {
+        pair(k);
+        pair(k + 2);
+        pair(k + 4);
+        pair(k + 6);
+    }
+    for (; k < inner; k += 2) {
+        pair(k);
+    }
+    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
+        store(sums[i], out + i / 2 * size + i % 2 * 16, some[i % 2]);
+    });
+}
+
+// f(first row, number of rows as a constant, how far ahead to fetch) for groups of rows that are
+// multiplied together; `next` values further on is what is multiplied after all of them.
+template <typename F>
+inline void in_groups_ahead(int64_t rows, int64_t next, const F& f) {
+    // Sums of 12 rows and 32 columns fill 24 of the 32 registers.
+    constexpr int MOST = 12, GROUP = 8, FEW = 2, AHEAD = 128 * 32;
+    // One row or two wait for memory, which the processor then reads ahead by itself. More are busy
+    // with arithmetic and have to ask: for what is next in the block, or, where earlier groups have
+    // fetched the block, for the next one during the last group.
+    if (rows <= MOST) {
+        with_rows<MOST>(rows, [&](auto count) { f(0, count, count() > FEW ? AHEAD : 0); });
+    } else {
+        in_groups<GROUP>(rows, [&](int64_t r, auto count) {
+            f(r, count, r + count() >= rows ? next : 0);
+        });
+    }
+}
+}  // namespace
+#endif

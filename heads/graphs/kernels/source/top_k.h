@@ -1,0 +1,39 @@
+#ifndef DRAFTHEAD_TOP_K
+#define DRAFTHEAD_TOP_K
+#include "common.h"
+
+namespace {
+// places [rows, count] of the largest of each row of x [rows, size], for up to MOST of them
+template <int MOST>
+void top(const float* x, int64_t rows, int64_t size, int64_t* places, int64_t count, int threads) {
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+        const float* row = x + r * size;
+        int64_t* best = places + r * count;
+        float values[MOST];
+        // Inserts a number among the best at `rank` or, if it is larger, before; that of `rank`
+        // is dropped.
+        auto insert = [&](int64_t rank, int64_t place) {
+            for (; rank > 0 && values[rank - 1] < row[place]; --rank) {
+                values[rank] = values[rank - 1];
+                best[rank] = best[rank - 1];
+            }
+            values[rank] = row[place];
+            best[rank] = place;
+        };
+        for (int64_t place = 0; place < count; ++place) insert(place, place);
+        for (int64_t start = count; start < size; start += 16) {
+            const auto some = first(size - start);
+            const __m512 last = _mm512_set1_ps(values[count - 1]);
+            const __m512 numbers = load(row + start, some);
+            for (unsigned larger = _mm512_mask_cmp_ps_mask(some, numbers, last, _CMP_GT_OQ); larger;
+                 larger &= larger - 1) {
+                const int64_t place = start + __builtin_ctz(larger);
+                // Of several larger numbers, the first may have raised the bar for the others.
+                if (row[place] > values[count - 1]) insert(count - 1, place);
+            }
+        }
+    }
+}
+}  // namespace
+#endif
