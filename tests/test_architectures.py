@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from tiny import HIDDEN, VOCAB
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel

@@ -5,41 +5,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny import SPECIALS, byte_tokenizer
 
 from drafthead.heads.checkpoint import save_head
 from drafthead.infer.engine.planner import WORTHWHILE
 from drafthead.scripts import cli
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def byte_tokenizer(specials: tuple[str, ...] = ("<pad>", "<end>")) -> PreTrainedTokenizerFast:
-    """One token a byte, special tokens first."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
-    )
 
 
 @pytest.fixture(scope="module")
 def models_folder(tmp_path_factory, make_target, make_head) -> Path:
     """A target, a draft model, a head, and things that do not fit."""
     folder = tmp_path_factory.mktemp("models")
-    target = make_target(seed=0, vocab=260)
+    target = make_target(seed=0, vocab=264)
     for name, model, tokenizer in (
         ("target", target, byte_tokenizer()),
-        ("draft", make_target(seed=1, layers=1, vocab=260), byte_tokenizer()),
-        ("stranger", make_target(seed=1, vocab=260), byte_tokenizer(("<end>", "<pad>"))),
-        ("narrow", make_target(seed=0, vocab=260, hidden=16), byte_tokenizer()),
+        ("draft", make_target(seed=1, layers=1, vocab=264), byte_tokenizer()),
+        ("stranger", make_target(seed=1, vocab=264), byte_tokenizer(SPECIALS[::-1])),
+        ("narrow", make_target(seed=0, vocab=264, hidden=16), byte_tokenizer()),
     ):
         model.model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

@@ -2,26 +2,18 @@
 
 import pytest
 import torch
-from conftest import END, VOCAB
-from scipy.stats import chisquare
+from laws import law_of_three_tokens, p_value
+from tiny import END, random_prompts
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.verifiers import VERIFIERS
 
 MAX_NEW = 48
-
-
-def random_prompts(count: int, vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts of 1 to 20 tokens."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, 21, (count,), generator=generator).tolist()
-    return [torch.randint(8, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -134,35 +126,6 @@ def test_a_rows_sample_does_not_depend_on_the_rows_beside_it(
     assert decoder.generate(prompts, seed=9, **options).sequences != together
 
 
-def law_of_three_tokens(target, prompt: list[int], sampling: SamplingConfig) -> torch.Tensor:
-    """Exact probabilities [V, V, V] of the first three tokens, one pass over all continuations."""
-    vocab = target.vocab_size
-    pairs = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
-    ids = torch.cat([torch.tensor(prompt).expand(len(pairs), -1), pairs], dim=1)
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    logits = target.run(ids, positions, None, FeatureSpec(last=False)).logits[:, -3:]
-    probs = probabilities(logits, sampling).view(vocab, vocab, 3, vocab)
-    first, second, third = probs[0, 0, 0], probs[:, 0, 1], probs[:, :, 2]
-    return first[:, None, None] * second[:, :, None] * third
-
-
-def p_value_of(
-    sequences: list[list[int]], target, prompt: list[int], sampling: SamplingConfig
-) -> float:
-    """Chi-square p-value of three-token answers against the enumerated law, rare cells pooled."""
-    codes = torch.tensor(sequences) @ torch.tensor([16, 4, 1])
-    observed = torch.bincount(codes, minlength=64).double()
-    expected = law_of_three_tokens(target, prompt, sampling).flatten().double() * len(sequences)
-    assert observed[expected == 0].sum() == 0, "a token outside the support was said"
-    rare = expected < 5
-    if rare.any():  # the chi-square law needs a few expected counts in each cell
-        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = expected > 0
-    total = expected[kept].sum() / len(sequences)
-    return chisquare(observed[kept], expected[kept] / total).pvalue
-
-
 LOSSLESS = sorted(n for n, v in VERIFIERS.items() if v.lossless and not v.greedy)
 # Rules see only the resulting probabilities, so one setting that leaves zeros serves for each.
 LAW_CASES = {
@@ -187,7 +150,8 @@ def test_the_engines_samples_follow_the_targets_law(
         top_p=sampling.top_p,
         verifier=verifier,
     )
-    assert p_value_of(result.sequences, target, prompt, sampling) > 1e-5
+    law = law_of_three_tokens(target, prompt, sampling)
+    assert p_value(result.sequences, law) > 1e-5
 
 
 @pytest.mark.parametrize("draft_temperature", [0.3, 3.0])
@@ -198,7 +162,8 @@ def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_tempera
     )
     prompt, count, sampling = [1, 2, 3], 6000, SamplingConfig(temperature=1.0)
     result = decoder.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
-    assert p_value_of(result.sequences, target, prompt, sampling) > 1e-5
+    law = law_of_three_tokens(target, prompt, sampling)
+    assert p_value(result.sequences, law) > 1e-5
     as_target = Decoder(target, make_drafter("medusa:tree", target))
     usual = as_target.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
     assert result.sequences != usual.sequences, "children are drawn at another temperature"

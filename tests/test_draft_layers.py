@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import llama_config
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafthead.heads.layers.decoder_layer import (
@@ -24,27 +25,14 @@ LLAMA3 = {
 }
 
 
-def llama_config(rope_parameters: dict) -> LlamaConfig:
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-3,
-        rope_parameters=rope_parameters,
-    )
-    config._attn_implementation = "eager"
-    return config
-
-
 @pytest.fixture(params=[{"rope_type": "default", "rope_theta": 500.0}, LLAMA3])
 def pair(request) -> tuple[LayerConfig, DecoderLayer, LlamaDecoderLayer]:
     """A layer shaped like a target's, with the weights of transformers' own."""
-    config = llama_config(request.param)
+    config = llama_config(
+        vocab_size=16, num_hidden_layers=1, head_dim=12, rms_norm_eps=1e-3,
+        rope_parameters=request.param,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).requires_grad_(False)
     for parameter in theirs.parameters():

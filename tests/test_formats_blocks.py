@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB
 from golden import Case, cases, name_of
+from tiny import HIDDEN, VOCAB
 from transformers import AutoModel, LlamaForCausalLM
-from written import LAYERS, TARGET, Outputs, Written, random_head
+from written import DFLASH, DSPARK, LAYERS, TARGET, Outputs, Written, random_head
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
@@ -24,14 +24,6 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 
-DFLASH = {
-    "tap_norm": False, "causal": False, "root_predicts": False, "correction": "none",
-    "mask_token": VOCAB - 1, "taps": (1, 4, 6), "block_size": 5,
-}  # fmt: skip
-DSPARK = {
-    **DFLASH, "root_predicts": True, "correction": "markov", "correction_rank": 6,
-    "confidence_weight": 1.0,
-}  # fmt: skip
 SHAPE = {"head_dim": 12, "num_key_value_heads": 1, "num_layers": 1}
 SMALL = {"draft_vocab_size": 40}
 OWN = [

@@ -19,11 +19,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_formats_blocks import DFLASH, DSPARK
-from test_formats_eagle3 import PLAIN
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from written import TARGET, Written
+from written import DFLASH, DSPARK, EAGLE3, TARGET, Written
 
 from drafthead.heads.checkpoint import save_head
 from drafthead.heads.errors import UserError
@@ -42,7 +40,7 @@ EXAMPLES = [
     Written("eagle", "eagle", "eagle"),
     Written("mlp", "mlp", "mlp_speculator"),
     Written("mlp tied", "mlp", "mlp_speculator", {"tie_weights": True}),
-    Written("eagle3-sglang", "eagle3-sglang", "eagle3", {**PLAIN, "draft_vocab_size": 40}),
+    Written("eagle3-sglang", "eagle3-sglang", "eagle3", {**EAGLE3, "draft_vocab_size": 40}),
     Written("eagle3-vllm", "eagle3-vllm", "eagle3", {"draft_vocab_size": 40}),
     Written("speculators eagle3", "speculators", "eagle3", {"draft_vocab_size": 40}),
     Written("speculators dflash", "speculators", "parallel", DFLASH),

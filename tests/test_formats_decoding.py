@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BUSHY, VOCAB, ScriptedRandom
+from conftest import ScriptedRandom
 from golden import Case, cases, name_of
+from tiny import BUSHY, VOCAB
 from written import Outputs, Written
 
 import drafthead.infer.verifiers.typical as typical_module

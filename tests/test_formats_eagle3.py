@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB
 from golden import Case, cases, name_of
-from written import LAYERS, TARGET, Outputs, Written, random_head
+from tiny import HIDDEN, VOCAB
+from written import EAGLE3, LAYERS, TARGET, Outputs, Written, random_head
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.drafting.drafter import Committed
@@ -26,12 +26,11 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 
-PLAIN = {"tap_norm": "none", "norm_feedback": False}
 GQA = {"num_key_value_heads": 1, "head_dim": 12}  # not the hidden size over the heads
 OWN = [
-    Written("plain", "eagle3-sglang", "eagle3", {**PLAIN, "draft_vocab_size": 40}),
-    Written("full vocabulary", "eagle3-sglang", "eagle3", {**PLAIN, **GQA}),
-    Written("wider than the target", "eagle3-sglang", "eagle3", {**PLAIN, "hidden_size": 48}),
+    Written("plain", "eagle3-sglang", "eagle3", {**EAGLE3, "draft_vocab_size": 40}),
+    Written("full vocabulary", "eagle3-sglang", "eagle3", {**EAGLE3, **GQA}),
+    Written("wider than the target", "eagle3-sglang", "eagle3", {**EAGLE3, "hidden_size": 48}),
     Written("3.1", "eagle3-vllm", "eagle3", {"draft_vocab_size": 40, "embeddings": "own"}),
     Written(
         "joint norm", "eagle3-vllm", "eagle3",
@@ -41,7 +40,7 @@ OWN = [
 ]  # fmt: skip
 TTT = [
     Written("3.1", "speculators", "eagle3", {"draft_vocab_size": 40}),
-    Written("Qwen3's layers", "speculators", "eagle3", {**PLAIN, "qk_norm": True, **GQA}),
+    Written("Qwen3's layers", "speculators", "eagle3", {**EAGLE3, "qk_norm": True, **GQA}),
     Written("four taps", "speculators", "eagle3", {"taps": (-1, 0, 3, 7), "tap_norm": "joint"}),
     Written("biases", "speculators", "eagle3", {"attention_bias": True, "num_layers": 2}),
 ]
@@ -49,7 +48,7 @@ BLIND = [
     Written("P-EAGLE", "speculators", "eagle3", {"mask_token": 5, "num_layers": 2}),
     Written(
         "own embeddings", "speculators", "eagle3",
-        {"mask_token": 5, "embeddings": "own", "draft_vocab_size": 40, **PLAIN},
+        {"mask_token": 5, "embeddings": "own", "draft_vocab_size": 40, **EAGLE3},
     ),
 ]  # fmt: skip
 
@@ -337,11 +336,11 @@ def target8() -> Target:
     [
         ("eagle3-sglang", {}, "head.tap_norm 'each'"),
         ("eagle3-sglang", {"tap_norm": "none"}, "head.norm_feedback True"),
-        ("eagle3-sglang", {**PLAIN, "norm_before_residual": True}, "norm_before_residual True"),
-        ("eagle3-sglang", {**PLAIN, "num_layers": 2}, "head.num_layers 2"),
-        ("eagle3-sglang", {**PLAIN, "embeddings": "own"}, "head.embeddings 'own'"),
-        ("eagle3-sglang", {**PLAIN, "taps": (0, 3, 4)}, r"versions disagree on ids"),
-        ("eagle3-sglang", {**PLAIN, "taps": (1, 3)}, r"taps three layers"),
+        ("eagle3-sglang", {**EAGLE3, "norm_before_residual": True}, "norm_before_residual True"),
+        ("eagle3-sglang", {**EAGLE3, "num_layers": 2}, "head.num_layers 2"),
+        ("eagle3-sglang", {**EAGLE3, "embeddings": "own"}, "head.embeddings 'own'"),
+        ("eagle3-sglang", {**EAGLE3, "taps": (0, 3, 4)}, r"versions disagree on ids"),
+        ("eagle3-sglang", {**EAGLE3, "taps": (1, 3)}, r"taps three layers"),
         ("eagle3-vllm", {"taps": (1, 3, 7)}, r"head.taps \[1, 3, 7\]: it reads inputs of layers"),
         ("eagle3-vllm", {"qk_norm": True}, "head.qk_norm True"),
         ("eagle3-vllm", {"mask_token": 3}, "head.mask_token 3"),
@@ -357,7 +356,7 @@ def test_what_a_format_cannot_express_is_named(name, options, complaint, target8
 
 
 def test_each_runtime_is_told_the_layers_in_its_own_convention(target8, tmp_path) -> None:
-    head = random_head("eagle3", target8, PLAIN)
+    head = random_head("eagle3", target8, EAGLE3)
     assert head.config.taps == (1, 3, 4)
     key = "eagle_aux_hidden_state_layer_ids"
     sglang = exported(head, target8, "eagle3-sglang", tmp_path / "sglang")
@@ -378,7 +377,7 @@ def test_each_runtime_is_told_the_layers_in_its_own_convention(target8, tmp_path
 def test_layer_ids_of_unknown_convention_are_read_as_sglang_reads_them(
     ids, taps, target8, tmp_path
 ) -> None:
-    head = random_head("eagle3", target8, PLAIN)
+    head = random_head("eagle3", target8, EAGLE3)
     config = exported(head, target8, "eagle3-vllm", tmp_path / "head")
     for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "drafthead_layer_convention"):
         del config[key]
@@ -391,7 +390,7 @@ def test_layer_ids_of_unknown_convention_are_read_as_sglang_reads_them(
 
 
 def test_without_ids_and_target_the_target_is_asked_for(target8, tmp_path) -> None:
-    head = random_head("eagle3", target8, PLAIN)
+    head = random_head("eagle3", target8, EAGLE3)
     config = exported(head, target8, "eagle3-sglang", tmp_path / "head")
     del config["eagle_config"]
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
@@ -412,7 +411,7 @@ def test_without_ids_and_target_the_target_is_asked_for(target8, tmp_path) -> No
     ],
 )
 def test_rotary_keys_of_transformers_4_and_5_are_read(rope, target8, tmp_path) -> None:
-    head = random_head("eagle3", target8, PLAIN)
+    head = random_head("eagle3", target8, EAGLE3)
     config = exported(head, target8, "eagle3-sglang", tmp_path / "head")
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e4
     for key in ("rope_theta", "rope_scaling", "rope_parameters"):
@@ -424,7 +423,7 @@ def test_rotary_keys_of_transformers_4_and_5_are_read(rope, target8, tmp_path) -
 
 
 def test_rotary_keys_that_disagree_are_refused(target8, tmp_path) -> None:
-    head = random_head("eagle3", target8, PLAIN)
+    head = random_head("eagle3", target8, EAGLE3)
     config = exported(head, target8, "eagle3-sglang", tmp_path / "head")
     (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
     with pytest.raises(UserError, match="rope_theta is 500000.0 here and 10000.0 there"):

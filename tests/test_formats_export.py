@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB
 from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, VOCAB
 from transformers import LlamaForCausalLM
 from written import TARGET, random_head
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB
 from golden import Case, cases, loaded, name_of
+from tiny import HIDDEN, VOCAB
 from written import Outputs, Written
 
 from drafthead.heads.drafting.drafter import Committed

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import NO_HEADS, VOCAB
+from conftest import NO_HEADS
+from tiny import VOCAB
 
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.checkpoint import load_head, save_head

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB
+from tiny import HIDDEN, VOCAB
 from transformers import LlamaForCausalLM
 from written import TARGET, random_head
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_training import byte_tokenizer, tiny_llama, write_conversations
+from tiny import write_conversations, write_target
 
 from drafthead.heads.errors import UserError
 from drafthead.scripts import cli
@@ -19,10 +19,8 @@ from drafthead.train.run_summary import summarize
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, conversations, prompts, a training file and a leaderboard of two families."""
     folder = tmp_path_factory.mktemp("board")
-    tokenizer = byte_tokenizer()
     for name in ("target", "draft"):
-        tokenizer.save_pretrained(folder / name)
-        tiny_llama(len(tokenizer)).save_pretrained(folder / name)
+        write_target(folder / name, max_position_embeddings=128, initializer_range=0.02)
     for seed, name in enumerate(("train", "validation", "test", "other")):
         write_conversations(folder / f"{name}.jsonl", 12, seed)
     run = {

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import BUSHY, END, VOCAB
-from scipy.stats import chisquare
-from test_decoding import random_prompts
+from laws import p_value
+from tiny import BUSHY, END, VOCAB, random_prompts
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
@@ -238,7 +237,7 @@ def test_a_nodes_scores_are_those_of_its_path_alone(target, name, greedy) -> Non
     assert processed[2].equal(logits[2]), "the third row has ended"
 
 
-def law_of_three_tokens(target, prompt: list[int], options: dict) -> torch.Tensor:
+def processed_law_of_three_tokens(target, prompt: list[int], options: dict) -> torch.Tensor:
     """Exact probabilities [4, 4, 4] of three tokens, every continuation processed on its own."""
     law = torch.zeros(4, 4, 4, dtype=torch.float64)
     sampling = SamplingConfig(temperature=0.9, min_p=options.get("min_p", 0.0))
@@ -269,16 +268,8 @@ def test_samples_follow_the_processed_law(make_target, make_drafter, way) -> Non
     options = {"repetition_penalty": 1.6, "frequency_penalty": 0.8, "min_p": 0.05}
     config = GenerationConfig(do_sample=True, temperature=0.9, max_new_tokens=3, **options)
     result = Decoder(target, drafter).generate([prompt] * count, generation_config=config)
-    codes = torch.tensor(result.sequences) @ torch.tensor([16, 4, 1])
-    observed = torch.bincount(codes, minlength=64).double()
-    expected = law_of_three_tokens(target, prompt, options).flatten() * count
-    assert observed[expected == 0].sum() == 0, "a token outside the support was said"
-    rare = expected < 5
-    observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = expected > 0
-    p_value = chisquare(observed[kept], expected[kept] * count / expected[kept].sum()).pvalue
-    assert p_value > 1e-5
+    law = processed_law_of_three_tokens(target, prompt, options)
+    assert p_value(result.sequences, law) > 1e-5
 
 
 def counting_calls(monkeypatch) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import BUSHY, HIDDEN, VOCAB
+from tiny import BUSHY, HIDDEN, VOCAB
 from torch.nn.functional import softplus
 
 from drafthead.heads.base import MAX_RANK, HeadBatch

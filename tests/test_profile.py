@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import llama_config
+from transformers import LlamaForCausalLM
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
@@ -108,10 +109,9 @@ def test_copying_is_as_fast_as_memory_can_be(monkeypatch) -> None:
 
 def test_a_pass_reads_shared_embeddings_whole_and_others_by_row() -> None:
     size, vocab = 8, 32
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=size, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
+    config = llama_config(
+        vocab_size=vocab, hidden_size=size, num_hidden_layers=1, num_attention_heads=2
+    )
     layers = 4 * size * size + 3 * size * 16 + 3 * size  # projections, MLP, norms
     for tied, table in ((True, vocab * size), (False, vocab * size + 5 * size)):
         config.tie_word_embeddings = tied

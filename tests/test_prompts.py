@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_cli import byte_tokenizer
+from tiny import byte_tokenizer
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
@@ -19,7 +19,7 @@ def tokenizer():
 
 def test_every_form_of_a_prompt(tokenizer) -> None:
     chat = [{"role": "user", "content": "hi"}]
-    rendered = tokenizer("<user>hi<end><assistant>")["input_ids"]
+    rendered = tokenizer("<|user|>hi<|end|><|assistant|>")["input_ids"]
     assert encode("hi", tokenizer) == [rendered]
     assert encode(chat, tokenizer) == [rendered]
     assert encode([5, 6], tokenizer) == [[5, 6]]
@@ -44,7 +44,7 @@ def test_pieces_never_cut_a_character(tokenizer) -> None:
 
 
 def test_a_stream_says_what_generate_says(make_target, tokenizer) -> None:
-    decoder = Decoder(Target(make_target(vocab=260).model, tokenizer))
+    decoder = Decoder(Target(make_target(vocab=264).model, tokenizer))
     whole = decoder.generate("hello", max_new_tokens=30, temperature=1.0, seed=4)
     pieces = list(decoder.stream("hello", max_new_tokens=30, temperature=1.0, seed=4))
     assert len(pieces) > 3

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB
+from tiny import VOCAB
 
 from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.anchors import anchor_positions

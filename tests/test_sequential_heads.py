@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import BUSHY
+from tiny import BUSHY
 
 from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed

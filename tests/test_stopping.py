@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import END, VOCAB
-from test_decoding import random_prompts
+from tiny import END, VOCAB, random_prompts
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList

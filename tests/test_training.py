@@ -17,14 +17,8 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from tiny import byte_tokenizer, write_conversations, write_target
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.checkpoint import load_head
@@ -50,73 +44,13 @@ from drafthead.train.train_heads import train
 
 ROOT = Path(__file__).parent.parent
 ENTRY = ROOT / "train" / "train_heads.py"
-SPECIALS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte and a chat format."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(alphabet) + len(SPECIALS),
-        special_tokens=SPECIALS,
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        additional_special_tokens=SPECIALS[2:],
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
-    """A random model in float32, always the same."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
-
-
-def write_conversations(path: Path, count: int, seed: int) -> None:
-    """Answers of very different lengths that a head can learn."""
-    chance = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(count):
-            messages = [
-                {"role": "user", "content": "count"},
-                {"role": "assistant", "content": "abcd " * chance.randint(1, 9)},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and conversations."""
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(folder / "target")
-    tiny_llama(len(tokenizer)).save_pretrained(folder / "target")
+    write_target(folder / "target", max_position_embeddings=128, initializer_range=0.02)
     write_conversations(folder / "train.jsonl", 40, seed=0)
     write_conversations(folder / "validation.jsonl", 8, seed=1)
     return folder
