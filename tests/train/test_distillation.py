@@ -1,11 +1,12 @@
 """Distillation: what the rows say, resuming after a kill, and prompts that do not fit.
 
-Run as a program (`python tests/test_distillation.py OUTPUT`) it distils slowly with the
-fake decoder, so that a test can kill it.
+Run as a program (`PYTHONPATH=tests python tests/train/test_distillation.py OUTPUT`) it distils
+slowly with the fake decoder, so that a test can kill it.
 """
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -216,7 +217,11 @@ def test_a_half_written_line_is_dropped_and_answered_again(output: Path, kept: i
 
 
 def test_a_run_killed_at_any_moment_resumes_without_loss(output: Path, tmp_path: Path) -> None:
-    worker = subprocess.Popen([sys.executable, __file__, str(output)], stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen(
+        [sys.executable, __file__, str(output)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stderr=subprocess.DEVNULL,
+    )
     try:
         give_up = time.monotonic() + 60
         while not output.exists() or output.stat().st_size < 2000:

@@ -176,5 +176,5 @@ def test_medusas_count_of_heads_is_not_believed_but_that_of_steps_is(
 
 
 def test_every_format_is_in_the_documentation() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
     assert [name for name in FORMATS if name not in text] == []

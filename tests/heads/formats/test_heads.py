@@ -63,7 +63,7 @@ def medusa_outputs(head: MedusaHeads, target: Target, io: Outputs) -> Outputs:
 @torch.no_grad()
 def test_medusa_heads_are_those_of_the_authors(case: Case) -> None:
     if case.path.parent.name == "medusa_algorithms":
-        pytest.skip("no checkpoint: see test_formats_decoding.py")
+        pytest.skip("no checkpoint: see test_decoding.py")
     target = target_of(case)
     head = load_head(case.path, target)
     expected = [name for name in case.io if name.startswith("expected_logits_head")]

@@ -11,7 +11,7 @@ from drafthead.heads.families.medusa import MedusaConfig
 from drafthead.scripts.leaderboard.config import load_board
 from drafthead.train.run_config import RunConfig, load_run_config
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 YAML_FILES = sorted(CONFIGS.rglob("*.yaml"))
 RUN = """
 target: {name: some/model}

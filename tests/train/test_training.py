@@ -42,7 +42,7 @@ from drafthead.train.run_config import load_run_config
 from drafthead.train.run_folder import RunFolder, cut_log, first_difference
 from drafthead.train.train_heads import train
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENTRY = ROOT / "train" / "train_heads.py"
 
 

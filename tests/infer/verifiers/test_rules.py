@@ -1,4 +1,4 @@
-"""Acceptance rules on examples; the laws of the lossless ones are in test_verifier_laws.py."""
+"""Acceptance rules on examples; the laws of the lossless ones are in test_laws.py."""
 
 from dataclasses import replace
 

@@ -308,7 +308,7 @@ def test_a_wrapped_adapter_counts(make_drafter) -> None:
 
 def test_an_adapters_folder_is_a_target(tmp_path) -> None:
     """It holds neither weights nor tokenizer of its base model."""
-    base = Path(__file__).parent.parent / "assets" / "demo_target"
+    base = Path(__file__).parents[3] / "assets" / "demo_target"
     adapted = with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     adapted.save_pretrained(tmp_path)
     target = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")

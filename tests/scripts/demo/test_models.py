@@ -16,7 +16,7 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.results import repeated_ngram_share
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[3] / "assets"
 MAX_NEW = 48
 
 
