@@ -35,6 +35,11 @@ class Function:
         return (self.node.end_lineno or 0) - self.node.lineno + 1
 
     @property
+    def body_lines(self) -> int:
+        """Lines without the signature."""
+        return (self.node.end_lineno or 0) - self.node.body[0].lineno + 1
+
+    @property
     def public(self) -> bool:
         return "<locals>" not in self.owner and not self.node.name.startswith("_")
 
@@ -165,9 +170,8 @@ def figures(modules: list[Module]) -> dict[str, str]:
 
 
 def _spread(sizes: list[int]) -> str:
-    return (
-        f"{median(sizes):.0f} / {quantiles(sizes, n=10, method='inclusive')[-1]:.0f} / {max(sizes)}"
-    )
+    ninth = quantiles(sizes, n=10, method="inclusive")[-1]
+    return f"{median(sizes):.0f} / {ninth:.0f} / {max(sizes)}"
 
 
 def _share(part: int, whole: "list[Function] | list[ast.arg] | range") -> str:
