@@ -1,10 +1,10 @@
-"""Small seeded models shared by the tests; nothing here needs a network or a GPU."""
+"""Targets, heads and drafters for the tests; nothing here needs a network or a GPU."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import BUSHY, END, HIDDEN, VOCAB, tiny_llama
 
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.drafting.drafter import Drafter
@@ -14,12 +14,6 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-
-VOCAB, HIDDEN, END = 64, 32, 7
-# Wide at the root, narrow below: siblings, cousins and an only child.
-BUSHY = TreeShape.from_paths(
-    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]
-)
 
 
 class ScriptedRandom(RowRandom):
@@ -72,21 +66,17 @@ def make_target() -> Callable[..., Target]:
     """A random float32 Llama; large weights make its greedy text varied."""
 
     def make(seed: int = 0, layers: int = 2, vocab: int = VOCAB, hidden: int = HIDDEN) -> Target:
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=END if vocab > END else None,
-            pad_token_id=0,
+        end = END if vocab > END else None
+        return Target(
+            tiny_llama(
+                seed,
+                vocab_size=vocab,
+                hidden_size=hidden,
+                num_hidden_layers=layers,
+                eos_token_id=end,
+                pad_token_id=0,
+            )
         )
-        return Target(LlamaForCausalLM(config))
 
     return make
 

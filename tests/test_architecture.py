@@ -1,47 +1,87 @@
-"""The shape of the code base: which layer may import which, and names that would break launches."""
+"""The shape of the code base: layers, circles, long functions, names that would break launches."""
 
 import ast
 import importlib.metadata
 import re
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from code_figures import ROOT, Module, all_modules, import_circles, upward_imports
 
-ROOT = Path(__file__).parent.parent
-LAYERS = ["heads", "infer", "train", "scripts"]  # an import may point to the left, never right
-FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Absolute names of everything that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
+MODULES = all_modules()
+FILES = [ROOT / module.path for module in MODULES]
+PRIVATE = re.compile(r"torch\.(?:\w+\.)*_[^_]")
+# No public function answers whether a profiler runs.
+PRIVATE_ELSEWHERE = {"infer/engine/results.py: torch.autograd._profiler_enabled"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down_the_layers(path: Path) -> None:
-    layer = LAYERS.index(path.relative_to(ROOT).parts[0])
-    for name in imported_modules(path):
-        if name.startswith("drafthead."):
-            assert LAYERS.index(name.split(".")[1]) <= layer, f"{path} imports {name}"
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.path))
+def test_imports_point_down_the_layers(module: Module) -> None:
+    assert not upward_imports([module])
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not within functions or for type checking either."""
+    assert not import_circles(MODULES)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        {"a": "from drafthead.heads import b", "b": "from drafthead.heads.a import x"},
+        {"a": "import drafthead.heads.b", "b": "def f():\n    from drafthead.heads.a import x"},
+        {
+            "a": "from drafthead.heads.b import x",
+            "b": "if TYPE_CHECKING:\n    import drafthead.heads.c",
+            "c": "from drafthead.heads import a",
+        },
+    ],
+)
+def test_circles_are_found(imports: dict[str, str]) -> None:
+    modules = [Module(Path(f"heads/{name}.py"), text) for name, text in imports.items()]
+    alone = Module(Path("heads/alone.py"), "from drafthead.heads import a")
+    assert import_circles([*modules, alone]) == [[f"drafthead.heads.{name}" for name in imports]]
+    assert not import_circles(modules[1:])
+
+
+def test_functions_fit_a_screen() -> None:
+    """Sixty lines at most; the options of a command are not counted."""
+    functions = [function for module in MODULES for function in module.functions]
+    lines = {
+        str(f): f.body_lines if (f.module.layer, f.node.name) == ("scripts", "main") else f.lines
+        for f in functions
+    }
+    assert not {place: count for place, count in lines.items() if count > 60}
+
+
+def dotted_names(module: Module) -> Iterator[str]:
+    """Everything that is imported, and attributes of names: "torch._C" of `torch._C.x`."""
+    yield from (names[0] for names in module.imports)
+    yield from (ast.unparse(n) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute))
+
+
+def test_only_graphs_use_private_names_of_torch() -> None:
+    """They may change with any release, so they are in one folder, which checks that they work."""
+    used = {(m.path, name) for m in MODULES for name in dotted_names(m) if PRIVATE.match(name)}
+    elsewhere = {f"{p}: {n}" for p, n in used if not p.is_relative_to("heads/graphs")}
+    assert elsewhere == PRIVATE_ELSEWHERE
+
+
+@cache
+def importable_names() -> set[str]:
+    """Modules of the standard library and of everything that is installed beside drafthead."""
+    installed = set(importlib.metadata.packages_distributions()) - {"drafthead"}
+    return {name.replace("-", "_").lower() for name in installed} | set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_shadows_a_module_when_it_is_launched_by_path(path: Path) -> None:
     """`python train/x.py` puts train/ first on the path: train/datasets.py would hide datasets."""
-    installed = {
-        name.replace("-", "_").lower()
-        for name in importlib.metadata.packages_distributions()
-        if name != "drafthead"
-    }
-    assert path.stem == "__init__" or path.stem not in installed | set(sys.stdlib_module_names)
+    assert path.stem == "__init__" or path.stem not in importable_names()
 
 
 def test_every_package_is_listed_for_installation() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import HIDDEN, VOCAB
 from golden import Case
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import VOCAB, llama_config
+from transformers import LlamaForCausalLM
 
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.formats.base import TargetFacts
@@ -22,18 +22,17 @@ from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.target.target import Target
 
 LAYERS = 8
-TARGET = LlamaConfig(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=2 * HIDDEN,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.15,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+TARGET = llama_config(num_hidden_layers=LAYERS, initializer_range=0.15)
+# Settings that heads of the official code have.
+EAGLE3 = {"tap_norm": "none", "norm_feedback": False}
+DFLASH = {
+    "tap_norm": False, "causal": False, "root_predicts": False, "correction": "none",
+    "mask_token": VOCAB - 1, "taps": (1, 4, 6), "block_size": 5,
+}  # fmt: skip
+DSPARK = {
+    **DFLASH, "root_predicts": True, "correction": "markov", "correction_rank": 6,
+    "confidence_weight": 1.0,
+}  # fmt: skip
 Outputs = dict[str, torch.Tensor]
 
 

@@ -1,0 +1,201 @@
+"""Figures of the code, counted from its syntax trees: `python tests/code_figures.py [ROOT]`."""
+
+import argparse
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median, quantiles
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ["heads", "infer", "train", "scripts"]  # an import may point to the left, never right
+# "[B, N, D]", "[V]", "[]"; not `tree[node]` or `list[int]`, where a word comes before the bracket.
+SHAPE = re.compile(r"(?<![\w\])])\[([\w.,+*/() -]*[A-Za-z.][\w.,+*/() -]*)?\]")
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or method, and what it is in."""
+
+    module: "Module"
+    node: FUNCTION
+    owner: str  # "Class." or "function.<locals>."; empty at the top of a module
+
+    def __str__(self) -> str:
+        return f"{self.module.path}:{self.node.lineno} {self.owner}{self.node.name}"
+
+    @property
+    def lines(self) -> int:
+        return (self.node.end_lineno or 0) - self.node.lineno + 1
+
+    @property
+    def body_lines(self) -> int:
+        """Lines without the signature."""
+        return (self.node.end_lineno or 0) - self.node.body[0].lineno + 1
+
+    @property
+    def public(self) -> bool:
+        return "<locals>" not in self.owner and not self.node.name.startswith("_")
+
+    @property
+    def arguments(self) -> list[ast.arg]:
+        """All arguments but `self` and `cls`."""
+        nodes = ast.iter_child_nodes(self.node.args)
+        return [n for n in nodes if isinstance(n, ast.arg) and n.arg not in ("self", "cls")]
+
+    @property
+    def takes_tensors(self) -> bool:
+        hints = [*(argument.annotation for argument in self.arguments), self.node.returns]
+        return any("Tensor" in ast.unparse(hint) for hint in hints if hint)
+
+    @property
+    def states_shape(self) -> bool:
+        """Whether the docstring or a comment in the signature holds a shape in square brackets."""
+        signature = self.module.lines[self.node.lineno - 1 : self.node.body[0].lineno - 1]
+        comments = [line.partition("#")[2] for line in signature]
+        return bool(SHAPE.search("\n".join([ast.get_docstring(self.node) or "", *comments])))
+
+
+class Module:
+    """A file of Python; its path is relative to the repository."""
+
+    def __init__(self, path: Path, text: str):
+        self.path, self.layer = path, path.parts[0]
+        self.lines, self.tree = text.splitlines(), ast.parse(text)
+        parts = path.with_suffix("").parts
+        self.name = ".".join(["drafthead", *(parts[:-1] if path.stem == "__init__" else parts)])
+
+    @cached_property
+    def imports(self) -> list[tuple[str, ...]]:
+        """Names of what is imported, in functions and for type checking too; see `imported`."""
+        names: list[tuple[str, ...]] = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names += [(alias.name,) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names += [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
+        return names
+
+    def imported(self, modules: set[str]) -> set[str]:
+        """Which of the modules are imported: of `from a import b` it is a.b, or else a."""
+        return {next((n for n in names if n in modules), self.name) for names in self.imports}
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        return list(self._functions(self.tree, ""))
+
+    def _functions(self, node: ast.AST, owner: str) -> Iterable[Function]:
+        for child in ast.iter_child_nodes(node):
+            inner = owner
+            if isinstance(child, FUNCTION):
+                yield Function(self, child, owner)
+                inner = f"{owner}{child.name}.<locals>."
+            elif isinstance(child, ast.ClassDef):
+                inner = f"{owner}{child.name}."
+            yield from self._functions(child, inner)
+
+    @property
+    def docstring_lines(self) -> int:
+        nodes = [
+            n for n in ast.walk(self.tree) if isinstance(n, ast.Module | ast.ClassDef | FUNCTION)
+        ]
+        first = [node.body[0] for node in nodes if ast.get_docstring(node)]
+        return sum((text.end_lineno or 0) - text.lineno + 1 for text in first)
+
+
+def all_modules(root: Path = ROOT) -> list[Module]:
+    """Every file of the four layers."""
+    paths = [path for layer in LAYERS for path in sorted((root / layer).rglob("*.py"))]
+    return [Module(path.relative_to(root), path.read_text()) for path in paths]
+
+
+def upward_imports(modules: list[Module]) -> list[str]:
+    """Imports of a layer by a lower one."""
+    layers = {f"drafthead.{name}": rank for rank, name in enumerate(LAYERS)}
+    return [
+        f"{module.path} imports {names[-1]}"
+        for module in modules
+        for names in module.imports
+        if layers.get(".".join(names[0].split(".")[:2]), 0) > LAYERS.index(module.layer)
+    ]
+
+
+def import_circles(modules: list[Module]) -> list[list[str]]:
+    """Names of modules that import each other, directly or through others: [["a", "b"], ...]."""
+    names = {module.name for module in modules}
+    reached = {module.name: module.imported(names) | {module.name} for module in modules}
+    for middle in names:  # Warshall: paths through one more module
+        for name in names:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    circles = {tuple(sorted(m for m in reached[n] if n in reached[m])) for n in names}
+    return sorted(list(circle) for circle in circles if len(circle) > 1)
+
+
+def functions_without_shape(modules: list[Module]) -> list[Function]:
+    """Public functions with a Tensor in their signature that state no shape."""
+    public = [f for module in modules for f in module.functions if f.public]
+    return [f for f in public if f.takes_tensors and not f.states_shape]
+
+
+def figures(modules: list[Module]) -> dict[str, str]:
+    """The figures of some modules, ready to print."""
+    functions = [f for module in modules for f in module.functions]
+    public = [f for f in functions if f.public]
+    documented = [f for f in public if ast.get_docstring(f.node)]
+    tensors, shapeless = [f for f in public if f.takes_tensors], functions_without_shape(modules)
+    arguments = [argument for f in functions for argument in f.arguments]
+    circles, upward = import_circles(modules), upward_imports(modules)
+    files, lengths = [len(m.lines) for m in modules], [f.lines for f in functions]
+    comments = [line for m in modules for line in m.lines if line.lstrip().startswith("#")]
+    return {
+        "files / lines": f"{len(files)} / {sum(files)}",
+        "file median / p90 / max": _spread(files),
+        "functions": str(len(functions)),
+        "function median / p90 / max": _spread(lengths),
+        "> 40 / > 60 lines": f"{sum(n > 40 for n in lengths)} / {sum(n > 60 for n in lengths)}",
+        "public with docstring": _share(len(documented), public),
+        "of tensors, shape stated": _share(len(tensors) - len(shapeless), tensors),
+        "arguments typed": _share(sum(a.annotation is not None for a in arguments), arguments),
+        "import circles / upward": f"{len(circles)} / {len(upward)}",
+        "docstring lines": _share(sum(m.docstring_lines for m in modules), range(sum(files))),
+        "comment lines": _share(len(comments), range(sum(files))),
+    }
+
+
+def _spread(sizes: list[int]) -> str:
+    ninth = quantiles(sizes, n=10, method="inclusive")[-1]
+    return f"{median(sizes):.0f} / {ninth:.0f} / {max(sizes)}"
+
+
+def _share(part: int, whole: "list[Function] | list[ast.arg] | range") -> str:
+    return f"{100 * part / len(whole):.1f} % of {len(whole)}" if whole else "-"
+
+
+def main() -> None:
+    """Print the figures of each layer and of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="the repository")
+    parser.add_argument("--missing", action="store_true", help="list functions without a shape")
+    options = parser.parse_args()
+    modules = all_modules(options.root)
+    columns = {layer: figures([m for m in modules if m.layer == layer]) for layer in LAYERS}
+    columns["all"] = figures(modules)
+    table = Table("", *columns)
+    for row in columns["all"]:
+        table.add_row(row, *(column[row] for column in columns.values()))
+    long = [f"{f.lines} lines: {f}" for m in modules for f in m.functions if f.lines > 60]
+    circles = [f"circle: {', '.join(circle)}" for circle in import_circles(modules)]
+    missing = [f"no shape: {f}" for f in functions_without_shape(modules) if options.missing]
+    Console(width=120).print(table)
+    print(*long, *circles, *upward_imports(modules), *missing, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Medusa, Hydra, EAGLE and MLP speculators of other projects compute here what they do there."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from golden import Case, cases, loaded, name_of
+from tiny import HIDDEN, VOCAB
+from written import Outputs, Written
+
+from drafthead.heads.cache import CacheColumns
+from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.families.hydra import HydraHeads
+from drafthead.heads.families.medusa import MedusaHeads
+from drafthead.heads.families.mlp_speculator import MlpSpeculator
+from drafthead.heads.families.recurrent import RecurrentHead
+from drafthead.heads.families.recurrent_drafter import DraftReader
+from drafthead.heads.formats import load_head, read_foreign
+from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.formats.exporting import StandIn
+from drafthead.heads.layers.cache import DraftCache
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import TreeShape
+
+
+def assert_as_recorded(case: Case, found: Outputs) -> None:
+    assert found
+    for name, tensor in found.items():
+        case.assert_close(tensor, name)
+
+
+def target_of(case: Case) -> Target:
+    """Some cases are the whole model, and some come without one, which they do not need."""
+    if case.path.parent.name == "medusa_merged":
+        return loaded(case.path)
+    if (case.path / "target").exists():
+        return case.target
+    _, foreign = read_foreign(case.path, TargetFacts())
+    return StandIn(foreign.target)
+
+
+# Medusa
+
+
+def medusa_outputs(head: MedusaHeads, target: Target, io: Outputs) -> Outputs:
+    """Of given hidden states, and of the target's own behind given tokens."""
+    found = {}
+    if "hidden_states" in io:
+        for i in range(head.depth):
+            found[f"expected_logits_head{i}"] = head.logits(io["hidden_states"], i, target)
+    if "input_ids" in io:
+        places = torch.arange(io["input_ids"].shape[1])[None]
+        last = target.run(io["input_ids"], places, None, FeatureSpec()).features.last
+        found["target_last_hidden"] = last
+        for i in range(head.depth):
+            found[f"expected_logits_from_ids_head{i}"] = head.logits(last, i, target)
+    return found
+
+
+@pytest.mark.parametrize("case", cases("medusa_*/*", "vllm_medusa/*"), ids=name_of)
+@torch.no_grad()
+def test_medusa_heads_are_those_of_the_authors(case: Case) -> None:
+    if case.path.parent.name == "medusa_algorithms":
+        pytest.skip("no checkpoint: see test_decoding.py")
+    target = target_of(case)
+    head = load_head(case.path, target)
+    expected = [name for name in case.io if name.startswith("expected_logits_head")]
+    assert not expected or len(expected) == head.depth, "heads are counted, not believed"
+    assert_as_recorded(case, medusa_outputs(head, target, case.io))
+
+
+# Hydra
+
+
+def hydra_outputs(head: HydraHeads, target: Target, io: Outputs) -> Outputs:
+    """Along true tokens. Theirs wrap around at the end (torch.roll), where ours has no label."""
+    hidden, ids = io["hidden_states"], io["input_ids"]
+    state, found = head.contexts(hidden, torch.ones_like(ids)), {}
+    if head.prefix is not None:
+        found["expected_prefix_embedding"] = state
+    for i in range(head.depth):
+        count = ids.shape[1] - i - 1  # those with a token i + 1 places on
+        state = head.advance(state[:, :count], ids[:, i + 1 :], i, target)
+        found[f"expected_logits_head{i}"] = head.logits(state, i, target)
+    return found
+
+
+@pytest.mark.parametrize("case", cases("hydra/*"), ids=name_of)
+@torch.no_grad()
+def test_hydra_heads_are_those_of_the_authors(case: Case) -> None:
+    head = load_head(case.path, case.target)
+    for name, tensor in hydra_outputs(head, case.target, case.io).items():
+        expected = case.io[name][:, : tensor.shape[1]]
+        torch.testing.assert_close(tensor, expected, **case.about["tolerance"])
+
+
+@pytest.mark.parametrize("case", cases("hydra/hydra*"), ids=name_of)
+@torch.no_grad()
+def test_hydra_proposes_the_tree_of_the_authors(case: Case) -> None:
+    head, io = load_head(case.path, case.target), case.io
+    ids, hidden = io["proposal_input_ids"], io["proposal_hidden"]
+    root = io["proposal_base_logits"][:, -1].argmax(-1)
+    drafter = drafter_for(head, case.target, TreeShape.from_paths(case.about["proposal_tree"]))
+    session = drafter.start(ids, torch.tensor([ids.shape[1]]))
+    tokens = torch.cat([ids[:, 1:], root[:, None]], dim=1)
+    session.commit(Committed(tokens, Features(hidden), torch.tensor([ids.shape[1]])))
+    tree = session.propose(drafter.budgets[-1], SamplingConfig(), None)
+    assert torch.equal(tree.tokens, io["proposal_tree_candidates"])
+    assert torch.equal(tree.depths[0], io["proposal_position_ids"])
+    assert torch.equal(tree.ancestors[0].float(), io["proposal_attn_mask"][0, 0])
+
+
+# EAGLE
+
+
+def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
+    """A causal pass, the same in pieces on a cache, and steps on the head's own outputs."""
+    features, ids = io["features"], io["next_input_ids"]
+    count = ids.shape[1]
+    causal = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
+    rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers, len(ids))
+    _, columns = cache.make_room(count)
+    cached = CacheColumns(cache.keys, cache.values, columns, count)
+    embeds = head.embed(ids, target)
+    everywhere = head.run_layers(embeds, features, rotation, causal, cached.append)
+    found = {
+        "expected_out_full": everywhere,
+        "expected_logits_full": head.logits(everywhere, target),
+    }
+    reader = DraftReader(drafter_for(head, target), len(ids))
+    for name, part in (("prefill", slice(12)), ("inc1", slice(12, 13)), ("inc3", slice(13, 16))):
+        lengths = torch.full((len(ids),), ids[:, part].shape[1])
+        new = Committed(ids[:, part], Features(features[:, part]), lengths)
+        found[f"expected_out_{name}"] = reader.read(new).outputs
+    return {**found, **eagle_chain(head, target, io)}
+
+
+def eagle_chain(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
+    """Greedy steps behind the target."""
+    ids, following = io["chain_target_input_ids"], io["chain_target_next_token"]
+    tokens = torch.cat([ids[:, 1:], following], dim=1)
+    features = Features(io["chain_target_last_hidden"])
+    reader, found, drafted = DraftReader(drafter_for(head, target), len(ids)), {}, []
+    said = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
+    above = torch.zeros(1, 1, dtype=torch.long)
+    for step in range(3):
+        logits = head.logits(said.outputs, target)
+        found[f"chain_expected_logits_step{step}"] = logits
+        drafted.append(logits.argmax(-1))
+        visible = torch.ones(1, 1, step + 1, dtype=torch.bool)
+        said = reader.draft(said, above, drafted[-1], step + 1, visible)
+        found[f"chain_expected_out_step{step}"] = said.outputs
+    return {**found, "chain_expected_draft_tokens": torch.cat(drafted, dim=1)}
+
+
+@pytest.mark.parametrize("case", cases("eagle1/*"), ids=name_of)
+@torch.no_grad()
+def test_eagle_features_are_those_of_the_authors(case: Case) -> None:
+    head = load_head(case.path, case.target)
+    for name, tensor in eagle_outputs(head, case.target, case.io).items():
+        expected = case.io[name][:, -tensor.shape[1] :]  # pieces are known by their last position
+        torch.testing.assert_close(tensor, expected, **case.about["tolerance"])
+
+
+# MLP speculators
+
+
+def mlp_outputs(head: MlpSpeculator, target: Target, io: Outputs) -> Outputs:
+    """Step i at position t takes in token t + i."""
+    state, found = head.start(io["states"]), {}
+    for i in range(head.depth):
+        tokens = io["tokens"][:, i : i + state.shape[1]]
+        state = head.advance(state, tokens, i, target)
+        found[f"expected_logits_head{i}"] = head.logits(state, i, target)
+    return found
+
+
+@pytest.mark.parametrize("case", cases("mlp_speculator/*"), ids=name_of)
+@torch.no_grad()
+def test_mlp_speculators_are_those_of_the_authors(case: Case) -> None:
+    target = target_of(case)
+    head = load_head(case.path, target)
+    assert_as_recorded(case, mlp_outputs(head, target, case.io))
+
+
+@pytest.mark.parametrize("case", cases("mlp_speculator/*"), ids=name_of)
+@torch.no_grad()
+def test_the_best_suffixes_of_an_mlp_speculator_are_those_of_the_authors(case: Case) -> None:
+    target, io = target_of(case), case.io
+    head = load_head(case.path, target)
+    widths = case.about["dims"]["top_k_tokens_per_head"]
+    paths = {(): (0.0, head.start(io["suffix_state"][0, 0]), io["suffix_token"][0, 0])}
+    for i, width in enumerate(widths):
+        grown = {}
+        for path, rank in product(paths, range(width)):
+            score, state, token = paths[path]
+            state = head.advance(state, token, i, target)
+            best = head.logits(state, i, target).log_softmax(-1).topk(width)
+            following = best.indices[rank]
+            grown[(*path, int(following))] = (score + float(best.values[rank]), state, following)
+        paths = grown
+    best_first = sorted(paths, key=lambda path: -paths[path][0])
+    expected = io["expected_suffixes"][0].tolist()
+    assert [list(path) for path in best_first[: len(expected)]] == expected
+
+
+# The same on what our own exporters write
+
+MEDUSA = [
+    Written("v1", "medusa", "medusa", {"num_heads": 3}),
+    Written("v1 without bias", "medusa", "medusa", {"bias": False}),
+    Written("v2", "medusa", "medusa", {"output": "shared"}),
+    Written("vLLM", "vllm-medusa", "medusa", {"num_blocks": 2, "bias": False}),
+    Written("vLLM, shared output", "vllm-medusa", "medusa", {"output": "shared"}),
+]
+HYDRA = [
+    Written("Hydra++", "hydra", "hydra", {"num_heads": 3, "num_blocks": 3}),
+    Written("Hydra", "hydra", "hydra", {"prefix_layer": False, "num_blocks": 1}),
+    Written("ungrounded", "hydra", "hydra", {"prefix_layer": False, "grounded": False}),
+]
+EAGLE = [
+    Written("one layer", "eagle", "eagle"),
+    Written("no bias", "eagle", "eagle", {"fc_bias": False, "attention_bias": True}),
+    Written("two layers", "eagle", "eagle", {"num_layers": 2, "embeddings": "own"}),
+]
+MLP = [
+    Written("untied", "mlp", "mlp_speculator", {"num_heads": 3, "inner_size": 24}),
+    Written("tied", "mlp", "mlp_speculator", {"tie_weights": True, "scale_input": True}),
+]
+OURS = [*MEDUSA, *HYDRA, *EAGLE, *MLP]
+COMPUTE = {
+    "medusa": medusa_outputs,
+    "hydra": hydra_outputs,
+    "eagle": eagle_outputs,
+    "mlp_speculator": mlp_outputs,
+}
+
+
+@pytest.mark.parametrize("written", OURS, ids=lambda own: f"{own.format} {own.name}")
+@torch.no_grad()
+def test_heads_survive_export_and_import(written: Written, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def states(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, HIDDEN, generator=generator)
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.randint(VOCAB, shape, generator=generator)
+
+    inputs = {
+        "hidden_states": states(2, 9),
+        "input_ids": ids(2, 9),
+        "features": states(2, 16),
+        "next_input_ids": ids(2, 16),
+        "chain_target_last_hidden": states(1, 9),
+        "chain_target_input_ids": ids(1, 9),
+        "chain_target_next_token": ids(1, 1),
+        "states": states(2, 6),
+        "tokens": ids(2, 12),
+    }
+    compute = COMPUTE[written.family]
+    case = written.build(tmp_path / "head", inputs, compute)
+    head = load_head(case.path, case.target)
+    assert_as_recorded(case, compute(head, case.target, case.io))

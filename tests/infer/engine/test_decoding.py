@@ -1,0 +1,213 @@
+"""What every way of decoding owes its user, for every drafter in the registry."""
+
+import pytest
+import torch
+from laws import law_of_three_tokens, p_value
+from tiny import END, random_prompts
+
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer import Decoder
+from drafthead.infer.engine.planner import Planner
+from drafthead.infer.verifiers import VERIFIERS
+
+MAX_NEW = 48
+
+
+@pytest.fixture(scope="module")
+def greedy_answers(target) -> list[list[int]]:
+    """What transformers' own greedy decoding says to 50 prompts."""
+    answers = []
+    for prompt in random_prompts(50):
+        ids = torch.tensor([prompt])
+        output = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    assert sum(END in answer for answer in answers) > 5, "some answers must end by themselves"
+    return answers
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_plain_decoding_equals_transformers(target, greedy_answers, batch) -> None:
+    decoder, prompts = Decoder(target), random_prompts(50)
+    for start in range(0, 50, batch):
+        result = decoder.generate(prompts[start : start + batch], max_new_tokens=MAX_NEW)
+        assert result.sequences == greedy_answers[start : start + batch]
+        assert result.stats.tau == 1.0
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_greedy_decoding_with_any_drafter_equals_plain_decoding(
+    target, make_drafter, greedy_answers, drafter_name, batch
+) -> None:
+    decoder, prompts = Decoder(target, make_drafter(drafter_name, target)), random_prompts(50)
+    accepted = 0
+    for start in range(0, 50 if batch > 1 else 15, batch):  # one by one they take long
+        result = decoder.generate(prompts[start : start + batch], max_new_tokens=MAX_NEW)
+        assert result.sequences == greedy_answers[start : start + batch]
+        accepted += sum(n - 1 for row in result.stats.accept_lengths for n in row)
+    assert accepted > 0, "a drafter of which nothing is accepted tests nothing"
+
+
+class Alternating(Planner):
+    """Every budget of a drafter in turn, with plain steps in between."""
+
+    def __init__(self, drafter: Drafter):
+        self.budgets, self.step = drafter.budgets, -1
+
+    def choose(self) -> Budget | None:
+        self.step += 1
+        place, drafts = divmod(self.step, 2)
+        return self.budgets[place % len(self.budgets)] if drafts else None
+
+    def learn(self, budget: Budget | None, accept_lengths: object, seconds: float) -> None:
+        pass
+
+
+def test_a_plan_may_change_the_tree_at_every_step_or_leave_it_out(
+    target, make_drafter, greedy_answers, drafter_name, monkeypatch
+) -> None:
+    decoder = Decoder(target, make_drafter(drafter_name, target), adaptive=True)
+    monkeypatch.setattr(decoder, "_planner", lambda run, rule: Alternating(decoder.drafter))
+    for rows in (slice(0, 1), slice(1, 6)):
+        result = decoder.generate(random_prompts(50)[rows], max_new_tokens=MAX_NEW)
+        assert result.sequences == greedy_answers[rows]
+
+
+def test_decodings_that_take_turns_pass_by_pass_do_not_disturb_each_other(
+    target, make_drafter, greedy_answers, drafter_name
+) -> None:
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    said: dict[int, list[int]] = {0: [], 1: []}
+    running = {
+        number: decoder.steps(prompt, max_new_tokens=MAX_NEW)[0]
+        for number, prompt in enumerate(random_prompts(50)[:2])
+    }
+    while running:
+        for number, steps in list(running.items()):
+            emitted = next(steps, None)
+            if emitted is None:
+                del running[number]
+            else:
+                said[number] += emitted[0]
+    assert [said[0], said[1]] == greedy_answers[:2]
+
+
+def test_matched_samples_are_those_of_plain_decoding_with_the_same_seed(
+    target, make_drafter, drafter_name
+) -> None:
+    """Whatever the drafter and the tree: a seed names a text."""
+    prompts, sampling = random_prompts(6), {"temperature": 1.2, "max_new_tokens": 24, "seed": 3}
+    expected = Decoder(target).generate(prompts, **sampling).sequences
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    assert decoder.generate(prompts, verifier="match", **sampling).sequences == expected
+
+
+def test_a_drafter_that_is_always_right_has_its_whole_chain_accepted(target, make_drafter) -> None:
+    decoder = Decoder(target, make_drafter("self", target))
+    stats = decoder.generate(random_prompts(4), max_new_tokens=40).stats
+    assert set(stats.acceptance_by_depth()) == {1.0}
+    assert {n for row in stats.accept_lengths for n in row} == {4}
+
+
+@pytest.mark.parametrize("verifier", sorted(n for n, v in VERIFIERS.items() if not v.greedy))
+def test_a_rows_sample_does_not_depend_on_the_rows_beside_it(
+    target, make_drafter, drafter_name, verifier
+) -> None:
+    decoder, prompts = Decoder(target, make_drafter(drafter_name, target)), random_prompts(4)
+    options = {"max_new_tokens": 24, "temperature": 1.0, "verifier": verifier}
+    together = decoder.generate(prompts, seed=[5, 6, 7, 8], **options).sequences
+    alone = [decoder.generate(p, seed=5 + i, **options).sequences[0] for i, p in enumerate(prompts)]
+    assert together == alone
+    assert decoder.generate(prompts, seed=[5, 6, 7, 8], **options).sequences == together
+    assert decoder.generate(prompts, seed=9, **options).sequences != together
+
+
+LOSSLESS = sorted(n for n, v in VERIFIERS.items() if v.lossless and not v.greedy)
+# Rules see only the resulting probabilities, so one setting that leaves zeros serves for each.
+LAW_CASES = {
+    "plain": ("auto", SamplingConfig(temperature=1.0)),
+    "top-p": ("auto", SamplingConfig(temperature=1.3, top_p=0.8)),
+} | {f"top-k-{rule}": (rule, SamplingConfig(temperature=0.6, top_k=3)) for rule in LOSSLESS}
+
+
+@pytest.mark.parametrize(("verifier", "sampling"), LAW_CASES.values(), ids=LAW_CASES)
+def test_the_engines_samples_follow_the_targets_law(
+    make_target, make_drafter, lawful_drafter, verifier, sampling
+) -> None:
+    """Chi-square over the 64 continuations of a 4-token target; false alarm 1e-5 a case."""
+    target = make_target(seed=3, vocab=4)
+    decoder = Decoder(target, make_drafter(lawful_drafter, target))
+    prompt, count = [1, 2, 3], 6000
+    result = decoder.generate(
+        [prompt] * count,
+        max_new_tokens=3,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        verifier=verifier,
+    )
+    law = law_of_three_tokens(target, prompt, sampling)
+    assert p_value(result.sequences, law) > 1e-5
+
+
+@pytest.mark.parametrize("draft_temperature", [0.3, 3.0])
+def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_temperature) -> None:
+    target = make_target(seed=3, vocab=4)
+    decoder = Decoder(
+        target, make_drafter("medusa:tree", target), draft_temperature=draft_temperature
+    )
+    prompt, count, sampling = [1, 2, 3], 6000, SamplingConfig(temperature=1.0)
+    result = decoder.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    law = law_of_three_tokens(target, prompt, sampling)
+    assert p_value(result.sequences, law) > 1e-5
+    as_target = Decoder(target, make_drafter("medusa:tree", target))
+    usual = as_target.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    assert result.sequences != usual.sequences, "children are drawn at another temperature"
+
+
+def test_long_answers_outgrow_the_first_cache(target, make_drafter) -> None:
+    prompt = [9, 10]
+    plain = Decoder(target)
+    plain.end_ids = frozenset()
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    decoder.end_ids = frozenset()
+    expected = plain.generate(prompt, max_new_tokens=1000).sequences
+    assert len(expected[0]) == 256 - len(prompt), "decoding ends with the context"
+    assert decoder.generate(prompt, max_new_tokens=1000).sequences == expected
+
+
+def test_counts_say_what_was_returned(target, make_drafter) -> None:
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    result = decoder.generate(random_prompts(3), max_new_tokens=20)
+    stats = result.stats
+    assert stats.decoded_tokens == [len(s) - 1 for s in result.sequences]
+    assert stats.steps == max(map(len, stats.accept_lengths))
+    for sequence, lengths in zip(result.sequences, stats.accept_lengths, strict=True):
+        assert len(sequence) - 1 <= sum(lengths) <= len(sequence) - 1 + 3
+    assert stats.tau == sum(stats.decoded_tokens) / sum(map(len, stats.accept_lengths))
+    assert all(stats.seconds[phase] > 0 for phase in stats.seconds)
+    assert sum(stats.seconds.values()) - stats.seconds["prefill"] <= stats.decode_seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prompts": []}, "no prompt"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[1] * 256]}, "context holds 256"),
+        ({"prompts": [[99]]}, "token id 99"),
+        ({"prompts": "text"}, "no tokenizer"),
+        ({"prompts": [1], "max_new_tokens": 0}, "max_new_tokens"),
+        ({"prompts": [1], "verifier": "gready"}, "unknown verifier 'gready'.*greedy"),
+        ({"prompts": [1], "verifier": "greedy", "temperature": 1.0}, "would ignore temperature"),
+        ({"prompts": [1], "verifier": "typical"}, "temperature above 0"),
+        ({"prompts": [[1], [2]], "seed": [1]}, "2 prompts need 2 seeds"),
+    ],
+)
+def test_bad_requests_are_refused_in_one_sentence(target, options, complaint) -> None:
+    with pytest.raises(UserError, match=complaint):
+        Decoder(target).generate(**options)

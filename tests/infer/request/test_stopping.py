@@ -1,0 +1,98 @@
+"""Stop strings and stopping criteria: every way of decoding ends where `model.generate` does."""
+
+import itertools
+
+import pytest
+import torch
+from tiny import END, VOCAB, random_prompts
+from tokenizers import Tokenizer, decoders, models
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.infer import Decoder
+
+MAX_NEW = 40
+PROMPTS = random_prompts(3)
+DRAFTERS = ["plain", "medusa:tree", "medusa:chain", "self", "prompt-lookup"]
+
+
+class EveryEleventh(StoppingCriteria):
+    """A user's own: stops when the sum of all tokens is a multiple of eleven."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.sum(-1) % 11 == 0
+
+
+@pytest.fixture(scope="module")
+def target(make_target) -> Target:
+    """A target whose tokens are the words of one, two and three letters of an alphabet of four."""
+    words = ["".join(w) for n in (1, 2, 3) for w in itertools.product("abcd", repeat=n)]
+    words = [*words[:END], "<end>", *words[END : VOCAB - 1]]
+    tokenizer = Tokenizer(models.BPE(vocab={w: n for n, w in enumerate(words)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    return Target(make_target(seed=0).model, fast)
+
+
+def answer_of_transformers(target, prompt: list[int], **options) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW, **options
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def check_all_ways(target, make_drafter, expected: list[list[int]], **options) -> None:
+    """Every drafter, one row at a time and all together, says what was expected."""
+    for way in DRAFTERS:
+        decoder = Decoder(target, None if way == "plain" else make_drafter(way, target))
+        together = decoder.generate(PROMPTS, MAX_NEW, **options)
+        assert together.sequences == expected, way
+        assert together.finished == [len(answer) < MAX_NEW for answer in expected]
+        for prompt, answer in zip(PROMPTS, expected, strict=True):
+            assert decoder.generate(prompt, MAX_NEW, **options).sequences == [answer], way
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [["cbcb"], ["ccacd"], ["dd", "bab"], ["a"], ["abcdabcd"]],
+    ids=lambda stops: "+".join(stops),
+)
+def test_stop_strings_end_answers_as_in_transformers(target, make_drafter, stops) -> None:
+    expected = [
+        answer_of_transformers(target, p, stop_strings=stops, tokenizer=target.tokenizer)
+        for p in PROMPTS
+    ]
+    shortened = expected != [answer_of_transformers(target, prompt) for prompt in PROMPTS]
+    assert shortened == (stops != ["abcdabcd"])
+    config = GenerationConfig(stop_strings=stops)
+    check_all_ways(target, make_drafter, expected, generation_config=config)
+
+
+def test_a_users_own_criteria(target, make_drafter) -> None:
+    criteria = [EveryEleventh()]
+    expected = [
+        answer_of_transformers(target, p, stopping_criteria=StoppingCriteriaList(criteria))
+        for p in PROMPTS
+    ]
+    assert any(sum(p + a) % 11 == 0 for p, a in zip(PROMPTS, expected, strict=True))
+    check_all_ways(target, make_drafter, expected, stopping_criteria=criteria)
+
+
+def test_a_sample_is_cut_where_the_stop_string_is_complete(target, make_drafter) -> None:
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    whole = decoder.generate(PROMPTS[0], MAX_NEW, temperature=1.0, seed=3).sequences[0]
+    config = GenerationConfig(stop_strings="ca")
+    result = decoder.generate(PROMPTS[0], MAX_NEW, 1.0, seed=3, generation_config=config)
+    (cut,), (text,) = result.sequences, result.texts
+    assert len(cut) < len(whole) and cut == whole[: len(cut)]
+    assert "ca" in text and "ca" not in target.tokenizer.decode(cut[:-1])
+    pieces = decoder.stream(PROMPTS[0], MAX_NEW, 1.0, seed=3, generation_config=config)
+    assert "".join(pieces) == text
+
+
+def test_stop_strings_that_no_token_can_say_are_refused(target) -> None:
+    with pytest.raises(UserError, match="stop_strings"):
+        Decoder(target).generate([9], generation_config=GenerationConfig(stop_strings=["é"]))

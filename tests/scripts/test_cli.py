@@ -1,0 +1,285 @@
+"""The command line as a user meets it: answers, and one clear sentence for bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import SPECIALS, byte_tokenizer
+
+from drafthead.heads.checkpoint import save_head
+from drafthead.infer.engine.planner import WORTHWHILE
+from drafthead.scripts import cli
+
+
+@pytest.fixture(scope="module")
+def models_folder(tmp_path_factory, make_target, make_head) -> Path:
+    """A target, a draft model, a head, and things that do not fit."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target(seed=0, vocab=264)
+    for name, model, tokenizer in (
+        ("target", target, byte_tokenizer()),
+        ("draft", make_target(seed=1, layers=1, vocab=264), byte_tokenizer()),
+        ("stranger", make_target(seed=1, vocab=264), byte_tokenizer(SPECIALS[::-1])),
+        ("narrow", make_target(seed=0, vocab=264, hidden=16), byte_tokenizer()),
+    ):
+        model.model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    save_head(make_head("medusa", target), folder / "head", target, "target", {})
+    prompts = [{"prompt": f"prompt {n}"} for n in range(3)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(models_folder, monkeypatch, capsys):
+    """Run `drafthead ...` in this process; `@name` stands for a path in the models folder."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        words = [f"{models_folder}/{a[1:]}" if a.startswith("@") else a for a in arguments]
+        monkeypatch.setattr(sys, "argv", ["drafthead", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        output = capsys.readouterr()
+        return stop.value.code or 0, output.out, output.err
+
+    return run
+
+
+def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
+    status, out, _ = run("--help")
+    assert status == 0
+    assert all(verb in out for verb in cli.VERBS)
+    for verb in cli.VERBS:
+        status, out, _ = run(verb, "--help")
+        assert status == 0 and "Usage" in out and len(out) > 300
+
+
+@pytest.mark.parametrize(
+    "drafter", [(), ("--head", "@head"), ("--draft-model", "@draft"), ("--prompt-lookup",)]
+)
+def test_generate_says_the_same_with_every_drafter(run, drafter) -> None:
+    options = ("--prompt", "hello", "--max-new-tokens", "20", "--dtype", "float32")
+    status, plain, _ = run("generate", "--target", "@target", *options)
+    assert status == 0
+    status, out, err = run("generate", "--target", "@target", *options, *drafter)
+    assert (status, out) == (0, plain)
+    assert "tokens/s" in err and "tau" in err
+
+
+def test_a_head_is_exported_described_used_and_imported(run, tmp_path) -> None:
+    served, back = str(tmp_path / "served"), str(tmp_path / "back")
+    status, out, _ = run("export", "@head", "--format", "vllm-medusa", "--output", served)
+    assert status == 0 and "replayed within" in out
+    status, out, _ = run("info", served)
+    assert status == 0 and "vllm-medusa" in out and "hidden size 32" in out
+    assert run("import", served, "--output", back)[0] == 0
+    status, out, _ = run("info", back)
+    assert status == 0 and "imported_from" in out and "output of layer" in out
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    assert run(*task, "--head", served)[:2] == run(*task, "--head", back)[:2] == run(*task)[:2]
+    status, _, err = run("export", "@head", "--format", "medusa", "--output", served)
+    assert status == 2 and "is not empty" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "served"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--repetition-penalty", "1.5"),
+        ("--frequency-penalty", "1.5", "--presence-penalty", "0.5"),
+        ("--no-repeat-ngram-size", "1"),
+        ("--min-new-tokens", "50", "--repetition-penalty", "1.2"),
+    ],
+)
+def test_generate_processes_logits_with_every_drafter(run, options) -> None:
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    status, processed, _ = run(*task, *options)
+    assert status == 0 and processed != run(*task)[1]
+    assert run(*task, *options, "--head", "@head")[:2] == (0, processed)
+
+
+def test_generate_with_min_p_one_is_greedy(run) -> None:
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    greedy = run(*task, "--head", "@head")[1]
+    assert run(*task, "--head", "@head", "--temperature", "1", "--min-p", "1")[1] == greedy
+    assert run(*task, "--head", "@head", "--temperature", "1")[1] != greedy
+
+
+def test_generate_ends_at_a_stop_string(run) -> None:
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    whole = run(*task, "--head", "@head")[1].rstrip("\n")
+    letter = next(c for c in whole[5:] if c.isalpha())
+    cut = run(*task, "--head", "@head", "--stop", letter)[1].rstrip("\n")
+    assert cut == whole[: whole.index(letter) + 1]
+
+
+def test_compare_writes_its_three_files(run, tmp_path) -> None:
+    status, out, _ = run(
+        "compare", "--target", "@target", "--head", "@head", "--draft-model", "@draft",
+        "--prompts", "@prompts.jsonl", "--output", str(tmp_path / "race"), "--rounds", "1",
+        "--max-new-tokens", "12", "--temperature", "0", "--temperature", "1",
+    )  # fmt: skip
+    assert status == 0 and "speedup" in out
+    content = json.loads((tmp_path / "race" / "comparison.json").read_text())
+    modes = [row["mode"] for row in content["rows"] if row["temperature"] == 0]
+    assert modes == [
+        "plain", "generate", "generate + assistant", "generate + assistant, 4", "draft model",
+        "prompt lookup", "head head",
+    ]  # fmt: skip
+    assert content["divergences"] == []
+    assert (tmp_path / "race" / "comparison.png").exists()
+
+
+def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("drafthead.infer.measuring.bandwidth.SMALLEST_BUFFER", 2**22)
+    task = ("profile", *TARGET, "--prompts", "@prompts.jsonl", "--max-new-tokens", "8")
+    output = ("--output", str(tmp_path / "profile"))
+    status, out, _ = run(*task, "--head", "@head", "--tree-nodes", "4", "--batch", "2", *output)
+    assert status == 0
+    assert all(word in out for word in ("draft", "host", "% of the bandwidth bound", "STREAM"))
+    content = json.loads((tmp_path / "profile" / "profile.json").read_text())
+    assert list(content["ledgers"]) == ["plain", "head"]
+    assert content["bandwidth"]["copy_bytes_per_second"] > 1e8
+    assert [entry["nodes"] for entry in content["passes_alone"]["verify"]][:3] == [1, 2, 4]
+    assert content["overhead"]["nodes"] == 4
+    status, out, _ = run(*task)
+    assert status == 0 and "all else" not in out, "plainly, there is no draft to set apart"
+
+
+def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
+    run, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    task = ("plan-tree", *TARGET, "--head", "@head", "--output", str(tmp_path / "plan.json"))
+    found = []
+    for options, when in (((), "timed now"), ((), "kept from"), (("--fresh",), "timed now")):
+        status, out, _ = run(*task, *options)
+        assert status == 0 and when in out and "never measured" in out
+        sizes = json.loads((tmp_path / "plan.json").read_text())["sizes"]
+        found.append([size["step_seconds"] for size in sizes])
+        enough = max(size["tokens_per_second"] for size in sizes) / WORTHWHILE
+        best = next(size for size in sizes if size["tokens_per_second"] >= enough)
+        assert [size for size in sizes if size["chosen"]] == [best]
+    assert found[0] == found[1] != found[2]
+    assert (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "verifier", "verdict"),
+    [
+        (("--verifier", "traversal"), "traversal", "PASS"),
+        (("--verifier", "typical"), "typical", "FAIL"),
+        (("--compile",), "match", "PASS"),
+    ],
+)
+def test_verify_exactness_says_so_in_one_line_and_its_status(
+    run, tmp_path, monkeypatch, options, verifier, verdict
+) -> None:
+    monkeypatch.setattr("drafthead.scripts.verify_exactness.BATCHES", 1)
+    status, out, _ = run(
+        "verify-exactness", "--target", "@target", "--draft-model", "@draft", "--limit", "2",
+        "--samples", "200", "--answers", "8", "--max-new-tokens", "24",
+        "--output", str(tmp_path / "exactness.json"), *options,
+    )  # fmt: skip
+    assert status == (verdict == "FAIL")
+    assert out.strip().splitlines()[-1].startswith(f"{verdict} with {verifier}")
+    content = json.loads((tmp_path / "exactness.json").read_text())
+    assert (content["verdict"], content["verifier"]) == (verdict, verifier)
+    assert content["compile"] == ("--compile" in options)
+    assert content["machine"] and content["versions"] and "verify-exactness" in content["command"]
+    assert set(content["parts"]) == {"rule on tables", "first 3 tokens", "later tokens"}
+
+
+def test_verify_exactness_at_temperature_zero_compares_greedy_answers(run) -> None:
+    task = ("verify-exactness", "--target", "@target", "--prompts", "@prompts.jsonl")
+    status, out, _ = run(*task, "--head", "@head", "--temperature", "0")
+    assert status == 0
+    assert "3 of 3 equal plain decoding's" in out and "samples" not in out
+
+
+def damaged(folder: Path, name: str, tmp_path: Path) -> str:
+    """A copy of a model whose weights end too early."""
+    copy = tmp_path / name
+    copy.mkdir()
+    for file in (folder / name).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return str(copy)
+
+
+TARGET = ("--target", "@target")
+RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("generate", "--target", "nowhere/at/all", "--prompt", "x"), "does not exist"),
+        (("generate", *TARGET, "--prompt", " "), "prompt is empty"),
+        (("generate", *TARGET, "--prompt", "x" * 300), "context holds 256"),
+        (("generate", *TARGET, "--prompt", "x", "--verifier", "exact"), "unknown verifier 'exact'"),
+        (("generate", *TARGET, "--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("generate", *TARGET, "--prompt", "x", "--dtype", "int8"), "unknown dtype 'int8'"),
+        (("generate", *TARGET, "--prompt", "x", "--device", "tpu9"), "unknown device 'tpu9'"),
+        (("generate", *TARGET, "--prompt", "x", "--head", "@nohead"), "does not exist"),
+        (
+            ("generate", "--target", "@narrow", "--prompt", "x", "--head", "@head"),
+            "hidden_size 32, but this target has hidden_size 16",
+        ),
+        (
+            ("generate", *TARGET, "--prompt", "x", "--draft-model", "@stranger"),
+            "tokenizer differs from the target's: token '",
+        ),
+        (
+            ("generate", *TARGET, "--prompt", "x", "--prompt-lookup", "--draft-model", "@draft"),
+            "choose one",
+        ),
+        (("compare", *RACE, "--rounds", "0"), "at least 1"),
+        (("verify-exactness", *TARGET), "choose one of head"),
+        (("verify-exactness", *TARGET, "--prompt-lookup", "--samples", "5"), "at least 100"),
+        (("verify-exactness", *TARGET, "--prompt-lookup", "--false-alarm", "2"), "between 0 and 1"),
+        (
+            ("verify-exactness", *TARGET, "--prompt-lookup", "--verifier", "greedy"),
+            "would ignore temperature",
+        ),
+        (("compare", *RACE, "--head", "@head", "--tree-nodes", "1"), "at least 2"),
+        (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
+        (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
+        (("profile", *TARGET, "--batch", "0"), "--batch must be at least 1"),
+        (("profile", *TARGET, "--max-new-tokens", "1"), "no step to account for"),
+        (("plan-tree", *TARGET, "--head", "@nohead"), "does not exist"),
+        (("info", "@nohead"), "does not exist"),
+        (("import", "@target", "--output", "unused"), "no draft head of a known format"),
+        (("export", "@head", "--format", "gguf", "--output", "unused"), "known formats: "),
+        (
+            ("export", "@head", "--format", "eagle", "--output", "unused"),
+            "eagle cannot express a head of the family medusa",
+        ),
+        (("plan-tree", *TARGET, "--head", "@head", "--batch", "0"), "--batch must be at least 1"),
+    ],
+)
+def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert complaint in err
+    assert "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("drafthead: ")
+
+
+def test_a_truncated_target_is_named(run, models_folder, tmp_path) -> None:
+    folder = damaged(models_folder, "target", tmp_path)
+    status, _, err = run("generate", "--target", folder, "--prompt", "x")
+    assert status == 2 and folder in err and "Traceback" not in err
+
+
+def test_a_full_disk_is_said_in_one_sentence(run, monkeypatch, tmp_path) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device", "comparison.json")
+
+    monkeypatch.setattr("drafthead.scripts.compare.write_report", no_space)
+    output = ("--output", str(tmp_path / "race"), "--rounds", "1", "--max-new-tokens", "4")
+    status, _, err = run("compare", *TARGET, "--prompts", "@prompts.jsonl", *output)
+    assert status == 1
+    assert err.strip().splitlines()[-1] == "drafthead: No space left on device: comparison.json"

@@ -1,0 +1,85 @@
+"""Small seeded models, tokenizers, prompts and conversations; no network, no GPU."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from drafthead.heads.trees.tree import TreeShape
+
+VOCAB, HIDDEN, END = 64, 32, 7
+# Wide at the root, narrow below: siblings, cousins and an only child.
+BUSHY = TreeShape.from_paths(
+    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]
+)
+SPECIALS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def llama_config(**settings: Any) -> LlamaConfig:
+    """Two layers, and weights so large that greedy text is varied, where nothing else is set."""
+    defaults = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN,
+        "intermediate_size": 2 * settings.get("hidden_size", HIDDEN),
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "initializer_range": 0.3,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    return LlamaConfig(**defaults | settings)
+
+
+def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
+    """A random float32 Llama, always the same for the same seed and settings."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(llama_config(**settings))
+
+
+def byte_tokenizer(specials: tuple[str, ...] = SPECIALS) -> PreTrainedTokenizerFast:
+    """The special tokens, then one token for each byte; with a chat format."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=list(SPECIALS[2:]),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def write_target(folder: Path, **settings: Any) -> None:
+    """A model of `byte_tokenizer`'s tokens, with the tokenizer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    tiny_llama(vocab_size=len(tokenizer), **ends, **settings).save_pretrained(folder)
+
+
+def random_prompts(count: int, vocab: int = VOCAB) -> list[list[int]]:
+    """Prompts of 1 to 20 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 21, (count,), generator=generator).tolist()
+    return [torch.randint(8, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def write_conversations(path: Path, count: int, seed: int) -> None:
+    """Answers of very different lengths that a head can learn."""
+    chance = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            messages = [
+                {"role": "user", "content": "count"},
+                {"role": "assistant", "content": "abcd " * chance.randint(1, 9)},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")

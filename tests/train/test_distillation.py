@@ -1,0 +1,376 @@
+"""Distillation: what the rows say, resuming after a kill, and prompts that do not fit.
+
+Run as a program (`PYTHONPATH=tests python tests/train/test_distillation.py OUTPUT`) it distils
+slowly with the fake decoder, so that a test can kill it.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tiny import byte_tokenizer, write_target
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer import Typer
+from typer.testing import CliRunner
+
+from drafthead.heads.errors import UserError
+from drafthead.infer import Decoder
+from drafthead.scripts import distill as distill_verb
+from drafthead.train.conversations import Conversation, Message, read_conversations, supervise
+from drafthead.train.distillation import (
+    DistillReport,
+    DistillSettings,
+    distill,
+    manifest_path,
+    row_seed,
+    user_turns,
+)
+
+SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)
+
+
+@dataclass(frozen=True)
+class FakeAnswers:
+    sequences: list[list[int]]
+    texts: list[str]
+    finished: list[bool]
+
+
+@dataclass
+class FakeDecoder:
+    """Answers with a word that follows from prompt and seed, in any batch."""
+
+    max_length: int | None = None
+    delay: float = 0.0  # seconds a batch
+    answer_tokens: int = 8
+    tokenizer: PreTrainedTokenizerFast = field(default_factory=byte_tokenizer)
+    batches: list[list[str]] = field(default_factory=list)  # prompts as texts
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: list[int],
+    ) -> FakeAnswers:
+        self.batches.append(self.tokenizer.batch_decode(prompts))
+        time.sleep(self.delay)
+        answers = FakeAnswers([], [], [])
+        for prompt, row in zip(prompts, seed, strict=True):
+            word = hashlib.md5(f"{prompt} {row}".encode()).hexdigest()[: self.answer_tokens]
+            ids = [*self.tokenizer(word)["input_ids"], self.tokenizer.eos_token_id]
+            room = max_new_tokens
+            if self.max_length is not None:
+                room = min(room, self.max_length - len(prompt))
+            answers.sequences.append(ids[:room])
+            answers.texts.append(self.tokenizer.decode(ids[:room], skip_special_tokens=True))
+            answers.finished.append(len(ids) <= room)
+        return answers
+
+
+def asked(count: int, turns: int = 1) -> list[Conversation]:
+    """Conversations of user messages of growing length."""
+    return [
+        Conversation(
+            f"row-{i}",
+            [{"role": "user", "content": f"{turn}{'x' * i}"} for turn in range(turns)],
+            f"prompts.jsonl:{i + 1}",
+        )
+        for i in range(count)
+    ]
+
+
+def rows_by_id(output: Path) -> dict[str, dict[str, object]]:
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    by_id = {row["id"]: row for row in rows}
+    assert len(by_id) == len(rows), "a row is repeated"
+    return by_id
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "answers.jsonl"
+
+
+def test_rows_hold_question_answer_settings_and_source(output: Path) -> None:
+    decoder = FakeDecoder()
+    report = distill(decoder, asked(3), output, SETTINGS)
+    row = rows_by_id(output)["row-2"]
+    question, answer = row.pop("messages")
+    assert question == {"role": "user", "content": "0xx"}
+    assert answer["role"] == "assistant"
+    assert len(answer["content"]) == 8
+    assert row == {
+        "id": "row-2",
+        "finished": True,
+        "tokens": 9,
+        "target": "fake",
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+        "source": "prompts.jsonl:3",
+    }
+    assert report == DistillReport(0, 3, 27, report.seconds, 0, (), ())
+
+
+def test_the_output_is_training_data(output: Path) -> None:
+    decoder = FakeDecoder()
+    distill(decoder, asked(1, turns=2), output, SETTINGS)
+    [conversation] = read_conversations(output)
+    marked = supervise(decoder.tokenizer, conversation.messages)
+    assert sum(marked.mask) == 2 * 9
+
+
+def test_an_answer_cut_at_the_limit_is_marked_and_teaches_no_end(output: Path) -> None:
+    decoder = FakeDecoder()
+    settings = DistillSettings("fake", "prompts.jsonl", max_new_tokens=5)
+    report = distill(decoder, asked(1), output, settings)
+    [conversation] = read_conversations(output)
+    assert not rows_by_id(output)["row-0"]["finished"]
+    assert report.answers_cut == 1
+    assert sum(supervise(decoder.tokenizer, conversation.messages).mask) == 5
+
+
+def test_an_answer_cut_within_a_character_ends_before_it(output: Path) -> None:
+    class HalfCharacter(FakeDecoder):
+        def generate(self, prompts: list[list[int]], **options: object) -> FakeAnswers:
+            assert options["max_new_tokens"] == 20
+            return FakeAnswers([[5, 6]], ["four\ufffd"], [False])
+
+    distill(HalfCharacter(), asked(1), output, SETTINGS)
+    assert rows_by_id(output)["row-0"]["messages"][-1]["content"] == "four"
+
+
+def test_every_user_turn_is_answered_after_the_targets_own_answers(output: Path) -> None:
+    decoder = FakeDecoder()
+    system: Message = {"role": "system", "content": "s"}
+    stranger: Message = {"role": "assistant", "content": "another model's"}
+    first, second = ({"role": "user", "content": text} for text in ("one", "two"))
+    conversation = Conversation("a", [system, first, stranger, second], "prompts.jsonl:1")
+    distill(decoder, [conversation], output, SETTINGS)
+    messages = rows_by_id(output)["a"]["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    start = "<|system|>s<|end|><|user|>one<|end|><|assistant|>"
+    later = f"{start}{messages[2]['content']}<|end|><|user|>two<|end|><|assistant|>"
+    assert decoder.batches == [[start], [later]]
+
+
+def test_batches_do_not_change_the_answers(output: Path, tmp_path: Path) -> None:
+    prompts = asked(7) + [Conversation(f"long-{c.id}", c.messages, c.source) for c in asked(5, 3)]
+    distill(FakeDecoder(), prompts, output, SETTINGS, batch_size=1)
+    distill(FakeDecoder(), prompts, tmp_path / "other.jsonl", SETTINGS, batch_size=5)
+    assert rows_by_id(output) == rows_by_id(tmp_path / "other.jsonl")
+
+
+def test_rows_are_on_disk_before_the_next_batch_begins(output: Path) -> None:
+    lines_seen = []
+
+    class Watching(FakeDecoder):
+        def generate(self, prompts: list[list[int]], **options: object) -> FakeAnswers:
+            lines_seen.append(output.read_bytes().count(b"\n"))
+            return super().generate(prompts, **options)
+
+    distill(Watching(), asked(6), output, SETTINGS, batch_size=2)
+    assert lines_seen == [0, 2, 4]
+
+
+def test_the_longest_prompts_come_first(output: Path) -> None:
+    distill(FakeDecoder(), asked(5), output, SETTINGS, batch_size=2)
+    assert list(rows_by_id(output)) == ["row-4", "row-3", "row-2", "row-1", "row-0"]
+
+
+def test_seeds_follow_from_seed_row_and_turn() -> None:
+    seeds = {row_seed(s, name, turn) for s in (0, 1) for name in ("a", "b") for turn in (0, 1)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert row_seed(0, "a", 0) == row_seed(0, "a", 0)
+
+
+def test_a_second_run_adds_only_what_is_missing(output: Path) -> None:
+    distill(FakeDecoder(), asked(3), output, SETTINGS)
+    before = output.read_bytes()
+    decoder = FakeDecoder()
+    report = distill(decoder, asked(5), output, SETTINGS)
+    assert (report.already_done, report.written) == (3, 2)
+    assert output.read_bytes().startswith(before)
+    assert len(rows_by_id(output)) == 5
+    assert distill(decoder, asked(5), output, SETTINGS).written == 0
+
+
+@pytest.mark.parametrize("kept", range(1, 60, 7))
+def test_a_half_written_line_is_dropped_and_answered_again(output: Path, kept: int) -> None:
+    distill(FakeDecoder(), asked(3), output, SETTINGS)
+    whole, content = rows_by_id(output), output.read_bytes()
+    last = content.rindex(b"\n", 0, -1) + 1
+    output.write_bytes(content[: last + kept])
+    distill(FakeDecoder(), asked(3), output, SETTINGS)
+    assert rows_by_id(output) == whole
+
+
+def test_a_run_killed_at_any_moment_resumes_without_loss(output: Path, tmp_path: Path) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, __file__, str(output)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        give_up = time.monotonic() + 60
+        while not output.exists() or output.stat().st_size < 2000:
+            assert worker.poll() is None, "the worker ended before it could be killed"
+            assert time.monotonic() < give_up, "the worker wrote nothing"
+            time.sleep(0.01)
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    killed = output.read_bytes()
+    assert 0 < killed.count(b"\n") < 400
+    report = distill(FakeDecoder(), asked(400), output, SETTINGS, batch_size=3)
+    distill(FakeDecoder(), asked(400), tmp_path / "whole.jsonl", SETTINGS)
+    assert report.already_done == killed.count(b"\n")
+    assert output.read_bytes().startswith(killed[: killed.rindex(b"\n") + 1])
+    assert rows_by_id(output) == rows_by_id(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("target", DistillSettings("other", "prompts.jsonl", 20)),
+        ("max_new_tokens", DistillSettings("fake", "prompts.jsonl", 21)),
+        ("temperature", DistillSettings("fake", "prompts.jsonl", 20, temperature=1.0)),
+        ("seed", DistillSettings("fake", "prompts.jsonl", 20, seed=3)),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    output: Path, key: str, settings: DistillSettings
+) -> None:
+    distill(FakeDecoder(), asked(2), output, SETTINGS)
+    before = output.read_bytes()
+    with pytest.raises(UserError, match=rf"answers.jsonl was begun with {key} .*--overwrite"):
+        distill(FakeDecoder(), asked(2), output, settings)
+    assert output.read_bytes() == before
+    distill(FakeDecoder(), asked(1), output, settings, overwrite=True)
+    assert len(rows_by_id(output)) == 1
+
+
+def test_a_file_of_another_kind_is_not_touched(output: Path) -> None:
+    output.write_text("notes\n")
+    with pytest.raises(UserError, match=r"exists without answers.jsonl.manifest"):
+        distill(FakeDecoder(), asked(1), output, SETTINGS)
+    assert output.read_text() == "notes\n"
+
+
+def test_a_spoilt_row_names_its_line(output: Path) -> None:
+    distill(FakeDecoder(), asked(2), output, SETTINGS)
+    output.write_text(output.read_text() + "oops\n")
+    with pytest.raises(UserError, match=r"answers.jsonl, line 3: not a row"):
+        distill(FakeDecoder(), asked(2), output, SETTINGS)
+
+
+def test_a_folder_of_outputs_reads_as_rows_alone(output: Path) -> None:
+    distill(FakeDecoder(), asked(2), output, SETTINGS)
+    assert manifest_path(output).exists()
+    assert len(read_conversations(output.parent)) == 2
+
+
+def test_prompts_longer_than_the_context_are_skipped_and_named(output: Path) -> None:
+    decoder = FakeDecoder(max_length=8)  # the prompt of row i has i + 4 tokens
+    report = distill(decoder, asked(6), output, SETTINGS)
+    assert report.too_long == ("row-4", "row-5")
+    assert set(rows_by_id(output)) == {"row-0", "row-1", "row-2", "row-3"}
+    again = distill(decoder, asked(6), output, SETTINGS)
+    assert (again.already_done, again.written, again.too_long) == (4, 0, report.too_long)
+
+
+def test_only_too_long_prompts_are_an_error(output: Path) -> None:
+    with pytest.raises(UserError, match="all 3 prompts are longer than the context of 2 tokens"):
+        distill(FakeDecoder(max_length=2), asked(3), output, SETTINGS)
+
+
+def test_turns_that_do_not_fit_are_left_out_and_named(output: Path) -> None:
+    report = distill(FakeDecoder(max_length=15), asked(2, turns=3), output, SETTINGS)
+    assert report.shortened == ("row-1", "row-0")
+    for row in rows_by_id(output).values():
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+
+
+def test_messages_that_cannot_be_replayed_are_refused() -> None:
+    tool: Message = {"role": "tool", "content": "42"}
+    with pytest.raises(UserError, match=r"row 4 of f.jsonl: a message of role `tool`"):
+        user_turns(Conversation("a", [tool], "f.jsonl:4"))
+    with pytest.raises(UserError, match=r"row 4 of f.jsonl: no user message"):
+        user_turns(Conversation("a", [{"role": "system", "content": "s"}], "f.jsonl:4"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
+def test_settings_without_meaning_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(wrong))} must"):
+        DistillSettings("fake", "prompts.jsonl", **wrong)
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_target(folder, max_position_embeddings=64, initializer_range=0.5)
+    return folder
+
+
+def test_greedy_answers_are_those_of_the_target(tiny_target: Path, output: Path) -> None:
+    decoder = Decoder.from_pretrained(tiny_target, dtype="float32", device="cpu")
+    settings = DistillSettings(str(tiny_target), "prompts.jsonl", max_new_tokens=12)
+    prompts = asked(5)
+    distill(decoder, prompts, output, settings, batch_size=3)
+    model = LlamaForCausalLM.from_pretrained(tiny_target)
+    tokenizer = byte_tokenizer()
+    rows = rows_by_id(output)
+    for prompt in prompts:
+        ids = tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        expected = tokenizer.decode(new, skip_special_tokens=True)
+        if new[-1] != tokenizer.eos_token_id:  # the limit may have cut a character
+            expected = expected.rstrip("\ufffd")
+        assert rows[prompt.id]["messages"][-1]["content"] == expected
+
+
+def test_sampled_answers_are_the_same_in_other_batches(
+    tiny_target: Path, output: Path, tmp_path: Path
+) -> None:
+    decoder = Decoder.from_pretrained(tiny_target, dtype="float32", device="cpu")
+    settings = DistillSettings(str(tiny_target), "prompts.jsonl", 12, temperature=1.0, seed=5)
+    distill(decoder, asked(5), output, settings, batch_size=5)
+    distill(decoder, asked(5), tmp_path / "single.jsonl", settings, batch_size=1)
+    assert rows_by_id(output) == rows_by_id(tmp_path / "single.jsonl")
+
+
+def test_the_verb_writes_rows_and_reports(
+    tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"task": "a"}, {"task": "b" * 80}, {"task": "c"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--target", tiny_target, "--prompts", prompts, "--output", tmp_path / "a.jsonl"]
+    options = ["--prompt-column", "task", "--max-new-tokens", 4, "--limit", 2, "--dtype", "float32"]
+    app = Typer()
+    app.command()(distill_verb.main)
+    with caplog.at_level("INFO"):
+        result = CliRunner().invoke(app, [str(part) for part in arguments + options])
+    assert result.exit_code == 0
+    assert set(rows_by_id(tmp_path / "a.jsonl")) == {"prompts.jsonl:1"}
+    assert "1 of 2 conversations to answer: 1 answers, at most 4 new tokens" in caplog.text
+    assert "1 prompts longer than the context were skipped: prompts.jsonl:2" in caplog.text
+
+
+if __name__ == "__main__":
+    distill(FakeDecoder(delay=0.02), asked(400), Path(sys.argv[1]), SETTINGS, batch_size=3)

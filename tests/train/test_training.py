@@ -1,0 +1,494 @@
+"""Training from conversations to a written head: features, invariances, resume, refusals.
+
+conftest.py runs what asks for a `family` once for each head family.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from tiny import byte_tokenizer, write_conversations, write_target
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
+from drafthead.heads.checkpoint import load_head
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.train.building import build_head
+from drafthead.train.evaluation import count_paths, expected_tau, measure
+from drafthead.train.features import check_row_length, positions_in_segments, read_features
+from drafthead.train.packing import (
+    DataConfig,
+    RowOrder,
+    TokenBatch,
+    TokenSequence,
+    collate,
+    load_packed,
+    pack,
+    pack_sequences,
+)
+from drafthead.train.run_config import load_run_config
+from drafthead.train.run_folder import RunFolder, cut_log, first_difference
+from drafthead.train.train_heads import train
+
+ROOT = Path(__file__).parents[2]
+ENTRY = ROOT / "train" / "train_heads.py"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and conversations."""
+    folder = tmp_path_factory.mktemp("files")
+    write_target(folder / "target", max_position_embeddings=128, initializer_range=0.02)
+    write_conversations(folder / "train.jsonl", 40, seed=0)
+    write_conversations(folder / "validation.jsonl", 8, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(files: Path) -> Target:
+    return Target.from_pretrained(files / "target", "float32", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """No launcher state from the test before."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def configure(files: Path, tmp_path: Path):
+    """Writes a run's YAML into the test's folder, with some settings of its own."""
+
+    def write(output: str = "run", family: str = "medusa", **train_settings: object) -> Path:
+        limits = {"epochs", "max_steps", "max_minutes"}
+        budget = {} if limits & set(train_settings) else {"max_steps": 12}
+        content = {
+            "target": {"name": str(files / "target")},
+            "head": {"family": family},
+            "data": {
+                "train": str(files / "train.jsonl"),
+                "validation": str(files / "validation.jsonl"),
+                "max_length": 64,
+            },
+            "optimizer": {"name": "muon", "lr": 3e-3},
+            "train": {
+                "output": str(tmp_path / output),
+                "batch_rows": 4,
+                "micro_batch_rows": 2,
+                "cpu": True,
+                **budget,
+                **train_settings,
+            },
+        }
+        path = tmp_path / f"{output}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def run(config: Path, *overrides: str) -> Path:
+    """Train in this process; gives the output folder."""
+    loaded = load_run_config(config, overrides)
+    assert train(loaded)
+    return Path(loaded.train.output)
+
+
+def start(config: Path, *launcher: str) -> subprocess.Popen[str]:
+    """Train in another process."""
+    command = [*(launcher or (sys.executable,)), str(ENTRY), "--config", str(config)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Return once the run has logged `step` steps."""
+    log = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not log.exists() or log.read_text().count("\n") < step:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of each step; a step that is missing or there twice fails the test."""
+    return column(folder, "loss")
+
+
+def column(folder: Path, key: str) -> list[float]:
+    """One number of each step."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record[key] for record in records]
+
+
+def sequence(length: int, seed: int) -> TokenSequence:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 200, (length,), generator=generator, dtype=torch.int32)
+    return TokenSequence(ids, torch.arange(length) >= 2)
+
+
+def features(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> HeadBatch:
+    return read_features(target, tokens, spec, "no")
+
+
+def fresh_head(family: str, target: Target) -> DraftHead:
+    torch.manual_seed(0)
+    counts = torch.ones(target.vocab_size, dtype=torch.long)
+    return build_head(family, HEADS[family].config_class(), target, counts)
+
+
+# Data
+
+
+def test_packing_fills_rows_and_loses_no_sequence():
+    assert sorted(map(sorted, pack([5, 4, 3, 2], 7, seed=0))) == [[0, 3], [1, 2]]
+    lengths = [random.Random(i).randint(1, 100) for i in range(3000)]
+    rows = pack(lengths, 100, seed=0)
+    assert sorted(i for row in rows for i in row) == list(range(3000))
+    assert max(sum(lengths[i] for i in row) for row in rows) <= 100
+    assert sum(lengths) / (100 * len(rows)) > 0.95
+    assert rows == pack(lengths, 100, seed=0) != pack(lengths, 100, seed=1)
+
+
+def test_an_epoch_reads_each_row_once_and_the_next_in_another_order():
+    order = RowOrder(num_rows=6, batch_rows=4, seed=0)
+    stream = [row for step in range(3) for row in order.rows_of_step(step)]
+    assert sorted(stream[:6]) == sorted(stream[6:]) == list(range(6))
+    assert stream[:6] != stream[6:]
+    assert order.rows_of_step(1) == stream[4:8]  # going back gives the same again
+
+
+def test_positions_restart_in_each_segment():
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0]])
+    assert positions_in_segments(segments).tolist() == [[0, 1, 2, 0, 1, 0]]
+
+
+SIZES = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+PACKED_TARGETS = {
+    "llama": {"intermediate_size": 64},
+    "gpt2": {"n_positions": 64},  # learnt positions show a wrong start of a segment, rotary hide it
+    "bloom": {},  # ALiBi counts keys from the start of a segment
+    "gemma2": {"intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("name", PACKED_TARGETS)
+def test_features_of_a_packed_row_equal_those_of_its_conversations_alone(name: str):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **SIZES | PACKED_TARGETS[name])
+    target = Target(AutoModelForCausalLM.from_config(config))
+    sequences = [sequence(length, length) for length in (7, 12, 5)]
+    spec = FeatureSpec(layers=(0, 1), last=True)
+    # The second row is longer, so that the first has padding.
+    packed = features(target, collate([sequences, [sequence(40, 1)]]), spec).features
+    start = 0
+    for alone in sequences:
+        end = start + len(alone.input_ids)
+        ids = alone.input_ids.long()[None]
+        expected = target.run(ids, torch.arange(end - start)[None], None, spec).features
+        for tap, wanted in zip(
+            (*packed.taps, packed.last), (*expected.taps, expected.last), strict=True
+        ):
+            torch.testing.assert_close(tap[0, start:end], wanted[0], atol=1e-5, rtol=1e-5)
+        start = end
+
+
+def test_packing_does_not_change_a_heads_loss(family: str, target: Target):
+    head = fresh_head(family, target)
+    sequences = [sequence(length, length) for length in (7, 12, 5)]
+    packed = features(target, collate([sequences]), head.features_needed)
+    alone = features(target, collate([[s] for s in sequences]), head.features_needed)
+    torch.manual_seed(0)
+    loss_packed = head.loss(packed, target)
+    torch.manual_seed(0)
+    loss_alone = head.loss(alone, target)
+    torch.testing.assert_close(loss_packed.total, loss_alone.total, rtol=1e-4, atol=1e-4)
+    assert torch.equal(loss_packed.depth_counts, loss_alone.depth_counts)
+
+
+def test_rows_longer_than_the_targets_positions_are_refused(target: Target):
+    with pytest.raises(UserError, match=r"data.max_length is 129.*128"):
+        check_row_length(target, "tiny", 129)
+
+
+def test_data_has_one_fingerprint_and_other_data_another():
+    first = pack_sequences([sequence(5, 0), sequence(6, 1)], 8, seed=0)
+    again = pack_sequences([sequence(5, 0), sequence(6, 1)], 8, seed=0)
+    other = pack_sequences([sequence(5, 0), sequence(6, 2)], 8, seed=0)
+    assert first.fingerprint() == again.fingerprint() != other.fingerprint()
+
+
+# Heads
+
+
+def test_a_fresh_medusa_head_says_what_the_targets_output_head_says(target: Target):
+    head = fresh_head("medusa", target)
+    hidden = torch.randn(5, target.hidden_size)
+    for index in range(head.depth):
+        assert torch.equal(head.logits(hidden, index, target), target.project(hidden))
+
+
+def test_a_head_of_another_size_than_the_target_is_refused(target: Target):
+    config = HEADS["medusa"].config_class(hidden_size=64)
+    with pytest.raises(UserError, match=r"head.hidden_size is 64, but the target's is 32"):
+        build_head("medusa", config, target, torch.ones(target.vocab_size))
+
+
+# Evaluation
+
+
+def test_ranks_become_accuracies_tau_and_path_counts():
+    """Four anchors, two depths; the third head guess was right twice at depth 1."""
+    ranks = torch.tensor([[0, 0], [0, 2], [2, 0], [2, MAX_RANK]])
+    result = measure(ranks)
+    assert result.top1 == (0.5, 0.5)
+    assert result.alpha == (0.5, 0.5)
+    assert result.tau_chain == 1 + (2 + 1) / 4
+    assert result.path_counts == {(): 4, (0,): 2, (2,): 2, (0, 0): 1, (0, 2): 1, (2, 0): 1}
+    # (0,), then (1,) and (2,) because a sibling comes with those ranked better, then (0, 0).
+    assert expected_tau(result.path_counts, 5, anchors=4) == 1 + (2 + 0 + 2 + 1) / 4
+
+
+def test_kept_paths_are_the_most_frequent_and_form_a_tree():
+    ranks = torch.randint(0, MAX_RANK + 1, (500, 4), generator=torch.Generator().manual_seed(0))
+    kept = count_paths(ranks, keep=40)
+    assert len(kept) == 40
+    assert all(path[:-1] in kept for path in kept if len(path) > 1)
+
+
+# Runs
+
+
+# Heads learn the answers here: a random target's own distribution is so flat that little can be
+# learnt of it. EAGLE has to say them through that target's small, frozen output head.
+FROM_LABELS = {
+    "eagle": (
+        "head.loss=hard",
+        "head.token_weight=1",
+        "head.feature_weight=0",
+        "optimizer.muon_lr=0.1",
+    )
+}
+
+
+def test_loss_falls_and_the_written_head_loads(family: str, configure, target: Target):
+    overrides = FROM_LABELS.get(family, ("head.loss=hard",))
+    folder = run(configure(family=family, max_steps=30, eval_every=15), *overrides)
+    curve = losses(folder)
+    assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
+    head = load_head(folder, target)
+    assert head.path_counts
+    evaluations = [json.loads(line) for line in (folder / "evaluation.jsonl").open()]
+    assert [e["step"] for e in evaluations] == [15, 30]
+    assert evaluations[-1]["tau_tree"]["16"] >= evaluations[-1]["tau_chain"] > 1
+    assert list((folder / "tensorboard").rglob("events.*"))
+    record = json.loads((folder / "run.json").read_text())
+    assert record["finished"]
+    assert record["settings"]["head"]["family"] == family
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_micro_batches_do_not_change_the_losses(configure):
+    whole = run(configure("whole", micro_batch_rows=4))
+    split = run(configure("split", micro_batch_rows=1))
+    for key in ("loss", "grad_norm"):
+        assert column(split, key) == pytest.approx(column(whole, key), abs=1e-5)
+
+
+def test_two_processes_learn_what_one_learns(configure):
+    alone = run(configure("alone"))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / "cpu2.yaml")]
+    config = configure("together")
+    process = start(config, *launcher)
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors
+    folder = config.parent / "together"
+    for key in ("loss", "grad_norm"):
+        assert column(folder, key) == pytest.approx(column(alone, key), abs=1e-5)
+    # Both processes were there: each kept its random state.
+    assert len(list((folder / "state" / "step-000000012").glob("random_states_*"))) == 2
+    last = [
+        json.loads((config.parent / f / "evaluation.jsonl").read_text())
+        for f in ("alone", "together")
+    ]
+    assert last[0]["anchors"] == last[1]["anchors"]
+    assert last[0]["tau_chain"] == pytest.approx(last[1]["tau_chain"])
+
+
+def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(configure):
+    settings = {"max_steps": 80, "save_every": 3, "eval_every": 10}
+    expected = run(configure("uninterrupted", **settings))
+    config = configure("killed", **settings)
+    folder = config.parent / "killed"
+    process = start(config)
+    wait_for_step(process, folder, 20)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(list(folder.glob("state/step-*"))) <= 2
+    assert (folder / "metrics.jsonl").read_text().count("\n") < 80
+    run(config)
+    assert losses(folder) == pytest.approx(losses(expected), abs=1e-6)
+    logs = [(f / "evaluation.jsonl").read_text() for f in (folder, expected)]
+    assert logs[0] == logs[1]
+
+
+def test_the_on_policy_stage_is_entered_and_a_run_killed_in_it_continues_alike(configure):
+    """The last half of 24 steps drafts where decoding would; the first half is as ever."""
+    ordinary = losses(run(configure("ordinary", max_steps=24)))
+    settings = {"max_steps": 24, "save_every": 1, "on_policy": True, "on_policy_share": 0.5}
+    expected = losses(run(configure("whole", **settings)))
+    assert expected[:12] == ordinary[:12] and expected[12:] != ordinary[12:]
+    assert sum(expected[-4:]) < sum(expected[:4])
+    config = configure("killed", **settings)
+    process = start(config)
+    folder = config.with_suffix("")
+    wait_for_step(process, folder, 16)
+    process.kill()
+    process.wait()
+    run(config)
+    assert losses(folder) == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_interrupted_run_saves_exits_with_130_and_continues(configure):
+    config = configure("stopped", max_steps=200, save_every=1000)
+    folder = config.parent / "stopped"
+    process = start(config)
+    wait_for_step(process, folder, 5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "the same command continues" in errors
+    done = len(losses(folder))
+    assert [p.name for p in folder.glob("state/*")] == [f"step-{done:09d}"]
+    before = losses(folder)
+    run(config)
+    assert len(losses(folder)) == 200
+    assert losses(folder)[:done] == before
+
+
+def test_a_time_budget_reaches_the_end_of_the_schedule(configure):
+    folder = run(configure(max_minutes=0.03))
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    peak = max(record["lr"][0] for record in records)
+    assert peak > 0.015
+    assert records[-1]["lr"][0] < 0.05 * peak
+    assert 1.8 <= records[-1]["seconds"] < 10
+
+
+def test_epochs_decide_the_number_of_steps(configure, files: Path):
+    folder = run(configure(epochs=0.5))
+    data = load_packed(
+        str(files / "train.jsonl"), byte_tokenizer(), DataConfig("", max_length=64), seed=0
+    )
+    assert len(losses(folder)) == math.ceil(0.5 * len(data.rows) / 4)
+
+
+def test_a_finished_run_does_nothing_when_started_again(configure, caplog):
+    config = configure()
+    folder = run(config)
+    before = (folder / "metrics.jsonl").stat().st_mtime_ns
+    with caplog.at_level("INFO", "drafthead"):
+        run(config)
+    assert "finished: nothing to do" in caplog.text
+    assert (folder / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_other_settings_in_the_same_folder_are_refused_unless_overwritten(configure):
+    config = configure()
+    run(config)
+    with pytest.raises(UserError, match=r"optimizer.lr was 0.003 and is now 0.01"):
+        run(config, "optimizer.lr=0.01")
+    folder = run(config, "optimizer.lr=0.01", "train.overwrite=true", "train.max_steps=3")
+    assert len(losses(folder)) == 3
+
+
+def test_a_run_killed_before_it_was_marked_finished_finishes_without_a_second_evaluation(configure):
+    config = configure()
+    folder = run(config)
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "finished": False}))
+    run(config)
+    assert len(losses(folder)) == 12
+    assert (folder / "evaluation.jsonl").read_text().count("\n") == 1
+    assert json.loads((folder / "run.json").read_text())["finished"]
+
+
+def test_bfloat16_training_learns_too(configure):
+    curve = losses(run(configure(mixed_precision="bf16", max_steps=30)))
+    assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
+
+
+def test_resuming_on_changed_data_is_refused(configure, files: Path, tmp_path: Path):
+    data = tmp_path / "own.jsonl"
+    write_conversations(data, 20, seed=3)
+    config = configure(max_steps=3)
+    folder = run(config, f"data.train={data}")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "finished": False}))
+    write_conversations(data, 20, seed=4)
+    with pytest.raises(UserError, match="the training data is no longer"):
+        run(config, f"data.train={data}")
+
+
+def test_rows_that_do_not_divide_among_processes_are_refused(configure):
+    with pytest.raises(UserError, match="does not divide"):
+        run(configure(batch_rows=5))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_advice(configure):
+    with pytest.raises(UserError, match=r"lower optimizer.lr"):
+        run(configure(max_steps=50), "optimizer.name=adamw", "optimizer.lr=1e30")
+
+
+def test_bad_input_is_one_sentence_and_exit_status_2(configure):
+    config = configure(max_step=3)
+    process = start(config)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "unknown setting train.max_step; did you mean train.max_steps?" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_log_keeps_whole_lines_up_to_a_step(tmp_path: Path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_log(log, 2)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_overwriting_is_no_difference_between_runs():
+    old, new = {"train": {"overwrite": False}}, {"train": {"overwrite": True}}
+    assert first_difference(old, new) is None
+    assert first_difference(old, {"train": {"seed": 1}}) == "train.seed was None and is now 1"
+
+
+def test_a_run_recorded_before_a_setting_existed_goes_on_with_its_default(tmp_path: Path):
+    recorded, defaults = {"train": {"seed": 1}}, {"train": {"on_policy": False}}
+    RunFolder(tmp_path, recorded, defaults={}).finish()
+    now = {"train": {"seed": 1, "on_policy": False}}
+    assert RunFolder(tmp_path, now, defaults).status(overwrite=False) == "finished"
+    other = {"train": {"seed": 1, "on_policy": True}}
+    with pytest.raises(UserError, match="on_policy was False and is now True"):
+        RunFolder(tmp_path, other, defaults).status(overwrite=False)
