@@ -24,7 +24,7 @@ from drafthead.infer.engine.loop import speculate
 from drafthead.infer.engine.plain import decode_plainly
 from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, DecodeStats
-from drafthead.infer.request.generation_options import GenerationOptions, read_options, token_ids
+from drafthead.infer.request.generation_config import GenerationOptions, read_options, token_ids
 from drafthead.infer.request.prompts import Prompt, encode, is_single, text_pieces
 from drafthead.infer.request.stopping import stops_for
 from drafthead.infer.timing.step_costs import rows_timed, step_seconds
