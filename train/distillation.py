@@ -12,54 +12,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.infer import Decoder
 from drafthead.train.conversations import Conversation, Message, encode_prompt
 
 logger = logging.getLogger(__name__)
-
-
-class Answers(Protocol):
-    """What a decoder returns for a batch of prompts."""
-
-    @property
-    def sequences(self) -> list[list[int]]:
-        """New token ids of each row, EOS included if it was reached."""
-
-    @property
-    def texts(self) -> list[str]:
-        """The same as text, without special tokens."""
-
-    @property
-    def finished(self) -> list[bool]:
-        """Whether each row ended by itself, and not by a limit."""
-
-
-class AnsweringDecoder(Protocol):
-    """The part of `drafthead.infer.Decoder` that distillation uses."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The target's tokenizer."""
-
-    @property
-    def max_length(self) -> int | None:
-        """The context in tokens, prompt and answer together; None if there is no limit."""
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: list[int],
-    ) -> Answers:
-        """Answer each row of token ids; row i samples with seed[i]."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +193,7 @@ def _ids_written(output: Path) -> set[str]:
 
 
 def distill(
-    decoder: AnsweringDecoder,
+    decoder: Decoder,
     conversations: Sequence[Conversation],
     output: Path,
     settings: DistillSettings,
@@ -278,9 +240,7 @@ def distill(
     return DistillReport(already, written, tokens, seconds, cut, tuple(too_long), tuple(shortened))
 
 
-def _jobs(
-    decoder: AnsweringDecoder, conversations: list[Conversation]
-) -> tuple[list[_Job], list[str]]:
+def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Job], list[str]]:
     """What is to be answered, most turns and longest prompts first, and ids that do not fit.
 
     Similar lengths share a batch, and a batch that does not fit into memory is met at once.
@@ -313,7 +273,7 @@ def _log_budget(jobs: list[_Job], rows: int, settings: DistillSettings) -> None:
 
 
 def _answer_all(
-    decoder: AnsweringDecoder, jobs: list[_Job], settings: DistillSettings, batch_size: int
+    decoder: Decoder, jobs: list[_Job], settings: DistillSettings, batch_size: int
 ) -> Iterator[_Dialogue]:
     for first in range(0, len(jobs), batch_size):
         dialogues = [_Dialogue(job) for job in jobs[first : first + batch_size]]
@@ -323,7 +283,7 @@ def _answer_all(
 
 
 def _answer_turn(
-    decoder: AnsweringDecoder, dialogues: list[_Dialogue], turn: int, settings: DistillSettings
+    decoder: Decoder, dialogues: list[_Dialogue], turn: int, settings: DistillSettings
 ) -> None:
     """Answer user turn `turn` of all dialogues that have one and whose prompt fits."""
     tokenizer, limit = _tokenizer(decoder), decoder.max_length
@@ -356,7 +316,7 @@ def _answer_turn(
         dialogue.answered += 1
 
 
-def _tokenizer(decoder: AnsweringDecoder) -> PreTrainedTokenizerBase:
+def _tokenizer(decoder: Decoder) -> PreTrainedTokenizerBase:
     if decoder.tokenizer is None:
         raise UserError("the target has no tokenizer, so prompts cannot be written for it")
     return decoder.tokenizer

@@ -1,13 +1,11 @@
-"""What a `GenerationConfig` of transformers asks for, in this project's terms.
+"""Which options of transformers' `GenerationConfig` are applied, and which are refused by name.
 
-Every option that is set is either applied or refused by name: an ignored penalty is a wrong answer
-that looks right. Options left unset are off. `model.generate` would fill those from the model's own
-`generation_config.json` and then from its defaults (top_k 50); whoever wants the model's own
-settings passes `model.generation_config`.
+An ignored penalty is a wrong answer that looks right. Options left unset are off: `model.generate`
+would fill those from the model's own `generation_config.json` and then from its defaults
+(top_k 50). Pass `model.generation_config` to get the model's own settings.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
@@ -15,11 +13,9 @@ from transformers.generation.configuration_utils import GenerationConfig
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 
-DEFAULT_MAX_NEW_TOKENS = 128
-
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-# Become logits processors. The two penalties are no option of transformers, whose config carries
-# them all the same: GenerationConfig(frequency_penalty=0.5).
+# These become logits processors. transformers does not know frequency_penalty and presence_penalty,
+# but its config carries them all the same: GenerationConfig(frequency_penalty=0.5).
 PROCESSORS = {
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -38,8 +34,8 @@ PROCESSORS = {
     "suppress_tokens",
 }
 LENGTHS_AND_ENDS = {"do_sample", "eos_token_id", "max_length", "max_new_tokens", "stop_strings"}
-# Say how transformers computes, how its assistant drafts, or what only encoders and padding need;
-# answers do not depend on them.
+# How transformers computes, how its assistant drafts, and what only encoders and padding need:
+# answers do not depend on these.
 WITHOUT_EFFECT = {
     "assistant_confidence_threshold",
     "assistant_lookbehind",
@@ -57,7 +53,7 @@ WITHOUT_EFFECT = {
     "use_cache",
 }
 KNOWN = PROCESSORS | LENGTHS_AND_ENDS | WITHOUT_EFFECT | set(SAMPLING)
-# At these values an option that is not supported changes nothing.
+# Options that are not supported change nothing at these values.
 NEUTRAL = {
     "diversity_penalty": 0.0,
     "encoder_no_repeat_ngram_size": 0,
@@ -72,66 +68,13 @@ NEUTRAL = {
 }
 
 
-@dataclass(frozen=True)
-class GenerationOptions:
-    """How to decode, from a config and from the arguments that take precedence over it."""
+def given_options(config: GenerationConfig) -> dict[str, Any]:
+    """The options of a config that are set and change something.
 
-    config: GenerationConfig  # for the logits processors
-    sampling: SamplingConfig
-    max_new_tokens: int | None  # None: max_length alone limits the answer
-    max_length: int | None  # of prompt and answer together
-    end_ids: frozenset[int] | None  # None: the target's own
-    stop_strings: tuple[str, ...]
-
-    def limit(self, prompt_length: int) -> int:
-        """Most new tokens for a prompt; below 1 when max_length leaves no room."""
-        if self.max_new_tokens is not None:
-            return self.max_new_tokens
-        assert self.max_length is not None
-        return self.max_length - prompt_length
-
-
-def read_options(
-    config: GenerationConfig | None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-) -> GenerationOptions:
-    """Join a config with arguments, which win where both are given.
-
-    Raises UserError for an option that cannot be honoured or has an impossible value.
+    Raises UserError for one that is not supported here.
     """
-    config = config or GenerationConfig()
-    given = set_options(config)
-    if refused := sorted(given.keys() - KNOWN):
-        raise UserError(
-            f"generation_config sets {refused[0]}={given[refused[0]]!r}, which is not supported "
-            "here: leave it out"
-        )
-    if max_new_tokens is None:
-        max_new_tokens = given.get("max_new_tokens")
-    max_length = given.get("max_length")
-    if max_new_tokens is None and max_length is None:
-        max_new_tokens = DEFAULT_MAX_NEW_TOKENS
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    stops = given.get("stop_strings") or ()
-    ends = given.get("eos_token_id")
-    return GenerationOptions(
-        config=config,
-        sampling=sampling_from(given, temperature, top_k, top_p),
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        end_ids=None if ends is None else token_ids(ends),
-        stop_strings=(stops,) if isinstance(stops, str) else tuple(stops),
-    )
-
-
-def set_options(config: GenerationConfig) -> dict[str, Any]:
-    """The options of a config that are set and not neutral."""
     defaults = vars(GenerationConfig())
-    return {
+    given = {
         name: value
         for name, value in vars(config).items()
         if not name.startswith("_")
@@ -140,26 +83,28 @@ def set_options(config: GenerationConfig) -> dict[str, Any]:
         and value != defaults.get(name)
         and value != NEUTRAL.get(name)
     }
+    if refused := sorted(given.keys() - KNOWN):
+        raise UserError(
+            f"generation_config sets {refused[0]}={given[refused[0]]!r}, which is not supported "
+            "here: leave it out"
+        )
+    return given
 
 
-def sampling_from(
-    given: dict[str, Any], temperature: float | None, top_k: int | None, top_p: float | None
-) -> SamplingConfig:
-    """Greedy unless the argument `temperature` or the config's `do_sample` says otherwise."""
-    if temperature is None and "do_sample" not in given:
+def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> SamplingConfig:
+    """How to sample, from a config's options and from arguments, which win where they are not None.
+
+    Greedy unless the argument `temperature` or the config's `do_sample` asks for sampling. Raises
+    UserError when the config sets sampling options without `do_sample`.
+    """
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    settings = {"temperature": 1.0} | {name: given[name] for name in SAMPLING if name in given}
+    if "temperature" not in arguments and "do_sample" not in given:
         for name, neutral in SAMPLING.items():
             if given.get(name, neutral) != neutral:
                 raise UserError(
                     f"generation_config sets {name}={given[name]} without do_sample=True, so it "
                     "would have no effect: set do_sample, or leave it out"
                 )
-        temperature = 0.0
-    settings = {"temperature": 1.0} | {name: given[name] for name in SAMPLING if name in given}
-    arguments = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    settings |= {name: value for name, value in arguments.items() if value is not None}
-    return SamplingConfig(**settings)
-
-
-def token_ids(ids: int | Sequence[int]) -> frozenset[int]:
-    """One token id or several, as transformers' `eos_token_id` has them."""
-    return frozenset([ids] if isinstance(ids, int) else ids)
+        settings["temperature"] = 0.0
+    return SamplingConfig(**settings | arguments)
