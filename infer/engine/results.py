@@ -147,6 +147,6 @@ def repeats(sequence: Sequence[int], n: int = 8) -> list[bool]:
 
 
 def repeated_ngram_share(sequences: Sequence[Sequence[int]], n: int = 8) -> float:
-    """Share of n-grams that occurred earlier in their own sequence: 0 for fresh text, 1 for loops."""
+    """Share of n-grams that occurred before in their sequence: 0 for fresh text, 1 for loops."""
     total = sum(max(0, len(sequence) - n + 1) for sequence in sequences)
     return sum(sum(repeats(sequence, n)) for sequence in sequences) / total if total else 0.0
