@@ -219,7 +219,7 @@ def test_a_nodes_scores_are_those_of_its_path_alone(target, name, greedy) -> Non
     processors = processors_for(
         target, GenerationConfig(**NODE_SETTINGS[name]), [], prompts, [7] * 3, frozenset([END])
     )
-    processed = PathProcessing(processors, prompts, batch, greedy).behind_nodes(tree, logits)
+    processed = PathProcessing(processors, prompts, batch, greedy).after_nodes(tree, logits)
 
     compared = 0
     for place in range(2):

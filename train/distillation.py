@@ -1,8 +1,8 @@
 """The target's own answers to prompts: the data that draft heads learn best from.
 
-Rows are appended and flushed one by one and each row's seed follows from its id, so that a run
-killed at any moment continues where it stopped and writes what it would have written. A manifest
-beside the output keeps runs with other settings out of the file.
+Rows are appended and flushed one by one, and each row's seed follows from its id. So a run that was
+killed at any moment continues where it stopped and writes the same rows. A manifest beside the
+output keeps runs with other settings out of the file.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """Everything that decides what the rows say; a resumed run must have the same."""
+    """Everything that decides the content of the rows; a resumed run must have the same."""
 
     target: str
     prompts: str
@@ -48,15 +48,15 @@ class DistillSettings:
 
 @dataclass(frozen=True)
 class DistillReport:
-    """What a run did: rows found done, rows and tokens written, answers cut, prompts too long."""
+    """What a run did."""
 
-    already_done: int
-    written: int
-    tokens: int
+    already_done: int  # rows
+    written: int  # rows
+    tokens: int  # written
     seconds: float
     answers_cut: int  # answers that reached max_new_tokens or the context without an EOS
-    too_long: tuple[str, ...]  # ids whose first prompt leaves no room in the context
-    shortened: tuple[str, ...]  # ids whose later turns did not fit and were left out
+    too_long: tuple[str, ...]  # ids of rows whose first prompt leaves no room in the context
+    shortened: tuple[str, ...]  # ids of rows whose later turns did not fit and were left out
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def manifest_path(output: Path) -> Path:
 def prepare_output(output: Path, settings: DistillSettings, overwrite: bool) -> set[str]:
     """Ids already in the output; writes the manifest of a new one.
 
-    A half-written last line, left by a kill, is cut off. Raises UserError if the file belongs to
-    a run with other settings or to no run.
+    A half-written last line of a killed run is cut off. Raises UserError if the file belongs to a
+    run with other settings or to no run.
     """
     if overwrite:
         output.unlink(missing_ok=True)
@@ -202,10 +202,10 @@ def distill(
 ) -> DistillReport:
     """Append the target's answer to every user turn of every conversation to `output`.
 
-    One JSON row a conversation: id, messages (each answer with `finished`: False if it was cut
-    before its EOS), tokens, settings, source. Turns are answered in order, later ones after the
-    target's own earlier answers. Rows come longest prompt first and not in the source's order.
-    Rows already in the output are left alone. Raises UserError for settings that differ from
+    Each conversation becomes one JSON row: id, messages (each answer with `finished`: False if it
+    was cut before its EOS), tokens, settings, source. Turns are answered in order, later ones after
+    the target's own earlier answers. Rows come longest prompt first, not in the source's order.
+    Rows already in the output stay as they are. Raises UserError for settings that differ from
     those of the output, and if no prompt fits into the context.
     """
     if batch_size < 1:
@@ -241,10 +241,7 @@ def distill(
 
 
 def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Job], list[str]]:
-    """What is to be answered, most turns and longest prompts first, and ids that do not fit.
-
-    Similar lengths share a batch, and a batch that does not fit into memory is met at once.
-    """
+    """What is to be answered, most turns and longest prompts first, and ids that do not fit."""
     tokenizer = _tokenizer(decoder)
     jobs: list[_Job] = []
     too_long: list[str] = []
@@ -255,6 +252,7 @@ def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Jo
             too_long.append(conversation.id)
         else:
             jobs.append(_Job(conversation, turns, length))
+    # Similar lengths share a batch, and a batch that does not fit into memory fails at once.
     jobs.sort(key=lambda job: (len(job.turns), job.prompt_length), reverse=True)
     return jobs, too_long
 

@@ -113,7 +113,7 @@ class BatchRun:
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of logits [B, V]: the most probable one, or a drawn one."""
         if self.processing is not None:
-            logits = self.processing.behind_rows(logits)
+            logits = self.processing.after_rows(logits)
         if self.random is None:
             return logits.float().argmax(-1)
         self.begin_random_step()
@@ -154,7 +154,7 @@ class BatchRun:
         with self.stats.phase("accept"):
             logits = output.logits
             if self.processing is not None:
-                logits = self.processing.behind_nodes(tree, logits)
+                logits = self.processing.after_nodes(tree, logits)
             acceptance, tokens = accept(verifier, tree, logits, self.request.sampling, self.random)
             answers, paths = to_host(in_one_table(tokens, acceptance))
             rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
