@@ -24,8 +24,8 @@ REPLAY_NODES = 16  # of the tree that is drafted after each root, the root inclu
 def replayed(batch: HeadBatch, ranks: torch.Tensor) -> HeadBatch:
     """The batch with `roots` where decoding drafts: at each token that the head missed.
 
-    `ranks` [A, K] are the head's ranks of the true tokens after all A positions that may have a
-    root, row by row. The tree is the best of `REPLAY_NODES` nodes for these ranks.
+    `ranks` [A, K] are the head's ranks of the true tokens after all A anchors, row by row. The tree
+    is the best of `REPLAY_NODES` nodes for these ranks.
     """
     ranks = ranks.cpu()
     counts = count_paths(ranks)
