@@ -1,6 +1,7 @@
 """drafthead.infer: decoding with draft heads, draft models, prompt lookup, or nothing."""
 
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.results import DecodeResult, DecodeStats
+from drafthead.infer.engine.results import DecodeResult, DecodeStats, TextStream
+from drafthead.infer.request.decode_options import DecodeOptions
 
-__all__ = ["DecodeResult", "DecodeStats", "Decoder"]
+__all__ = ["DecodeOptions", "DecodeResult", "DecodeStats", "Decoder", "TextStream"]

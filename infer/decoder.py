@@ -3,10 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from transformers.generation.configuration_utils import GenerationConfig
-from transformers.generation.logits_process import LogitsProcessor
-from transformers.generation.stopping_criteria import StoppingCriteria
+from typing import Unpack
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
@@ -23,11 +20,18 @@ from drafthead.infer.engine.graph_stepper import can_step_in_graphs, stepper_for
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
-from drafthead.infer.engine.results import DecodeResult, DecodeStats
-from drafthead.infer.request.generation_options import GenerationOptions, read_options, token_ids
-from drafthead.infer.request.prompts import Prompt, encode, is_single, text_pieces
+from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
+from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.request.decode_options import DecodeOptions, DecodeSettings, read_options
+from drafthead.infer.request.prompts import (
+    Prompt,
+    encode,
+    is_single,
+    refuse_unknown_tokens,
+    text_pieces,
+)
 from drafthead.infer.request.request import Request
-from drafthead.infer.request.stopping import stops_for
+from drafthead.infer.request.stopping import end_token_ids, stops_for
 from drafthead.infer.timing.step_costs import rows_timed, step_seconds
 from drafthead.infer.verifiers import Verifier, verifier_for
 
@@ -37,7 +41,7 @@ DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
 
 
 class Decoder:
-    """A target and what drafts for it."""
+    """A target and the drafter that proposes tokens for it."""
 
     def __init__(
         self,
@@ -49,11 +53,11 @@ class Decoder:
     ):
         """Decode with `drafter`, or plainly without one.
 
-        `budget` is what each step may spend on its tree, by default the most that the drafter uses.
-        With `adaptive` the planner chooses it step by step instead, from measured times and what is
-        accepted; it decodes plainly while nothing else pays. `draft_temperature` is that of drawn
-        proposals where it is to differ from the target's; it changes how many are accepted, and
-        nothing of the output's distribution.
+        `budget` limits the tree of each step; by default it is the largest that the drafter uses.
+        With `adaptive` the planner chooses it step by step instead, from measured times and from
+        what is accepted, and decodes plainly while no tree pays. `draft_temperature` is the
+        temperature at which children are drawn, by default the target's. It changes how many are
+        accepted and not the output's distribution. Raises UserError when it is not above 0.
         """
         self.target, self.drafter = target, drafter
         self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
@@ -83,13 +87,13 @@ class Decoder:
     ) -> "Decoder":
         """Load a target by folder or hub id, and at most one drafter.
 
-        `tree_nodes` fixes the size of the proposals, the root included; by default the planner
-        sizes them by what they cost on this machine and how well they are accepted. `draft_tokens`
-        is the most that a draft model or prompt lookup proposes a step. `compile` makes graphs of
-        the passes when they first run: minutes once, seconds when the same was compiled before, and
-        the same output. `draft_temperature` is the constructor's. Code that comes with a model runs
-        only with `trust_remote_code`. Raises UserError when something cannot be loaded or does not
-        fit the target.
+        `tree_nodes` fixes the size of the trees, the root included; by default the planner sizes
+        them by their cost on this machine and by how well they are accepted. `draft_tokens` is the
+        most that a draft model or prompt lookup proposes in a step. `compile` makes graphs of the
+        passes when they first run, which takes minutes the first time and seconds when the same was
+        compiled before; the output stays the same. `draft_temperature` is explained at the
+        constructor. Code that comes with a model runs only with `trust_remote_code`. Raises
+        UserError when something cannot be loaded or does not fit the target.
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
@@ -105,37 +109,16 @@ class Decoder:
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        verifier: str = "auto",
-        seed: int | Sequence[int] = 0,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: Sequence[LogitsProcessor] = (),
-        stopping_criteria: Sequence[StoppingCriteria] = (),
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[DecodeOptions]
     ) -> DecodeResult:
-        """Decode one prompt or a batch.
+        """Decode one prompt or a batch; `DecodeOptions` documents the options.
 
         A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
-        or token ids. Temperature 0 is greedy. `verifier` `auto` is a lossless one: `greedy`, and
-        above 0 `match` with planned trees and in compiled graphs, else `rejection`; lossy ones are
-        used only by name. A row's answer depends on its own seed alone: pass one seed for each row,
-        or an int from which the rows count upwards.
-
-        `generation_config` carries everything else under transformers' names: penalties, n-grams,
-        bad words, forced and suppressed tokens, and also `frequency_penalty` and
-        `presence_penalty`, which transformers lacks. Arguments win over it; without either,
-        decoding is greedy, of up to 128 tokens, and nothing is filtered. Options that cannot be
-        honoured raise UserError by name. `logits_processor` is called behind every node of a token
-        tree, as in `model.generate` behind every token, so its processors must be functions of
-        `input_ids` and `scores` alone. `stopping_criteria` are asked row by row after every token.
+        or token ids. Raises UserError for a request that cannot be honoured, and TypeError for an
+        unknown option.
         """
-        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
-        run = self._run(prompts, options, logits_processor, stopping_criteria, seed)
-        for _ in self._decode(run, verifier):
+        run, emissions = self._begin(prompts, options)
+        for _ in emissions:
             pass
         sequences = [row.tokens for row in run.batch.rows]
         texts = (
@@ -146,129 +129,54 @@ class Decoder:
         finished = [row.finished for row in run.batch.rows]
         return DecodeResult(sequences, texts, finished, run.stats)
 
-    def steps(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        verifier: str = "auto",
-        seed: int | Sequence[int] = 0,
-    ) -> tuple[Iterator[Emitted], DecodeStats]:
-        """Decode a batch pass by pass; arguments as for `generate`.
-
-        Yields what each pass gives each row that has gained anything, as {row number: tokens}. Each
-        pass runs when it is asked for, so that several decodings can take turns. The account is
-        complete once they have ended.
-        """
-        options = read_options(None, max_new_tokens, temperature, None, None)
-        run = self._run(prompts, options, (), (), seed)
-        return self._decode(run, verifier), run.stats
-
-    def stream(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        verifier: str = "auto",
-        seed: int = 0,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: Sequence[LogitsProcessor] = (),
-        stopping_criteria: Sequence[StoppingCriteria] = (),
-    ) -> Iterator[str]:
-        """Decode one prompt and yield its text as it comes; arguments as for `generate`."""
-        pieces, _ = self.stream_with_stats(
-            prompt,
-            max_new_tokens,
-            temperature,
-            top_k,
-            top_p,
-            verifier,
-            seed,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-        )
-        return pieces
-
-    def stream_with_stats(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        verifier: str = "auto",
-        seed: int = 0,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: Sequence[LogitsProcessor] = (),
-        stopping_criteria: Sequence[StoppingCriteria] = (),
-    ) -> tuple[Iterator[str], DecodeStats]:
-        """As `stream`, with statistics that are complete once the text has ended."""
+    def stream(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> TextStream:
+        """Decode one prompt as `generate` does; the text comes piece by piece."""
         if not is_single(prompt):
             raise UserError("stream takes one prompt; use generate for a batch")
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        options = read_options(generation_config, max_new_tokens, temperature, top_k, top_p)
-        run = self._run(prompt, options, logits_processor, stopping_criteria, seed)
-        emitted = (step[0] for step in self._decode(run, verifier))
-        return text_pieces(emitted, self.tokenizer), run.stats
+        steps = self.steps(prompt, **options)
+        return Stream(text_pieces((step[0] for step in steps), self.tokenizer), steps.stats)
 
-    def _run(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        options: GenerationOptions,
-        custom: Sequence[LogitsProcessor],
-        criteria: Sequence[StoppingCriteria],
-        seed: int | Sequence[int],
-    ) -> BatchRun:
-        """Check the request and prepare the batch."""
+    def steps(
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[DecodeOptions]
+    ) -> Stream[Emitted]:
+        """Decode as `generate` does, one pass each time that the stream is asked.
+
+        Each pass gives {row number: new tokens}, of rows that gained some. Several decodings can
+        take turns.
+        """
+        run, emissions = self._begin(prompts, options)
+        return Stream(emissions, run.stats)
+
+    def _begin(
+        self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions
+    ) -> tuple[BatchRun, Iterator[Emitted]]:
+        """Check the request and prepare its batch; passes run as the iterator is asked."""
+        settings = read_options(options)
+        run = BatchRun(self._request(prompts, settings), self.target.device)
+        return run, self._decode(run, settings.verifier)
+
+    def _request(self, prompts: Prompt | Sequence[Prompt], settings: DecodeSettings) -> Request:
+        """The request in token ids and limits; raises UserError for what cannot be decoded."""
         ids = encode(prompts, self.tokenizer)
-        seeds = [seed + row for row in range(len(ids))] if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(ids):
-            raise UserError(f"{len(ids)} prompts need {len(ids)} seeds or one, got {len(seeds)}")
-        limits = [self._limit(number, row, options) for number, row in enumerate(ids)]
-        end_ids = self.end_ids if options.end_ids is None else options.end_ids
-        processors = processors_for(self.target, options.config, custom, ids, limits, end_ids)
-        stops = stops_for(options.stop_strings, criteria, self.tokenizer, ids)
-        request = Request(
+        refuse_unknown_tokens(ids, self.target.vocab_size)
+        seeds, limits = settings.seeds(len(ids)), settings.limits(ids, self.max_length)
+        end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
+        custom, criteria = settings.logits_processor, settings.stopping_criteria
+        return Request(
             ids,
             limits,
-            options.sampling,
+            settings.sampling,
             seeds,
             end_ids,
-            processors,
-            stops,
+            processors_for(self.target, settings.config, custom, ids, limits, end_ids),
+            stops_for(settings.stop_strings, criteria, self.tokenizer, ids),
             self.draft_temperature,
         )
-        return BatchRun(request, self.target.device)
-
-    def _limit(self, number: int, ids: list[int], options: GenerationOptions) -> int:
-        """Most new tokens for a prompt: what was asked for, or what the context has room for."""
-        outside = [token for token in ids if not 0 <= token < self.target.vocab_size]
-        if outside:
-            raise UserError(
-                f"prompt {number} holds token id {outside[0]}, but the target's vocabulary ends at "
-                f"{self.target.vocab_size - 1}"
-            )
-        asked = options.limit(len(ids))
-        if asked < 1:
-            raise UserError(
-                f"prompt {number} has {len(ids)} tokens, but max_length is {options.max_length}: "
-                "set max_new_tokens instead"
-            )
-        if self.max_length is None:
-            return asked
-        if len(ids) >= self.max_length:
-            raise UserError(
-                f"prompt {number} has {len(ids)} tokens, but the target's context holds "
-                f"{self.max_length}: shorten the prompt"
-            )
-        return min(asked, self.max_length - len(ids))
 
     def _decode(self, run: BatchRun, verifier: str) -> Iterator[Emitted]:
-        """The loop that suits the drafter; checks the verifier's name even where none is needed."""
+        """The loop for this drafter; checks the verifier's name even where none is needed."""
         temperature = run.request.sampling.temperature
         quick = self.adaptive or can_step_in_graphs(self.target, run)
         rule = verifier_for(verifier, temperature, follows=quick)
@@ -278,18 +186,16 @@ class Decoder:
             rule = verifier_for("auto", temperature, follows=True)
         elif self.drafter is not None:
             drafter = self.drafter
-        most = max(
-            [budget.nodes for budget in (self.budget, *drafter.budgets) if budget], default=1
-        )
-        return decode(stepper_for(self.target, run, drafter.features, rule, most), drafter, planner)
+        return decode(self._stepper(run, drafter, rule), drafter, planner)
+
+    def _stepper(self, run: BatchRun, drafter: Drafter, rule: Verifier) -> Stepper:
+        """What makes the steps: graphs where the target is compiled and the rule allows it."""
+        budgets = [*drafter.budgets, *([self.budget] if self.budget else [])]
+        most = max([budget.nodes for budget in budgets], default=1)
+        return stepper_for(self.target, run, drafter.features, rule, most)
 
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
-        """Who chooses the budgets.
-
-        The answers of a rule that draws children depend on the tree. They must depend on the seed
-        alone, not on the rows beside or on what was decoded before: their budget is chosen once,
-        as for a single row.
-        """
+        """What chooses the budget of each step."""
         if not self.adaptive or self.drafter is None:
             return FixedPlan(self.budget)
         rows = rows_timed(rule, len(run.request.prompts))
@@ -299,6 +205,8 @@ class Decoder:
             chances = {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
             self.plans[key] = AdaptivePlan(seconds, chances)
         plan = self.plans[key]
+        # Answers of a rule that draws children depend on the tree. They must depend on the seed
+        # alone, not on other rows or earlier decodings: their budget is chosen once.
         return FixedPlan(plan.choose()) if rule.draws_children else plan
 
 
@@ -309,7 +217,7 @@ def decoder_for(
     compile: bool,
     draft_temperature: float | None = None,
 ) -> Decoder:
-    """A decoder with proposals of a fixed size or planned ones, compiled if asked for."""
+    """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None; maybe compiled."""
     if compile and not isinstance(target, CompiledTarget):
         target = CompiledTarget(target)
     if drafter is None:
@@ -323,17 +231,7 @@ def decoder_for(
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:
-    """The head with trees of its own choice; one that was never measured drafts chains, aloud."""
+    """The head with trees of its own choice: a chain, with a warning, if it was never measured."""
     if not head.path_counts:
         logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
     return drafter_for(head, target)
-
-
-def end_token_ids(target: Target) -> frozenset[int]:
-    """The tokens that end an answer, as `model.generate` takes them."""
-    ends = target.model.generation_config.eos_token_id if target.model.generation_config else None
-    if ends is None:
-        ends = target.config.eos_token_id
-    if ends is None:
-        return frozenset()
-    return token_ids(ends)

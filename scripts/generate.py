@@ -92,13 +92,20 @@ def main(
         min_new_tokens=min_new_tokens,
         stop_strings=stop,
     )
-    pieces, stats = decoder.stream_with_stats(
-        text, max_new_tokens, temperature, top_k, top_p, verifier, seed, config
+    stream = decoder.stream(
+        text,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        verifier=verifier,
+        seed=seed,
+        generation_config=config,
     )
-    for piece in pieces:
+    for piece in stream:
         print(piece, end="", flush=True)
     print()
-    print(summary(stats), file=sys.stderr)
+    print(summary(stream.stats), file=sys.stderr)
 
 
 def summary(stats: DecodeStats) -> str:

@@ -134,7 +134,9 @@ def warm_up(
     started = time.perf_counter()
     for decoder in tqdm(decoders.values(), desc="warming up", unit="decoder"):
         for rows in (prompts, prompts[:1]):
-            decoder.generate(rows, min(WARM_UP_TOKENS, most), temperature)
+            decoder.generate(
+                rows, max_new_tokens=min(WARM_UP_TOKENS, most), temperature=temperature
+            )
     return time.perf_counter() - started
 
 

@@ -1,8 +1,8 @@
 """The target's own answers to prompts: the data that draft heads learn best from.
 
-Rows are appended and flushed one by one and each row's seed follows from its id, so that a run
-killed at any moment continues where it stopped and writes what it would have written. A manifest
-beside the output keeps runs with other settings out of the file.
+Rows are appended and flushed one by one, and each row's seed follows from its id. So a run that was
+killed at any moment continues where it stopped and writes the same rows. A manifest beside the
+output keeps runs with other settings out of the file.
 """
 
 import hashlib
@@ -12,59 +12,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.infer import Decoder
 from drafthead.train.conversations import Conversation, Message, encode_prompt
 
 logger = logging.getLogger(__name__)
 
 
-class Answers(Protocol):
-    """What a decoder returns for a batch of prompts."""
-
-    @property
-    def sequences(self) -> list[list[int]]:
-        """New token ids of each row, EOS included if it was reached."""
-
-    @property
-    def texts(self) -> list[str]:
-        """The same as text, without special tokens."""
-
-    @property
-    def finished(self) -> list[bool]:
-        """Whether each row ended by itself, and not by a limit."""
-
-
-class AnsweringDecoder(Protocol):
-    """The part of `drafthead.infer.Decoder` that distillation uses."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The target's tokenizer."""
-
-    @property
-    def max_length(self) -> int | None:
-        """The context in tokens, prompt and answer together; None if there is no limit."""
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: list[int],
-    ) -> Answers:
-        """Answer each row of token ids; row i samples with seed[i]."""
-
-
 @dataclass(frozen=True)
 class DistillSettings:
-    """Everything that decides what the rows say; a resumed run must have the same."""
+    """Everything that decides the content of the rows; a resumed run must have the same."""
 
     target: str
     prompts: str
@@ -86,15 +48,15 @@ class DistillSettings:
 
 @dataclass(frozen=True)
 class DistillReport:
-    """What a run did: rows found done, rows and tokens written, answers cut, prompts too long."""
+    """What a run did."""
 
-    already_done: int
-    written: int
-    tokens: int
+    already_done: int  # rows
+    written: int  # rows
+    tokens: int  # written
     seconds: float
     answers_cut: int  # answers that reached max_new_tokens or the context without an EOS
-    too_long: tuple[str, ...]  # ids whose first prompt leaves no room in the context
-    shortened: tuple[str, ...]  # ids whose later turns did not fit and were left out
+    too_long: tuple[str, ...]  # ids of rows whose first prompt leaves no room in the context
+    shortened: tuple[str, ...]  # ids of rows whose later turns did not fit and were left out
 
 
 @dataclass(frozen=True)
@@ -169,8 +131,8 @@ def manifest_path(output: Path) -> Path:
 def prepare_output(output: Path, settings: DistillSettings, overwrite: bool) -> set[str]:
     """Ids already in the output; writes the manifest of a new one.
 
-    A half-written last line, left by a kill, is cut off. Raises UserError if the file belongs to
-    a run with other settings or to no run.
+    A half-written last line of a killed run is cut off. Raises UserError if the file belongs to a
+    run with other settings or to no run.
     """
     if overwrite:
         output.unlink(missing_ok=True)
@@ -231,7 +193,7 @@ def _ids_written(output: Path) -> set[str]:
 
 
 def distill(
-    decoder: AnsweringDecoder,
+    decoder: Decoder,
     conversations: Sequence[Conversation],
     output: Path,
     settings: DistillSettings,
@@ -240,10 +202,10 @@ def distill(
 ) -> DistillReport:
     """Append the target's answer to every user turn of every conversation to `output`.
 
-    One JSON row a conversation: id, messages (each answer with `finished`: False if it was cut
-    before its EOS), tokens, settings, source. Turns are answered in order, later ones after the
-    target's own earlier answers. Rows come longest prompt first and not in the source's order.
-    Rows already in the output are left alone. Raises UserError for settings that differ from
+    Each conversation becomes one JSON row: id, messages (each answer with `finished`: False if it
+    was cut before its EOS), tokens, settings, source. Turns are answered in order, later ones after
+    the target's own earlier answers. Rows come longest prompt first, not in the source's order.
+    Rows already in the output stay as they are. Raises UserError for settings that differ from
     those of the output, and if no prompt fits into the context.
     """
     if batch_size < 1:
@@ -278,13 +240,8 @@ def distill(
     return DistillReport(already, written, tokens, seconds, cut, tuple(too_long), tuple(shortened))
 
 
-def _jobs(
-    decoder: AnsweringDecoder, conversations: list[Conversation]
-) -> tuple[list[_Job], list[str]]:
-    """What is to be answered, most turns and longest prompts first, and ids that do not fit.
-
-    Similar lengths share a batch, and a batch that does not fit into memory is met at once.
-    """
+def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Job], list[str]]:
+    """What is to be answered, most turns and longest prompts first, and ids that do not fit."""
     tokenizer = _tokenizer(decoder)
     jobs: list[_Job] = []
     too_long: list[str] = []
@@ -295,6 +252,7 @@ def _jobs(
             too_long.append(conversation.id)
         else:
             jobs.append(_Job(conversation, turns, length))
+    # Similar lengths share a batch, and a batch that does not fit into memory fails at once.
     jobs.sort(key=lambda job: (len(job.turns), job.prompt_length), reverse=True)
     return jobs, too_long
 
@@ -313,7 +271,7 @@ def _log_budget(jobs: list[_Job], rows: int, settings: DistillSettings) -> None:
 
 
 def _answer_all(
-    decoder: AnsweringDecoder, jobs: list[_Job], settings: DistillSettings, batch_size: int
+    decoder: Decoder, jobs: list[_Job], settings: DistillSettings, batch_size: int
 ) -> Iterator[_Dialogue]:
     for first in range(0, len(jobs), batch_size):
         dialogues = [_Dialogue(job) for job in jobs[first : first + batch_size]]
@@ -323,7 +281,7 @@ def _answer_all(
 
 
 def _answer_turn(
-    decoder: AnsweringDecoder, dialogues: list[_Dialogue], turn: int, settings: DistillSettings
+    decoder: Decoder, dialogues: list[_Dialogue], turn: int, settings: DistillSettings
 ) -> None:
     """Answer user turn `turn` of all dialogues that have one and whose prompt fits."""
     tokenizer, limit = _tokenizer(decoder), decoder.max_length
@@ -356,7 +314,7 @@ def _answer_turn(
         dialogue.answered += 1
 
 
-def _tokenizer(decoder: AnsweringDecoder) -> PreTrainedTokenizerBase:
+def _tokenizer(decoder: Decoder) -> PreTrainedTokenizerBase:
     if decoder.tokenizer is None:
         raise UserError("the target has no tokenizer, so prompts cannot be written for it")
     return decoder.tokenizer

@@ -1,11 +1,11 @@
-"""The second, on-policy stage of training: what decoding with the head would draft behind.
+"""The second, on-policy stage of training: only at positions where decoding would draft.
 
-Lossless decoding says what the target says, so on the target's own answers it can only go along
-the answer: from a root it accepts as many tokens as the head's tree holds of what follows, the
-target puts in the next token, which the head had missed, and that is the next root. The ranks of
-the true tokens tell how far each step goes, so that one pass over packed rows replays it all.
-Where answers are others' text, this is decoding under the `match` rule with a target that had
-said them. (Draft-OPD, arXiv 2605.29343, trains from such rejections, replayed from rollouts.)
+On an answer that the target wrote, lossless decoding reproduces the answer. From a root it accepts
+the prefix that the head's tree contains; the target adds the token that the head missed, and that
+token is the next root. The ranks of the true tokens give the length of each step, so one pass over
+packed rows replays the whole decoding. On other texts this is decoding under the `match` rule with
+a target that would write them. (Draft-OPD, arXiv 2605.29343, trains from such rejections, replayed
+from rollouts.)
 """
 
 from dataclasses import replace
@@ -18,14 +18,14 @@ from drafthead.heads.trees.static import grow_tree
 from drafthead.heads.trees.tree import Path
 from drafthead.train.evaluation import count_paths
 
-REPLAY_NODES = 16  # of the tree that is drafted behind each root, the root included
+REPLAY_NODES = 16  # of the tree that is drafted after each root, the root included
 
 
 def replayed(batch: HeadBatch, ranks: torch.Tensor) -> HeadBatch:
-    """The batch with `roots` where decoding drafts: after each token that was missed.
+    """The batch with `roots` where decoding drafts: at each token that the head missed.
 
-    `ranks` [A, K] are the head's ranks of the true tokens behind all A positions that have a root,
-    row by row. The tree is the best of `REPLAY_NODES` nodes for these ranks.
+    `ranks` [A, K] are the head's ranks of the true tokens after all A anchors, row by row. The tree
+    is the best of `REPLAY_NODES` nodes for these ranks.
     """
     ranks = ranks.cpu()
     counts = count_paths(ranks)
@@ -42,7 +42,7 @@ def replayed(batch: HeadBatch, ranks: torch.Tensor) -> HeadBatch:
 
 
 def accepted_in(tree: set[Path], ranks: Path) -> int:
-    """How many true tokens with these ranks a tree holds in a row: (0, 1) of a chain, 1."""
+    """How many true tokens with these ranks a tree holds in a row: 1 for (0, 1) and a chain."""
     depth = 0
     while depth < len(ranks) and ranks[: depth + 1] in tree:
         depth += 1
@@ -52,11 +52,10 @@ def accepted_in(tree: set[Path], ranks: Path) -> int:
 def roots_of_steps(
     conversations: list[tuple[int, int]], anchors: list[int], accepted: list[int]
 ) -> list[int]:
-    """Which of the anchors, in order, decoding drafts from.
+    """The numbers of the anchors that decoding drafts from.
 
-    The first of each conversation, and then again and again the one that many accepted tokens and
-    one more behind. Of a conversation with anchors 3 4 5 6 7 and accepted 2 0 0 0 0 those are
-    anchors 3, 6 and 7, so numbers 0, 3 and 4.
+    A conversation's first anchor, and then always the one that is `accepted` + 1 tokens further.
+    With anchors 3 4 5 6 7 and accepted 2 0 0 0 0 these are anchors 3, 6 and 7: numbers 0, 3, 4.
     """
     chosen: list[int] = []
     current, next_place = None, 0

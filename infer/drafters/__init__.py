@@ -1,1 +1,1 @@
-"""drafthead.infer.drafters: what proposes tokens and is not a trained head."""
+"""drafthead.infer.drafters: drafters that are not trained heads."""

@@ -1,8 +1,11 @@
-"""The classic drafter: a separate small language model that speaks the target's tokens.
+"""The classic drafter: a separate small language model with the target's tokenizer.
 
-Each step it reads what the target has committed in one pass and then says the rest of its chain
-token by token, so K drafted tokens cost K passes (Leviathan et al., 2023, arXiv 2211.17192).
+In each step it reads what the target has committed in one pass, which gives the first token of its
+chain, and the others token by token: K drafted tokens cost K passes (Leviathan et al., 2023,
+arXiv 2211.17192).
 """
+
+from typing import TypeAlias
 
 import torch
 
@@ -23,10 +26,11 @@ from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.compiled_target import CompiledTarget
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
+Support: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # token ids and probabilities, [B, k] each
 
 
 def check_same_tokenizer(target: Target, draft: Target) -> None:
-    """Raise UserError, naming a token, when two models do not number their tokens alike."""
+    """Raise UserError, naming a token, when two models give their tokens different ids."""
     if target.tokenizer is None or draft.tokenizer is None:
         return
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
@@ -72,7 +76,12 @@ class DraftModel(Drafter):
 class DraftModelSession(DraftSession):
     """A draft model at work; its cache holds committed tokens, drafted ones only while drafting."""
 
-    def __init__(self, drafter: DraftModel, prompts: torch.Tensor, lengths: torch.Tensor):
+    def __init__(
+        self,
+        drafter: DraftModel,
+        prompts: torch.Tensor,  # [B, T], right-padded
+        lengths: torch.Tensor,  # [B]
+    ):
         self.drafter, self.model = drafter, drafter.model
         self.cache = drafter.model.new_cache()
         longest = prompts.shape[1]
@@ -82,18 +91,18 @@ class DraftModelSession(DraftSession):
         self.host_lengths: list[int] = lengths.tolist()
         self.unread: Unread | None = None  # until the commit of the prompt
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
-        self.logits: torch.Tensor | None = None  # [B, V] behind them
+        self.logits: torch.Tensor | None = None  # [B, V] after them
 
     def commit(self, committed: Committed) -> None:
-        """Keep the committed tokens to be read; of the prompt pass only the first new token."""
+        """Keep the committed tokens to be read at the next proposal."""
         tokens, lengths = committed.tokens, committed.lengths
-        if self.unread is None:
+        if self.unread is None:  # the prompt pass: the prompt itself has been read already
             self.unread = Unread()
             tokens, lengths = committed.ends.roots[:, None], torch.ones_like(lengths)
         self.unread.add(Committed(tokens, Features(last=None), lengths, committed.width))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Drop the state of all rows but `rows` [R]."""
         assert self.unread is not None
         self.host_lengths = [self.host_lengths[row] for row in rows.tolist()]
         self.cache.keep_rows(rows, max(self.host_lengths))
@@ -111,29 +120,28 @@ class DraftModelSession(DraftSession):
             self.roots, self.logits = committed.ends.roots, self._read(committed)
         assert self.roots is not None and self.logits is not None
         tokens, logits = [self.roots], self.logits
-        supports: list[tuple[torch.Tensor, torch.Tensor]] = []
+        supports: list[Support] = []
         shape = TreeShape.chain(min(budget.depth, self.drafter.depth))
         for depth in range(shape.depth):
             if depth > 0:
-                logits = self._say(tokens[-1], depth)
+                logits = self._feed(tokens[-1], depth)
             logits = logits[:, : self.drafter.vocab_size]
             if random is None:
                 tokens.append(logits.argmax(-1))
-                continue
-            top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-            probs = probabilities(top.values, sampling)
-            drawn = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
-            tokens.append(top.indices.gather(1, drawn).squeeze(1))
-            supports.append((top.indices, probs))
+            else:
+                token, support = draw_token(logits, sampling, random)
+                tokens.append(token)
+                supports.append(support)
         self.cache.discard()
         if random is None:
             return TokenTree.from_shape(shape, torch.stack(tokens, 1))
-        supports.append(supports[-1])  # the last node has no children, but the table a row for it
+        # The last node has no children, but the table has a row for it.
+        supports.append(supports[-1])
         draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), draft_ids, draft_probs)
 
     def _read(self, committed: Committed) -> torch.Tensor:
-        """Read and commit tokens; logits [B, V] behind the last of each row."""
+        """Read and commit tokens; returns the logits [B, V] after the last one of each row."""
         assert self.cache.lengths is not None
         tokens, lengths = committed.tokens, committed.lengths
         steps = torch.arange(tokens.shape[1], device=tokens.device)
@@ -144,13 +152,13 @@ class DraftModelSession(DraftSession):
         self.host_lengths = [
             old + new for old, new in zip(self.host_lengths, lengths.tolist(), strict=True)
         ]
-        # A single row is in order already.
+        # The new columns of a single row are in place already.
         path = steps.expand(len(lengths), -1) if len(lengths) > 1 else None
         self.cache.commit(path, self.cache.lengths + lengths, max(self.host_lengths))
         return at_last(output.logits, lengths)
 
-    def _say(self, token: torch.Tensor, depth: int) -> torch.Tensor:
-        """Pass over the drafted token [B] of a depth, kept pending; logits [B, V] behind it."""
+    def _feed(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+        """Pass over the drafted token [B] of a depth, kept pending; logits [B, V] after it."""
         assert self.cache.lengths is not None
         visible = torch.ones(1, 1, depth, dtype=torch.bool, device=token.device)
         mask = self.cache.additive_mask(visible, self.model.dtype)
@@ -158,3 +166,15 @@ class DraftModelSession(DraftSession):
         output = self.model.run(token[:, None], positions, mask, NO_FEATURES, self.cache)
         self.cache.keep_pending(1)
         return output.logits[:, -1]
+
+
+def draw_token(
+    logits: torch.Tensor,  # [B, V]
+    sampling: SamplingConfig,
+    random: RowRandom,
+) -> tuple[torch.Tensor, Support]:
+    """A drawn token [B] of each row, and the distribution that it was drawn from."""
+    top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
+    probs = probabilities(top.values, sampling)
+    drawn = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
+    return top.indices.gather(1, drawn).squeeze(1), (top.indices, probs)

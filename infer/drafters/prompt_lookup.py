@@ -1,6 +1,6 @@
-"""Prompt lookup: propose what followed the last few tokens when they last occurred.
+"""Prompt lookup: propose what followed the last few tokens at their previous occurrence.
 
-Costs no model at all and wins where answers repeat their prompt, as in editing and summarising
+It needs no model and pays where answers repeat their prompt, as in editing and summarising
 (Saxena, 2023; transformers calls it `prompt_lookup_num_tokens`).
 """
 
@@ -29,28 +29,28 @@ class PromptLookup(Drafter):
         self.budgets = chain_budgets(depth)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session that knows the first token of each prompt; the others come with commits."""
+        """A session with the first tokens of prompts [B, T]; the others come with commits."""
         return PromptLookupSession(self, prompts[:, 0].tolist())
 
 
 class Past:
-    """The tokens of one row and where each n-gram was last followed by something."""
+    """The tokens of one row, and where the token after each n-gram's last occurrence is."""
 
     def __init__(self, first: int):
         self.tokens = [first]
         self.followed_at: dict[tuple[int, ...], int] = {}
 
     def append(self, token: int) -> None:
-        """Add a token: every n-gram that ends before it is now followed at its place."""
+        """Add a token: it follows every n-gram that ends just before it."""
         place = len(self.tokens)
         for size in range(1, min(MAX_NGRAM, place) + 1):
             self.followed_at[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
 
     def continuation(self, count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest known n-gram that the row ends with.
+        """Up to `count` tokens that followed the longest n-gram that the row ends with.
 
-        After ``a b c d a b`` the bigram ``a b`` was followed by ``c d a``.
+        In ``a b c d a b`` the last bigram ``a b`` was followed by ``c d a`` before.
         """
         for size in range(min(MAX_NGRAM, len(self.tokens)), 0, -1):
             place = self.followed_at.get(tuple(self.tokens[-size:]))
@@ -70,26 +70,24 @@ class PromptLookupSession(DraftSession):
     def commit(self, committed: Committed) -> None:
         """Add the committed tokens to each row's past."""
         self.device = committed.tokens.device
-        both = zip(committed.tokens.tolist(), committed.lengths.tolist(), strict=True)
-        for past, (tokens, length) in zip(self.pasts, both, strict=True):
+        rows = zip(self.pasts, committed.tokens.tolist(), committed.lengths.tolist(), strict=True)
+        for past, tokens, length in rows:
             for token in tokens[:length]:
                 past.append(token)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the pasts of all other rows."""
+        """Drop the pasts of all rows but `rows` [R]."""
         self.pasts = [self.pasts[row] for row in rows.tolist()]
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
-        """A chain as long as the longest continuation found; the root alone when there is none.
-
-        Copied tokens are certain and not drawn, so the tree carries no draft distribution.
-        """
-        found = [past.continuation(budget.depth) for past in self.pasts]
-        depth = max(map(len, found))
+        """A chain as long as the longest continuation; the root alone if no row has one."""
+        guesses = [past.continuation(budget.depth) for past in self.pasts]
+        depth = max(map(len, guesses))
         rows = []
-        for past, guess in zip(self.pasts, found, strict=True):
+        for past, guess in zip(self.pasts, guesses, strict=True):
             rows.append([past.tokens[-1], *guess, *[PADDING] * (depth - len(guess))])
         tokens = torch.tensor(rows, device=self.device)
+        # Copied tokens are not drawn, so the tree has no draft distribution.
         return TokenTree.from_shape(self.drafter.shapes[depth], tokens)

@@ -1,7 +1,7 @@
-"""A drafter that is right as often as it is told to be: for load tests and measuring the engine.
+"""A drafter with a chosen acceptance rate, for load tests and for measuring the engine.
 
-It knows the answers beforehand. At each depth it proposes the true token with a given probability,
-so what a given acceptance would be worth on this machine can be measured before a head is trained.
+It knows the answers beforehand and proposes the true token of each depth with a given probability.
+So the speed at any acceptance can be measured on this machine before a head is trained.
 """
 
 import random
@@ -34,73 +34,73 @@ class Scripted(Drafter):
         self.budgets = tree_budgets(depth)
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
-        """alpha, alpha^2, ... for as deep as the tree goes."""
+        """alpha, alpha^2, ... to the depth of the tree."""
         return tuple(self.alpha**depth for depth in range(1, budget.depth + 1))
 
     def identity(self) -> str:
-        """The time of a proposal does not depend on what is proposed."""
+        """The depth: the time of a proposal does not depend on what is proposed."""
         return f"scripted {self.budgets[-1].depth}"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session at the beginning of every answer."""
+        """A session at the beginning of every answer, for prompts [B, T] of lengths [B]."""
         return ScriptedSession(self, prompts.device)
 
 
 def stem_and_leaves(budget: Budget) -> TreeShape:
-    """A chain of the budget's depth; the nodes left over are further children of the root."""
+    """A chain of the budget's depth; all other nodes are further children of the root."""
     stem = [(0,) * depth for depth in range(1, min(budget.depth, budget.nodes - 1) + 1)]
     leaves = [(rank,) for rank in range(1, budget.nodes - len(stem))]
     return TreeShape.from_paths([*stem, *leaves])
 
 
 class ScriptedSession(DraftSession):
-    """How far each answer has come, and the coins that decide where a proposal goes wrong."""
+    """The place in each answer, and the random numbers that decide where a proposal is wrong."""
 
     def __init__(self, drafter: Scripted, device: torch.device):
         self.drafter, self.device = drafter, device
         self.answers = list(drafter.answers)
-        self.said = [0] * len(self.answers)
+        self.places = [0] * len(self.answers)
         self.roots: list[int] = []
-        self.coins = random.Random(drafter.seed)
+        self.generator = random.Random(drafter.seed)
         self.unread: list[Committed] = []
 
     def commit(self, committed: Committed) -> None:
-        """Note what was committed; it is read when a proposal needs it."""
+        """Keep what was committed; it is read when a proposal needs it."""
         self.unread.append(committed)
 
     def _read(self) -> None:
-        """Advance each row; the prompt pass commits the first token of the answer alone."""
+        """Advance each row. The prompt pass commits only the first token of the answer."""
         for committed in self.unread:
-            gained = committed.lengths.tolist() if self.roots else [1] * len(self.said)
-            self.said = [old + new for old, new in zip(self.said, gained, strict=True)]
+            gained = committed.lengths.tolist() if self.roots else [1] * len(self.places)
+            self.places = [old + new for old, new in zip(self.places, gained, strict=True)]
             self.roots = committed.ends.roots.tolist()
         self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all other rows."""
+        """Drop the state of all rows but `rows` [R]."""
         self._read()
         kept = rows.tolist()
         self.answers = [self.answers[row] for row in kept]
-        self.said = [self.said[row] for row in kept]
+        self.places = [self.places[row] for row in kept]
         self.roots = [self.roots[row] for row in kept]
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
-        """The known answer with its mistakes, and wrong tokens beside it."""
+        """The known answer with deliberate mistakes, and wrong tokens as siblings."""
         self._read()
         shape = stem_and_leaves(budget)
         rows = [self._fill(row, shape) for row in range(len(self.answers))]
         return TokenTree.from_shape(shape, torch.tensor(rows, device=self.device))
 
     def _fill(self, row: int, shape: TreeShape) -> list[int]:
-        """Tokens [N] of one row: at each depth the true one or its neighbour, leaves beyond."""
+        """Tokens [N] of one row: the true one of each depth or its neighbour; leaves are wrong."""
         tokens = [self.roots[row]]
         for path in shape.paths:
-            place = self.said[row] + len(path) - 1
+            place = self.places[row] + len(path) - 1
             answer = self.answers[row]
             true = answer[place] if place < len(answer) else 0
             stem = not any(path)
-            right = stem and self.coins.random() < self.drafter.alpha
+            right = stem and self.generator.random() < self.drafter.alpha
             tokens.append((true + (0 if right else 1 + path[-1])) % self.drafter.vocab_size)
         return tokens

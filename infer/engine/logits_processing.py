@@ -1,12 +1,11 @@
 """Logits processors of transformers on every node of a token tree.
 
-A processor such as a repetition penalty reads the tokens so far. Behind a node these are the
-prompt, the committed answer and the node's own path, so one penalty for the whole tree would change
-the output. Here each node is processed with its own path, as `model.generate` would have done if it
-had gone there.
+A processor such as a repetition penalty reads the tokens so far. At a node these are the prompt,
+the committed answer and the node's own path, so one penalty for the whole tree would change the
+output. Here each node is processed with its own path, as in `model.generate` on that path.
 
-That needs the tree's tokens on the host: the step waits for the device once, and once more for
-each depth. Nothing here runs, and nothing is waited for, unless a processor was asked for.
+This needs the tree's tokens on the host: the step waits for the device once, and once more for
+each depth. Without processors nothing here runs and nothing waits.
 """
 
 import copy
@@ -40,7 +39,7 @@ COUNT_TOKENS = (
     "frequency_penalty",
     "presence_penalty",
 )
-# Remember what they were called with, or hold one row of data for each row of the batch.
+# These remember what they were called with, or hold one row of data for each row of the batch.
 STATEFUL = (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -52,8 +51,8 @@ STATEFUL = (
 class AnswerPenalty(LogitsProcessor):
     """OpenAI's and vLLM's frequency and presence penalties, which transformers does not have.
 
-    A token that stands c > 0 times in the answer so far (the prompt does not count) loses
-    `frequency` x c + `presence` of its score.
+    The score of a token that occurs c > 0 times in the answer so far (the prompt does not count)
+    is lowered by `frequency` x c + `presence`.
     """
 
     def __init__(self, prompt_length: int, frequency: float, presence: float):
@@ -64,7 +63,7 @@ class AnswerPenalty(LogitsProcessor):
         self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The penalised scores [M, V] behind input_ids [M, L]."""
+        """The penalised scores [M, V] after input_ids [M, T]."""
         answer = input_ids[:, self.prompt_length :]
         ones = torch.ones_like(answer, dtype=scores.dtype)
         counts = torch.zeros_like(scores).scatter_add_(1, answer, ones)
@@ -81,9 +80,9 @@ def processors_for(
 ) -> list[LogitsProcessorList]:
     """The processors of each prompt, in transformers' order; an empty list when there are none.
 
-    Prompts for which they are the same share one list. `limits` is most new tokens for each
-    prompt. Raises UserError for options that transformers refuses and for a custom processor that
-    is not a function of its inputs alone.
+    Prompts with equal processors share one list. `limits` are the most new tokens for each prompt.
+    Raises UserError for options that transformers refuses, and for a custom processor that is not a
+    function of its inputs alone.
     """
     for processor in custom:
         refuse_state(for_prompt(processor, 0), prompts[0], target)
@@ -110,8 +109,7 @@ def build(
 ) -> LogitsProcessorList:
     """What `model.generate` would build for one prompt, without the warpers of sampling.
 
-    transformers' own method is called, private as it is: the order of the processors, and which of
-    them a custom one replaces, is part of what the answer must equal.
+    Raises UserError for options that transformers refuses.
     """
     frequency = getattr(config, "frequency_penalty", None) or 0.0
     presence = getattr(config, "presence_penalty", None) or 0.0
@@ -125,6 +123,8 @@ def build(
     if ends is None and config.exponential_decay_length_penalty is not None:
         raise UserError("exponential_decay_length_penalty needs an end token; the target has none")
     try:
+        # transformers' private method, because answers depend on the order of the processors and
+        # on which of them a custom one replaces.
         return target.model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=prompt_length,
@@ -137,13 +137,11 @@ def build(
 
 
 def for_prompt(processor: LogitsProcessor, number: int) -> LogitsProcessor:
-    """The processor as prompt `number` needs it.
-
-    `prefix_allowed_tokens_fn(batch_id, ids)` is told the number of the prompt, where transformers'
-    class would tell it a row of our calls.
-    """
+    """The processor for prompt `number`."""
     if not isinstance(processor, PrefixConstrainedLogitsProcessor):
         return processor
+    # prefix_allowed_tokens_fn(batch_id, ids) must get the number of the prompt, and not of a row in
+    # one of our calls.
     function = processor._prefix_allowed_tokens_fn
     return PrefixConstrainedLogitsProcessor(lambda _, ids: function(number, ids), num_beams=1)
 
@@ -151,11 +149,11 @@ def for_prompt(processor: LogitsProcessor, number: int) -> LogitsProcessor:
 def refuse_state(processor: LogitsProcessor, prompt: Sequence[int], target: Target) -> None:
     """Raise UserError for a processor that remembers earlier calls or depends on the batch.
 
-    A tree asks for many continuations of a row in one call, some of which never come true, so a
-    processor that expects one call a token, or one row a prompt, cannot be right. Some are known;
-    others are found out by two trial calls: for the prompt, and for the prompt twice. All three
-    rows must get the same scores and no number, flag or string of the processor may change in the
-    second call. State that shows in neither, such as a list that only matters later, is not found.
+    A tree asks for many continuations of a row in one call, and most of them are not accepted, so a
+    processor that expects one call a token, or one row a prompt, would be wrong. Some classes are
+    known; others are found by two trial calls: with the prompt, and with the prompt twice. All
+    three rows must get the same scores, and the second call must change no number, flag or string
+    of the processor. Other state, such as a list that matters later, is not found.
     """
     name = type(processor).__name__
     refusal = UserError(
@@ -177,8 +175,8 @@ def refuse_state(processor: LogitsProcessor, prompt: Sequence[int], target: Targ
 
 
 def apply(processors: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The scores [M, V] behind ids [M, L] as the processors, one after the other, change them."""
-    return processors(ids, scores)  # type: ignore[arg-type]  # transformers says LongTensor
+    """The scores [M, V] after ids [M, T], changed by one processor after the other."""
+    return processors(ids, scores)  # type: ignore[arg-type]  # transformers wants a LongTensor
 
 
 def plain_attributes(processor: LogitsProcessor) -> dict[str, object]:
@@ -196,11 +194,11 @@ class Spot:
 
 
 class PathProcessing:
-    """Applies each row's processors to the logits behind every continuation in a pass.
+    """Applies each row's processors to the logits after every node of a pass.
 
-    Only continuations that can come true are processed: behind an end token, the limit, or a token
-    that the processors have just forbidden the scores stay as they are and are never used. So a
-    processor is not shown a path that it has ruled out itself.
+    Only nodes that can be accepted are processed. After an end token, at the limit, and after a
+    token that the processors have just forbidden, the logits stay as they are and are never used.
+    So a processor does not see a path that it has forbidden itself.
     """
 
     def __init__(
@@ -210,19 +208,19 @@ class PathProcessing:
         batch: Batch,
         greedy: bool,
     ):
-        """With `greedy` a continuation can come true only if it is the most probable token."""
+        """With `greedy` a node can be accepted only if it is the most probable token."""
         self.processors, self.batch, self.greedy = processors, batch, greedy
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
 
-    def behind_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Processed logits [B, V], float32, behind the last token of each running row."""
+    def after_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits [B, V], float32, after the last token of each running row."""
         processed = logits[:, None].to(torch.float32, copy=True)
         self._process(self._roots(logits.device), processed)
         return processed[:, 0]
 
-    def behind_nodes(self, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor:
-        """Processed logits [B, N, V], float32, behind each node of a tree, depth by depth."""
+    def after_nodes(self, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits [B, N, V], float32, after each node of a tree, depth by depth."""
         processed = logits.to(torch.float32, copy=True)
         children = child_lists(tree)
         level = self._roots(logits.device)
@@ -232,7 +230,7 @@ class PathProcessing:
         return processed
 
     def _roots(self, device: torch.device) -> list[Spot]:
-        """The root of each row that goes on; brings the rows' pasts up to date."""
+        """The root of each row that needs more tokens; adds the new tokens to the rows' pasts."""
         places = [place for place, row in enumerate(self.batch.running_rows()) if row.active]
         for place in places:
             number = self.batch.running[place]
@@ -243,7 +241,7 @@ class PathProcessing:
         return [Spot(place, 0, ()) for place in places]
 
     def _process(self, level: list[Spot], processed: torch.Tensor) -> None:
-        """Process the spots of one depth in place, in one call for all of one length."""
+        """Change `processed` [B, N, V] at the spots of one depth, in one call for each length."""
         groups = defaultdict(list)
         for spot in level:
             number = self.batch.running[spot.place]
@@ -263,10 +261,10 @@ class PathProcessing:
         self,
         level: list[Spot],
         children: list[dict[int, list[tuple[int, int]]]],
-        processed: torch.Tensor,
+        processed: torch.Tensor,  # [B, N, V]
     ) -> list[Spot]:
-        """The children of a processed level that can be accepted and have a token behind them."""
-        parents, found = [], []
+        """The children of a processed level that can be accepted and have a token after them."""
+        parents, candidates = [], []
         for spot in level:
             row = self.batch.rows[self.batch.running[spot.place]]
             if len(row.tokens) + len(spot.path) + 1 >= row.limit:
@@ -274,16 +272,16 @@ class PathProcessing:
             for node, token in children[spot.place].get(spot.node, ()):
                 if token != PADDING and token not in self.batch.end_ids:
                     parents.append(spot.node)
-                    found.append(Spot(spot.place, node, (*spot.path, token)))
-        if not found:
+                    candidates.append(Spot(spot.place, node, (*spot.path, token)))
+        if not candidates:
             return []
-        places = [spot.place for spot in found]
-        tokens = torch.tensor([spot.path[-1] for spot in found], device=processed.device)
+        places = [spot.place for spot in candidates]
+        tokens = torch.tensor([spot.path[-1] for spot in candidates], device=processed.device)
         if self.greedy:
             possible = processed[places, parents].argmax(-1) == tokens
         else:
             possible = processed[places, parents, tokens] > -torch.inf
-        return [spot for spot, kept in zip(found, possible.tolist(), strict=True) if kept]
+        return [spot for spot, yes in zip(candidates, possible.tolist(), strict=True) if yes]
 
 
 def child_lists(tree: TokenTree) -> list[dict[int, list[tuple[int, int]]]]:

@@ -1,10 +1,11 @@
-"""What decoding returns: token ids, texts, and an account of every pass of the target."""
+"""What decoding returns: token ids, texts, and statistics of every pass of the target."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -14,16 +15,16 @@ PHASES = ("prefill", "draft", "verify", "accept", "commit")
 
 @dataclass
 class DecodeStats:
-    """Counts and seconds of one `generate` call.
+    """Counts and seconds of one decoding.
 
-    A step is one verification pass of the target over the whole batch; the prompt pass, which gives
-    each row its first token, is no step.
+    A step is one verification pass of the target over the whole batch. The prompt pass, which gives
+    each row its first token, does not count as a step.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    decode_seconds: float = 0.0  # wall clock of all that follows the prompt pass
+    decode_seconds: float = 0.0  # wall clock of everything after the prompt pass
     steps: int = 0
-    verified_nodes: int = 0  # nodes of a row's tree, the root included, added up over steps
+    verified_nodes: int = 0  # nodes of a row's tree, the root included, summed over steps
     # For each row: tokens that each of its steps committed, bonus included, before the answer was
     # cut at its end or limit.
     accept_lengths: list[list[int]] = field(default_factory=list)
@@ -34,13 +35,13 @@ class DecodeStats:
     def phase(self, name: str) -> Iterator[None]:
         """Add the wall-clock time of the block to a phase.
 
-        On a GPU kernels run on after the block has been left: their time shows up in the phase
-        that waits for them, which is the one that reads the accepted tokens.
+        On a GPU, kernels may still run when the block ends. Their time counts for the phase that
+        waits for them, which is the one that reads the accepted tokens.
         """
         started = time.perf_counter()
-        # A profiler's mark takes as long as other small parts of a step, so only where it is seen.
-        seen = torch.autograd._profiler_enabled()
-        with record_function(f"drafthead::{name}") if seen else nullcontext():
+        # A profiler range costs as much as other small parts of a step: only while profiling.
+        profiled = torch.autograd._profiler_enabled()
+        with record_function(f"drafthead::{name}") if profiled else nullcontext():
             yield
         self.seconds[name] += time.perf_counter() - started
 
@@ -48,7 +49,7 @@ class DecodeStats:
     def step(self) -> Iterator[Callable[[], float]]:
         """Count one verification step of the batch and its wall-clock time.
 
-        Gives a function that says how many seconds it has taken so far.
+        The block gets a function that returns the seconds since the step began.
         """
         started = time.perf_counter()
 
@@ -61,7 +62,7 @@ class DecodeStats:
 
     @property
     def tau(self) -> float:
-        """Tokens returned for each pass that a row took part in; plain decoding has 1."""
+        """Tokens returned per pass that a row took part in; plain decoding has 1."""
         passes = sum(map(len, self.accept_lengths))
         return sum(self.decoded_tokens) / passes if passes else 1.0
 
@@ -87,7 +88,7 @@ class DecodeStats:
 
 
 def summed(accounts: Iterable[DecodeStats]) -> DecodeStats:
-    """Several calls' accounts as one; its rows are the rows of all of them."""
+    """The statistics of several decodings as one; its rows are the rows of all of them."""
     total = DecodeStats()
     for account in accounts:
         total.steps += account.steps
@@ -104,31 +105,48 @@ def summed(accounts: Iterable[DecodeStats]) -> DecodeStats:
 class DecodeResult:
     """The answers to a batch of prompts.
 
-    `sequences` are the new token ids of each row, with the end token if it was reached; `texts` the
-    same without special tokens; `finished` says which rows ended by themselves.
+    Without a tokenizer there are no `texts`.
     """
 
-    sequences: list[list[int]]
-    texts: list[str]
-    finished: list[bool]
+    sequences: list[list[int]]  # the new token ids of each row, its end token included
+    texts: list[str]  # the same as text, without special tokens
+    finished: list[bool]  # whether each row reached an end, and not its limit
     stats: DecodeStats
 
 
-def repeats(sequence: Sequence[int], n: int = 8) -> list[bool]:
-    """Which tokens complete an n-gram that stood in the sequence before.
+Piece = TypeVar("Piece")
 
-    With n = 2, ``1 2 1 2`` repeats at its last token alone.
+
+class Stream(Iterator[Piece]):
+    """Output that is decoded while it is iterated."""
+
+    def __init__(self, pieces: Iterator[Piece], stats: DecodeStats):
+        """`stats` is complete when `pieces` has ended."""
+        self.pieces, self.stats = pieces, stats
+
+    def __next__(self) -> Piece:
+        """Decode until there is one more piece."""
+        return next(self.pieces)
+
+
+TextStream: TypeAlias = Stream[str]  # the text of one answer
+
+
+def repeats(sequence: Sequence[int], n: int = 8) -> list[bool]:
+    """Which tokens complete an n-gram that occurred in the sequence before.
+
+    With n = 2, only the last token of ``1 2 1 2`` completes a repeated n-gram.
     """
     seen: set[tuple[int, ...]] = set()
-    found = [False] * len(sequence)
+    repeated = [False] * len(sequence)
     for end in range(n, len(sequence) + 1):
         ngram = tuple(sequence[end - n : end])
-        found[end - 1] = ngram in seen
+        repeated[end - 1] = ngram in seen
         seen.add(ngram)
-    return found
+    return repeated
 
 
 def repeated_ngram_share(sequences: Sequence[Sequence[int]], n: int = 8) -> float:
-    """Share of n-grams that stood in their own sequence before: 0 for fresh text, 1 for loops."""
+    """Share of n-grams that occurred before in their sequence: 0 for fresh text, 1 for loops."""
     total = sum(max(0, len(sequence) - n + 1) for sequence in sequences)
     return sum(sum(repeats(sequence, n)) for sequence in sequences) / total if total else 0.0

@@ -95,7 +95,7 @@ class Stepper(ABC):
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of each row from logits [B, V]: the most probable one, or a draw."""
         if self.processing is not None:
-            logits = self.processing.behind_rows(logits)
+            logits = self.processing.after_rows(logits)
         if self.run.random is None:
             return logits.float().argmax(-1)
         self.run.begin_random_step()
@@ -170,7 +170,7 @@ class EagerStepper(Stepper):
         """Apply the rule to the target's scores in the form that it reads."""
         run, scores = self.run, output.logits
         if self.processing is not None:
-            scores = self.processing.behind_nodes(tree, scores)
+            scores = self.processing.after_nodes(tree, scores)
         if verifier.reads == "probs":
             scores = probabilities(scores, run.request.sampling)
         acceptance = verifier.rule(tree, scores, run.random)

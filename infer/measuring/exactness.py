@@ -269,8 +269,8 @@ def greedy_differences(
     plain.end_ids = decoder.end_ids
     found = []
     for number, prompt in enumerate(prompts):
-        expected = plain.generate(prompt, max_new_tokens).sequences[0]
-        answer = decoder.generate(prompt, max_new_tokens).sequences[0]
+        expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
+        answer = decoder.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
         if answer != expected:
             found.append(divergence("greedy", number, prompt, expected, answer, reference))
         on_answer(1)

@@ -71,7 +71,10 @@ def keep_ledgers(
         order = list(decoders) if number % 2 == 0 else list(decoders)[::-1]
         for name in order:
             result = decoders[name].generate(
-                prompts, max_new_tokens, temperature, seed=seed + number * len(prompts)
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed + number * len(prompts),
             )
             accounts[name].append(result.stats)
             on_batch()

@@ -1,4 +1,4 @@
-"""From what users call a prompt to token ids, and from token ids back to text piece by piece."""
+"""From users' prompts to token ids, and from token ids back to text, piece by piece."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -13,7 +13,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]] | torch.Te
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether `prompts` is one prompt: a string, ids, or the messages of one chat."""
+    """Whether `prompts` is one prompt: a string, ids (a tensor [T] too), or one chat's messages."""
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, torch.Tensor):
@@ -26,8 +26,9 @@ def encode(
 ) -> list[list[int]]:
     """Each prompt as token ids.
 
-    A string is one user message when the tokenizer has a chat template and plain text otherwise;
-    ids are taken as they are. Raises UserError for an empty prompt, or text without a tokenizer.
+    A string is one user message when the tokenizer has a chat template, and plain text otherwise.
+    Ids, in lists or tensors [T], are taken as they are. Raises UserError for an empty prompt, or
+    for text without a tokenizer.
     """
     many = [prompts] if is_single(prompts) else list(prompts)
     if not many:
@@ -37,6 +38,17 @@ def encode(
         if not ids:
             raise UserError(f"prompt {number} is empty: it needs at least one token")
     return encoded
+
+
+def refuse_unknown_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raise UserError for a token id outside the target's vocabulary."""
+    for number, ids in enumerate(prompts):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise UserError(
+                    f"prompt {number} holds token id {token}, but the target's vocabulary ends at "
+                    f"{vocab_size - 1}"
+                )
 
 
 def encode_one(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
@@ -62,11 +74,15 @@ def encode_one(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> lis
 def text_pieces(
     tokens: Iterator[Sequence[int]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Text as soon as its tokens are there, never half a character; special tokens are skipped."""
+    """Text as soon as its tokens are there, never half a character, without special tokens.
+
+    Raises UserError, when the first piece is asked for, for a tokenizer implemented in Python.
+    """
     if not tokenizer.is_fast:
         raise UserError("streaming needs a fast tokenizer; this one is implemented in Python")
     stream = DecodeStream(skip_special_tokens=True)
     for committed in tokens:
+        # The stream returns None until the bytes of a character are complete.
         pieces = [stream.step(tokenizer.backend_tokenizer, token) for token in committed]
         if piece := "".join(p for p in pieces if p):
             yield piece

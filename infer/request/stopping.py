@@ -1,7 +1,7 @@
-"""Ends of answers that are more than one token: stop strings and transformers' stopping criteria.
+"""Where an answer ends: end tokens, stop strings and transformers' stopping criteria.
 
-They are asked on the host after every committed token, in order, as plain decoding would ask them;
-what a longer step has committed behind the end is dropped.
+Strings and criteria are asked on the host after every committed token, in order, as plain decoding
+would ask them. What a longer step has committed after the end is dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,22 @@ from transformers.generation.stopping_criteria import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
 
 Stop: TypeAlias = Callable[[Sequence[int]], bool]  # whether an answer ends with its last token
+
+
+def end_token_ids(target: Target) -> frozenset[int]:
+    """The tokens that end an answer of the target, the same as for `model.generate`."""
+    ends = target.model.generation_config.eos_token_id if target.model.generation_config else None
+    if ends is None:
+        ends = target.config.eos_token_id
+    return frozenset() if ends is None else token_ids(ends)
+
+
+def token_ids(ids: int | Sequence[int]) -> frozenset[int]:
+    """One token id or several, the two forms of transformers' `eos_token_id`."""
+    return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def stops_for(
@@ -28,9 +42,9 @@ def stops_for(
 ) -> list[Stop]:
     """When the answer to each prompt stops; an empty list when nothing was asked for.
 
-    A stop string ends the answer with the token that completes it, which stays, as in
-    transformers: text behind the string in the same token stays too. Raises UserError for stop
-    strings that the target's tokenizer cannot say.
+    A stop string ends the answer with the token that completes it. As in transformers that token
+    is kept whole, with any text after the string. Raises UserError for stop strings that the
+    target's tokenizer cannot produce.
     """
     criteria = StoppingCriteriaList(custom)
     if stop_strings:
@@ -40,11 +54,11 @@ def stops_for(
             criteria.append(StopStringCriteria(tokenizer, list(stop_strings)))
         except ValueError as error:
             raise UserError(f"stop_strings {list(stop_strings)}: {error}") from error
-    return [stop_behind(prompt, criteria) for prompt in prompts] if criteria else []
+    return [stop_after(prompt, criteria) for prompt in prompts] if criteria else []
 
 
-def stop_behind(prompt: Sequence[int], criteria: StoppingCriteriaList) -> Stop:
-    """The criteria applied to one row: the prompt and the answer so far, without scores."""
+def stop_after(prompt: Sequence[int], criteria: StoppingCriteriaList) -> Stop:
+    """The criteria for the answer to one prompt; they get ids [1, T] and no scores."""
 
     def stop(answer: Sequence[int]) -> bool:
         ids = torch.tensor([[*prompt, *answer]])

@@ -1,4 +1,4 @@
-"""drafthead.infer.verifiers: which path of a token tree the target accepts, one rule a file.
+"""drafthead.infer.verifiers: acceptance rules, one a file.
 
 Importing the package imports every module beside this file, so that each rule registers itself.
 """

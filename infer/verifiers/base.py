@@ -1,9 +1,9 @@
-"""What an acceptance rule is, and the registry of them.
+"""What an acceptance rule is, and the registry of rules.
 
-A rule says which path of a token tree the target accepts, and the token behind it. Rules are pure
-functions on tensors; they know no model and no cache. `scores` are the target's logits where a rule
-needs no more (`reads="logits"`) and its probabilities otherwise. Rules marked lossy change the
-output distribution and are never chosen unless the user names them.
+A rule returns the path of a token tree that is accepted, and the token after it. Rules are pure
+functions on tensors: they know no model and no cache. `scores` are the target's logits for rules
+that need no more (`reads="logits"`), and its probabilities for the others. Lossy rules change the
+output distribution and are used only when the user names them.
 """
 
 from collections.abc import Callable
@@ -21,36 +21,39 @@ from drafthead.heads.trees.tree import TokenTree
 class Acceptance:
     """The accepted path of each row, beginning with the root, and the target's own next token.
 
-    `length` counts the root and the accepted nodes; as the root was committed before and the bonus
-    is new, it is also the number of tokens that the pass commits.
+    `length` counts the root and the accepted nodes. The root was committed before and the bonus
+    is new, so it is also the number of tokens that the pass commits.
     """
 
-    path: torch.Tensor  # [B, max_depth + 1] node indices; 0 behind a row's length
+    path: torch.Tensor  # [B, max_depth + 1] node indices; 0 after a row's length
     length: torch.Tensor  # [B], 1 to max_depth + 1
-    bonus: torch.Tensor  # [B]
+    bonus: torch.Tensor  # [B] the target's token after the path
 
 
 class Rule(Protocol):
     """The signature of an acceptance rule."""
 
     def __call__(
-        self, tree: TokenTree, scores: torch.Tensor, random: RowRandom | None
+        self,
+        tree: TokenTree,
+        scores: torch.Tensor,  # [B, N, V] of the target, after each node
+        random: RowRandom | None,  # None at temperature 0
     ) -> Acceptance:
-        """Accept a path of `tree` given scores [B, N, V]."""
+        """Accept a path of the tree."""
         ...
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """An acceptance rule and what the engine must know of it."""
+    """An acceptance rule and what the engine must know about it."""
 
     name: str
     rule: Rule
     lossless: bool
     reads: Literal["logits", "probs"]
-    greedy: bool  # only for temperature 0; the others only for temperatures above it
-    draws_children: bool  # whether it gains from children drawn from the draft's distribution
-    follows: bool  # whether it accepts what the target itself says, as `follow` does
+    greedy: bool  # for temperature 0 alone; all other rules are for temperatures above it
+    draws_children: bool  # accepts more when children are drawn from the draft's distribution
+    follows: bool  # accepts exactly the nodes that are the target's own tokens, as `follow` does
 
 
 VERIFIERS: dict[str, Verifier] = {}
@@ -65,7 +68,7 @@ def register_verifier(
     draws_children: bool = False,
     follows: bool = False,
 ) -> Callable[[Rule], Rule]:
-    """Make a rule known by name; raises ValueError when the name is taken."""
+    """Register a rule by name; raises ValueError when the name is taken."""
 
     def register(rule: Rule) -> Rule:
         if name in VERIFIERS:
@@ -79,13 +82,13 @@ def register_verifier(
 def verifier_for(name: str, temperature: float, follows: bool = False) -> Verifier:
     """The verifier called `name`; `auto` is the fastest lossless one for the temperature.
 
-    Above 0 that is `match` where it `follows` the target within a compiled graph, or in trees that
-    adapt to what is accepted, which seeded answers of rules that draw children do not allow. Where
-    it has neither advantage it is `rejection`, which accepts a little more of a tree.
-
-    Raises UserError for an unknown name, or a rule that does not exist at this temperature.
+    `follows` asks for a rule that can be part of a compiled step and allows trees of changing size.
+    Raises UserError for an unknown name, or for a rule that does not exist at this temperature.
     """
     if name == "auto":
+        # Above temperature 0: `match` when steps are compiled or the planner sizes trees (with
+        # other rules a seeded answer would change with the tree size), otherwise `rejection`,
+        # which accepts slightly more.
         above_zero = "match" if follows else "rejection"
         name = "greedy" if temperature == 0 else above_zero
     if name not in VERIFIERS:
@@ -104,16 +107,22 @@ def verifier_for(name: str, temperature: float, follows: bool = False) -> Verifi
     return verifier
 
 
-def follow(tree: TokenTree, said: torch.Tensor) -> Acceptance:
-    """Accept each node that is what the target says behind its parent; said [B, N]."""
-    passes = tree.tokens == said.gather(1, tree.parents.clamp_min(0))
+def follow(tree: TokenTree, target_tokens: torch.Tensor) -> Acceptance:
+    """Accept each node that is the target's own token after its parent.
+
+    `target_tokens` [B, N] are the target's tokens after each node.
+    """
+    passes = tree.tokens == target_tokens.gather(1, tree.parents.clamp_min(0))
     passes[:, 0] = True
     node = deepest(tree, passes)
-    return path_to(tree, node, said.gather(1, node[:, None]).squeeze(1))
+    return path_to(tree, node, target_tokens.gather(1, node[:, None]).squeeze(1))
 
 
 def path_to(tree: TokenTree, node: torch.Tensor, bonus: torch.Tensor) -> Acceptance:
-    """The acceptance of everything from the root to node [B]."""
+    """Accept everything from the root to `node` [B], with the token `bonus` [B] after it.
+
+    Parents (-1, 0, 0, 2) and node 3 give the path 0 2 3 and length 3.
+    """
     batch = torch.arange(node.shape[0], device=node.device)
     on_path = tree.ancestors[batch, node]  # [B, N]
     indices = torch.arange(tree.num_nodes, device=node.device).expand_as(on_path)
@@ -126,6 +135,9 @@ def path_to(tree: TokenTree, node: torch.Tensor, bonus: torch.Tensor) -> Accepta
 def deepest(
     tree: TokenTree, passes: torch.Tensor, preference: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """The deepest node [B] whose path passes [B, N] throughout, by preference [B, N] in [0, 1)."""
+    """The deepest node [B] of which the whole path passes [B, N].
+
+    Among nodes of one depth the one with the largest `preference` [B, N], in [0, 1), wins.
+    """
     reached = (passes[:, None, :] | ~tree.ancestors).all(-1)
     return torch.where(reached, tree.depths + preference, -1.0).argmax(1)

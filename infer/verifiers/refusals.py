@@ -1,17 +1,17 @@
-"""What refused children leave of the target: the arithmetic that rejection and traversal share.
+"""What is left of the target after refused children: the arithmetic of rejection and traversal.
 
 The children of a node were drawn without replacement. They are tried in the order of the draw:
-child x is accepted with chance min(1, target(x) / draft(x)), and if it is refused
+child x is accepted with probability min(1, target(x) / draft(x)), and if it is refused
 
     target <- norm(max(target - draft, 0)),    draft <- draft without x, renormalised,
 
-which makes child and remainder together exactly the target. No coin enters: a child has its turn
-only when all before it were refused, so chances and remainders of all nodes are known beforehand
-and are worked out at once, one rank of children after the other.
+so that child and remainder together are exactly the target. No random number is needed for this: a
+child is tried only when all before it were refused, so the chances and remainders of all nodes are
+computed at once, one rank of children after the other.
 
-A node may itself be accepted only with some weight below 1. Then `weight x target` takes the
-target's place, and the missing 1 - weight is the share of one more outcome, "this node is not
-accepted", which no draft ever proposes: the same arithmetic covers it.
+A node may itself be accepted only with some weight below 1. Then `weight x target` replaces the
+target, and the missing 1 - weight is the probability of one more outcome, "this node is not
+accepted", which no draft ever proposes. The same arithmetic covers it.
 """
 
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ from drafthead.heads.trees.tree import PADDING, TokenTree
 
 @dataclass(frozen=True)
 class Refusals:
-    """The children of every node, tried one after the other and all of them refused.
+    """What is left after the children of every node were tried and all of them refused.
 
-    Refusals only take draft mass away, so outside the support the target keeps its proportions:
-    k numbers describe what is left of V.
+    Refusals subtract draft probabilities alone, so outside the draft's support the target keeps its
+    proportions: k numbers describe what is left of V.
     """
 
-    chance: torch.Tensor  # [B, N] of each node to be accepted when its turn comes; 0 for the root
-    weight: torch.Tensor  # [B, N] with which the nodes started
-    left: torch.Tensor  # [B, N, k] of weight x target on the support, in the end; not normalised
-    mass: torch.Tensor  # [B, N] of all that is left, "not accepted" included
+    chance: torch.Tensor  # [B, N] that a node is accepted when it is tried; 0 for the root
+    weight: torch.Tensor  # [B, N] of the nodes before their children were tried
+    left: torch.Tensor  # [B, N, k] of weight x target on the support; not normalised
+    mass: torch.Tensor  # [B, N] of everything that is left, "not accepted" included
 
     @property
     def weight_left(self) -> torch.Tensor:
@@ -46,7 +46,7 @@ class DrawnChildren:
     """The up to W children of every node, and the distribution from which each was drawn."""
 
     def __init__(self, tree: TokenTree, scores: torch.Tensor):
-        """`tree` with draft probabilities, `scores` [B, N, V] the target's probabilities."""
+        """`tree` must have draft probabilities; `scores` [B, N, V] are the target's."""
         assert tree.draft_ids is not None and tree.draft_probs is not None
         self.ids, self.scores = tree.draft_ids, scores
         self.on_support = scores.gather(2, self.ids)  # [B, N, k]
@@ -59,11 +59,11 @@ class DrawnChildren:
         self.tiny = torch.finfo(unused.dtype).tiny
         unused = unused / unused.sum(-1, keepdim=True).clamp_min(self.tiny)
         self.child_draft = (unused * here).sum(-1)  # [B, N, W]; 0 where there is no child
-        # A filler behind an exhausted draft was not drawn: to try it changes nothing.
+        # A filler child after an exhausted draft was not drawn: to try it must change nothing.
         self.draft = unused * (self.child_draft > 0)[..., None]  # [B, N, W, k]
 
     def refuse(self, weight: torch.Tensor) -> Refusals:
-        """Try all children of all nodes, of weight [B, N], and refuse them."""
+        """Try and refuse all children of all nodes, which have `weight` [B, N]."""
         left = weight[..., None] * self.on_support
         outside = (1 - left.sum(-1, keepdim=True)).clamp_min(0)  # which no child can take away
         mass = torch.ones_like(outside)
@@ -81,12 +81,13 @@ class DrawnChildren:
         return Refusals(chance, weight, left, mass.squeeze(-1).clamp_min(self.tiny))
 
     def bonus(self, refusals: Refusals, node: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """A token [B] of what the refusals left of the target at node [B], from uniform [B]."""
+        """A token [B] drawn with uniform [B] from what the refusals left at node [B]."""
         rows = torch.arange(node.shape[0], device=node.device)
         target_probs = self.scores[rows, node]  # [B, V]
         remaining = target_probs * refusals.weight[rows, node, None]
         remaining = remaining.scatter(1, self.ids[rows, node], refusals.left[rows, node])
-        nothing_left = remaining.sum(1, keepdim=True) <= 0  # by rounding alone
+        # Only by rounding can nothing be left; then any token of the target will do.
+        nothing_left = remaining.sum(1, keepdim=True) <= 0
         return sample(torch.where(nothing_left, target_probs, remaining), uniform)
 
 
@@ -100,18 +101,21 @@ def earlier_siblings(tree: TokenTree) -> torch.Tensor:
 
 
 def child_slots(tree: TokenTree, earlier: torch.Tensor) -> torch.Tensor:
-    """Where each node [B, N] stands in a table of `width` children for every node.
+    """The place of each node [B, N] in a table of `width` children for every node.
 
-    For parents (-1, 0, 0, 1) and width 2 nodes 1, 2, 3 stand at 0, 1, 2; the root and padding,
-    which are nobody's children, at 8, behind the table.
+    For parents (-1, 0, 0, 1) and width 2, nodes 1, 2, 3 are at 0, 1, 2. `earlier` [B, N, N] is that
+    of `earlier_siblings`.
     """
-    behind = tree.num_nodes * tree.width
+    past_end = tree.num_nodes * tree.width  # for the root and padding, which are nobody's children
     is_child = (tree.parents >= 0) & (tree.tokens >= 0)
-    return torch.where(is_child, tree.parents * tree.width + earlier.sum(-1), behind)
+    return torch.where(is_child, tree.parents * tree.width + earlier.sum(-1), past_end)
 
 
 def tokens_by_slot(tree: TokenTree, slots: torch.Tensor) -> torch.Tensor:
-    """The tokens [B, N, width] of every node's children, PADDING where there is none."""
+    """The tokens [B, N, width] of every node's children, by `slots` [B, N]; PADDING for none.
+
+    Tokens 9 5 6 7 of parents (-1, 0, 0, 1) and width 2 give (5, 6) for node 0, (7, PADDING) for 1.
+    """
     rows, num_nodes = slots.shape
     table = tree.tokens.new_full((rows, num_nodes * tree.width + 1), PADDING)
     table.scatter_(1, slots, tree.tokens)

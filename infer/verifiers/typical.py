@@ -12,11 +12,16 @@ TYPICAL_DELTA = 0.3
 
 
 @register_verifier("typical", lossless=False, reads="probs")
-def typical(tree: TokenTree, scores: torch.Tensor, random: RowRandom | None) -> Acceptance:
+def typical_acceptance(
+    tree: TokenTree,
+    scores: torch.Tensor,  # [B, N, V]
+    random: RowRandom | None,
+) -> Acceptance:
     """Lossy: Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1).
 
     A node x passes when target_probs(x) > min(epsilon, delta x exp(-H(target_probs))). The longest
-    passing path wins, among equals the most probable; the bonus is drawn from the target.
+    passing path wins, among equals the most probable; the bonus is drawn from the target. (The
+    sampling option `typical_p` is something else: Meister's locally typical sampling.)
     """
     assert random is not None
     entropy = -(scores * scores.clamp_min(1e-10).log()).sum(-1)  # [B, N]
@@ -27,7 +32,7 @@ def typical(tree: TokenTree, scores: torch.Tensor, random: RowRandom | None) -> 
     passes = (token_probs > threshold.gather(1, parents)) & (tree.tokens >= 0)
     passes[:, 0] = token_probs[:, 0] = 1
     path_log_probs = (token_probs.clamp_min(1e-10).log()[:, None] * tree.ancestors).sum(-1)
-    # Between 0 and 1 and, unlike the probability itself, never too small to be told apart.
+    # The log maps to (0, 1). The path's probability itself could be too small to be compared.
     node = deepest(tree, passes, 0.999 / (1 - path_log_probs))
     rows = torch.arange(node.shape[0], device=node.device)
     return path_to(tree, node, sample(scores[rows, node], random.uniform()))

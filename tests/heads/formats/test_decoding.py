@@ -210,7 +210,9 @@ def answers(
     verifier = "typical" if temperature > 0 else "greedy"
     found = []
     for prompt, count in run["inputs"]:
-        result = decoder.generate([prompt], count, temperature, verifier=verifier)
+        result = decoder.generate(
+            [prompt], max_new_tokens=count, temperature=temperature, verifier=verifier
+        )
         # The bonus token is left out; the last step may have been cut.
         found.append((result.sequences[0], [n - 1 for n in result.stats.accept_lengths[0]][:-1]))
     return found

@@ -81,19 +81,19 @@ def test_decodings_that_take_turns_pass_by_pass_do_not_disturb_each_other(
     target, make_drafter, greedy_answers, drafter_name
 ) -> None:
     decoder = Decoder(target, make_drafter(drafter_name, target))
-    said: dict[int, list[int]] = {0: [], 1: []}
-    running = {
-        number: decoder.steps(prompt, max_new_tokens=MAX_NEW)[0]
-        for number, prompt in enumerate(random_prompts(50)[:2])
-    }
+    answers: dict[int, list[int]] = {0: [], 1: []}
+    both = [decoder.steps(prompt, max_new_tokens=MAX_NEW) for prompt in random_prompts(50)[:2]]
+    running = dict(enumerate(both))
     while running:
         for number, steps in list(running.items()):
             emitted = next(steps, None)
             if emitted is None:
                 del running[number]
             else:
-                said[number] += emitted[0]
-    assert [said[0], said[1]] == greedy_answers[:2]
+                answers[number] += emitted[0]
+    assert [answers[0], answers[1]] == greedy_answers[:2]
+    for stream, answer in zip(both, answers.values(), strict=True):
+        assert stream.stats.decoded_tokens == [len(answer) - 1]
 
 
 def test_matched_samples_are_those_of_plain_decoding_with_the_same_seed(
@@ -211,3 +211,17 @@ def test_counts_say_what_was_returned(target, make_drafter) -> None:
 def test_bad_requests_are_refused_in_one_sentence(target, options, complaint) -> None:
     with pytest.raises(UserError, match=complaint):
         Decoder(target).generate(**options)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name(target) -> None:
+    with pytest.raises(TypeError, match="'temprature'.*did you mean 'temperature'"):
+        Decoder(target).steps([1], temprature=1.0)
+
+
+def test_every_way_of_decoding_takes_the_same_options(target, make_drafter) -> None:
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    options = {"max_new_tokens": 9, "temperature": 1.0, "top_k": 5, "verifier": "match", "seed": 3}
+    steps = decoder.steps([1, 2], **options)
+    result = decoder.generate([1, 2], **options)
+    assert [[token for step in steps for token in step[0]]] == result.sequences
+    assert steps.stats.accept_lengths == result.stats.accept_lengths

@@ -16,7 +16,7 @@ from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.logits_processing import AnswerPenalty, PathProcessing, processors_for
-from drafthead.infer.request.generation_options import read_options
+from drafthead.infer.request.decode_options import read_options
 
 MAX_NEW = 20
 PROMPTS = random_prompts(3)  # of different lengths
@@ -166,7 +166,10 @@ def test_no_processor_is_shown_a_text_that_it_forbids(target, drafters, way, tem
     decoder, prompt = Decoder(target, drafters[way]), PROMPTS[0]
     decoder.end_ids = frozenset()
     result = decoder.generate(
-        prompt, MAX_NEW, temperature, logits_processor=[Alternate(len(prompt))]
+        prompt,
+        max_new_tokens=MAX_NEW,
+        temperature=temperature,
+        logits_processor=[Alternate(len(prompt))],
     )
     answer = torch.tensor([prompt[-1], *result.sequences[0]])
     assert len(answer) == MAX_NEW + 1 and ((answer[1:] - answer[:-1]) % 2 == 1).all()
@@ -180,7 +183,9 @@ def test_allowed_tokens_are_asked_for_by_number_of_the_prompt(target, drafters) 
 
     for drafter in drafters.values():
         result = Decoder(target, drafter).generate(
-            PROMPTS, MAX_NEW, logits_processor=[hf.PrefixConstrainedLogitsProcessor(allowed, 1)]
+            PROMPTS,
+            max_new_tokens=MAX_NEW,
+            logits_processor=[hf.PrefixConstrainedLogitsProcessor(allowed, 1)],
         )
         for number, answer in enumerate(result.sequences):
             assert {token % 3 for token in answer} == {number}
@@ -213,7 +218,7 @@ def test_a_nodes_scores_are_those_of_its_path_alone(target, name, greedy) -> Non
     processors = processors_for(
         target, GenerationConfig(**NODE_SETTINGS[name]), [], prompts, [7] * 3, frozenset([END])
     )
-    processed = PathProcessing(processors, prompts, batch, greedy).behind_nodes(tree, logits)
+    processed = PathProcessing(processors, prompts, batch, greedy).after_nodes(tree, logits)
 
     compared = 0
     for place in range(2):
@@ -292,7 +297,7 @@ def test_without_processors_none_is_called(target, drafters, monkeypatch) -> Non
         no_repeat_ngram_size=0, num_beams=1, eos_token_id=[END, 3], pad_token_id=0,
     )  # fmt: skip
     for drafter in drafters.values():
-        Decoder(target, drafter).generate(PROMPTS, 10, generation_config=config)
+        Decoder(target, drafter).generate(PROMPTS, max_new_tokens=10, generation_config=config)
     assert calls == []
 
 
@@ -300,7 +305,7 @@ def test_a_greedy_step_processes_only_what_it_may_keep(target, drafters, monkeyp
     calls = counting_calls(monkeypatch)
     config = GenerationConfig(repetition_penalty=1.2)
     decoder = Decoder(target, drafters["medusa:tree"])
-    result = decoder.generate(PROMPTS[0], MAX_NEW, generation_config=config)
+    result = decoder.generate(PROMPTS[0], max_new_tokens=MAX_NEW, generation_config=config)
     assert set(calls) == {1} and len(calls) == len(result.sequences[0])
 
 
@@ -345,7 +350,7 @@ STATEFUL = ["counter", "arguments", "synthid", "guidance", "two halves", "encode
 def test_processors_that_remember_or_know_the_batch_are_refused(target, name) -> None:
     processor = stateful(target)[name]
     with pytest.raises(UserError, match=f"logits processor {type(processor).__name__}"):
-        Decoder(target).generate([9, 10], 5, logits_processor=[processor])
+        Decoder(target).generate([9, 10], max_new_tokens=5, logits_processor=[processor])
 
 
 @pytest.mark.parametrize(
@@ -378,15 +383,19 @@ def test_arguments_win_over_the_config() -> None:
     config = GenerationConfig(
         do_sample=True, temperature=0.5, top_k=7, min_p=0.1, max_new_tokens=9, max_length=50
     )
-    options = read_options(config)
+    options = read_options({"generation_config": config})
     assert options.sampling == SamplingConfig(0.5, 7, 1.0, 0.1)
     assert options.limit(prompt_length=48) == 9, "new tokens take precedence, as in transformers"
-    options = read_options(config, max_new_tokens=5, temperature=0, top_k=0)
+    options = read_options(
+        {"generation_config": config, "max_new_tokens": 5, "temperature": 0, "top_k": 0}
+    )
     assert options.sampling == SamplingConfig(0, 0, 1.0, 0.1)
     assert options.limit(48) == 5
-    assert read_options(GenerationConfig(do_sample=True)).sampling == SamplingConfig(1.0)
-    assert read_options(GenerationConfig(max_length=50)).limit(48) == 2
-    assert read_options(None).sampling.greedy and read_options(None).limit(48) == 128
+    sampled = read_options({"generation_config": GenerationConfig(do_sample=True)})
+    assert sampled.sampling == SamplingConfig(1.0)
+    assert read_options({"generation_config": GenerationConfig(max_length=50)}).limit(48) == 2
+    for nothing in ({}, {"generation_config": None, "max_new_tokens": None, "temperature": None}):
+        assert read_options(nothing).sampling.greedy and read_options(nothing).limit(48) == 128
 
 
 def test_a_models_own_settings_can_be_passed_on(target) -> None:
@@ -397,10 +406,14 @@ def test_a_models_own_settings_can_be_passed_on(target) -> None:
             "transformers_version": "4.37.0",
         }
     )  # fmt: skip
-    options = read_options(own)
+    options = read_options({"generation_config": own})
     assert options.sampling == SamplingConfig(0.7, 20, 0.8)
     assert options.end_ids == {7, 8} and options.config.repetition_penalty == 1.05
     config = copy.deepcopy(target.model.generation_config)
     config.num_assistant_tokens = 5  # as `compare` leaves it; says nothing about answers
-    with_config = Decoder(target).generate(PROMPTS, MAX_NEW, generation_config=config)
-    assert with_config.sequences == Decoder(target).generate(PROMPTS, MAX_NEW).sequences
+    with_config = Decoder(target).generate(
+        PROMPTS, max_new_tokens=MAX_NEW, generation_config=config
+    )
+    assert (
+        with_config.sequences == Decoder(target).generate(PROMPTS, max_new_tokens=MAX_NEW).sequences
+    )

@@ -46,8 +46,10 @@ def test_pieces_never_cut_a_character(tokenizer) -> None:
 def test_a_stream_says_what_generate_says(make_target, tokenizer) -> None:
     decoder = Decoder(Target(make_target(vocab=264).model, tokenizer))
     whole = decoder.generate("hello", max_new_tokens=30, temperature=1.0, seed=4)
-    pieces = list(decoder.stream("hello", max_new_tokens=30, temperature=1.0, seed=4))
+    stream = decoder.stream("hello", max_new_tokens=30, temperature=1.0, seed=4)
+    pieces = list(stream)
     assert len(pieces) > 3
+    assert stream.stats.decoded_tokens == whole.stats.decoded_tokens
     # Both replace bytes that are no text, but not in equal number.
     assert "".join(pieces).replace("�", "") == whole.texts[0].replace("�", "")
     with pytest.raises(UserError, match="one prompt"):

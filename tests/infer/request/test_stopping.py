@@ -48,11 +48,13 @@ def check_all_ways(target, make_drafter, expected: list[list[int]], **options) -
     """Every drafter, one row at a time and all together, says what was expected."""
     for way in DRAFTERS:
         decoder = Decoder(target, None if way == "plain" else make_drafter(way, target))
-        together = decoder.generate(PROMPTS, MAX_NEW, **options)
+        together = decoder.generate(PROMPTS, max_new_tokens=MAX_NEW, **options)
         assert together.sequences == expected, way
         assert together.finished == [len(answer) < MAX_NEW for answer in expected]
         for prompt, answer in zip(PROMPTS, expected, strict=True):
-            assert decoder.generate(prompt, MAX_NEW, **options).sequences == [answer], way
+            assert decoder.generate(prompt, max_new_tokens=MAX_NEW, **options).sequences == [
+                answer
+            ], way
 
 
 @pytest.mark.parametrize(
@@ -83,13 +85,14 @@ def test_a_users_own_criteria(target, make_drafter) -> None:
 
 def test_a_sample_is_cut_where_the_stop_string_is_complete(target, make_drafter) -> None:
     decoder = Decoder(target, make_drafter("medusa:tree", target))
-    whole = decoder.generate(PROMPTS[0], MAX_NEW, temperature=1.0, seed=3).sequences[0]
+    sampled = {"max_new_tokens": MAX_NEW, "temperature": 1.0, "seed": 3}
+    whole = decoder.generate(PROMPTS[0], **sampled).sequences[0]
     config = GenerationConfig(stop_strings="ca")
-    result = decoder.generate(PROMPTS[0], MAX_NEW, 1.0, seed=3, generation_config=config)
+    result = decoder.generate(PROMPTS[0], **sampled, generation_config=config)
     (cut,), (text,) = result.sequences, result.texts
     assert len(cut) < len(whole) and cut == whole[: len(cut)]
     assert "ca" in text and "ca" not in target.tokenizer.decode(cut[:-1])
-    pieces = decoder.stream(PROMPTS[0], MAX_NEW, 1.0, seed=3, generation_config=config)
+    pieces = decoder.stream(PROMPTS[0], **sampled, generation_config=config)
     assert "".join(pieces) == text
 
 

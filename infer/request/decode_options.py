@@ -1,0 +1,141 @@
+"""The options of one call of `Decoder.generate`, `stream` or `steps`."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.infer.request.generation_config import given_options, sampling_from
+from drafthead.infer.request.stopping import token_ids
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What `Decoder.generate`, `stream` and `steps` take as keywords after the prompts.
+
+    Without any of them decoding is greedy, of up to 128 tokens, and nothing is filtered. Keywords
+    win over `generation_config`. Where None is allowed, it is the same as leaving the option out.
+    """
+
+    # Most new tokens of each answer. The end of the target's context may cut it sooner.
+    max_new_tokens: int | None
+    # 0 is greedy; above 0 tokens are sampled.
+    temperature: float | None
+    # Sample from the k most probable tokens; 0 is off.
+    top_k: int | None
+    # Sample from the most probable tokens that together have this probability; 1 is off.
+    top_p: float | None
+    # The acceptance rule. "auto" is a lossless one: `greedy` at temperature 0; above it `match`
+    # with planned trees and in compiled graphs, else `rejection`. Lossy ones are used only by name.
+    verifier: str
+    # A row's answer depends on its own seed alone: one seed for each row, or an int from which the
+    # rows count upwards.
+    seed: int | Sequence[int]
+    # Everything else under transformers' names: penalties, n-grams, bad words, forced and
+    # suppressed tokens, and also `frequency_penalty` and `presence_penalty`, which transformers
+    # lacks. What cannot be honoured raises UserError by name.
+    generation_config: GenerationConfig | None
+    # Called after every node of a token tree, as in `model.generate` after every token, so they
+    # must be functions of `input_ids` and `scores` alone.
+    logits_processor: Sequence[LogitsProcessor]
+    # Asked row by row after every token whether the answer ends there.
+    stopping_criteria: Sequence[StoppingCriteria]
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """The options of one call, checked, with defaults and the generation config filled in."""
+
+    config: GenerationConfig  # for the logits processors
+    sampling: SamplingConfig
+    max_new_tokens: int | None  # None: max_length alone limits the answer
+    max_length: int | None  # of prompt and answer together
+    end_ids: frozenset[int] | None  # None: the target's own
+    stop_strings: tuple[str, ...]
+    stopping_criteria: Sequence[StoppingCriteria]
+    logits_processor: Sequence[LogitsProcessor]
+    verifier: str
+    seed: int | Sequence[int]
+
+    def seeds(self, rows: int) -> list[int]:
+        """One seed for each row; raises UserError when another number of seeds was given."""
+        if isinstance(self.seed, int):
+            return [self.seed + row for row in range(rows)]
+        if len(self.seed) != rows:
+            raise UserError(f"{rows} prompts need {rows} seeds or one, got {len(self.seed)}")
+        return list(self.seed)
+
+    def limits(self, prompts: Sequence[Sequence[int]], context: int | None) -> list[int]:
+        """Most new tokens for each prompt, in a context of `context` tokens (None: no end).
+
+        Raises UserError for a prompt that leaves no room for an answer.
+        """
+        limits = [self.limit(len(prompt)) for prompt in prompts]
+        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            tokens = f"prompt {number} has {len(prompt)} tokens"
+            if limit < 1:
+                raise UserError(
+                    f"{tokens}, but max_length is {self.max_length}: set max_new_tokens instead"
+                )
+            if context is not None and len(prompt) >= context:
+                raise UserError(
+                    f"{tokens}, but the target's context holds {context}: shorten the prompt"
+                )
+        if context is None:
+            return limits
+        return [min(limit, context - len(p)) for limit, p in zip(limits, prompts, strict=True)]
+
+    def limit(self, prompt_length: int) -> int:
+        """Most new tokens in a context without end; below 1 when max_length leaves no room."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        assert self.max_length is not None
+        return self.max_length - prompt_length
+
+
+def read_options(options: DecodeOptions) -> DecodeSettings:
+    """Check the options of a call and join them with its generation config.
+
+    Raises TypeError for a name that does not exist, and UserError for an option that cannot be
+    honoured or has an impossible value.
+    """
+    refuse_unknown_names(options)
+    config = options.get("generation_config") or GenerationConfig()
+    given = given_options(config)
+    max_new_tokens, max_length = options.get("max_new_tokens"), given.get("max_length")
+    if max_new_tokens is None:
+        default = DEFAULT_MAX_NEW_TOKENS if max_length is None else None
+        max_new_tokens = given.get("max_new_tokens", default)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    stops, ends = given.get("stop_strings") or (), given.get("eos_token_id")
+    arguments = {name: options.get(name) for name in ("temperature", "top_k", "top_p")}
+    return DecodeSettings(
+        config=config,
+        sampling=sampling_from(given, arguments),
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        end_ids=None if ends is None else token_ids(ends),
+        stop_strings=(stops,) if isinstance(stops, str) else tuple(stops),
+        stopping_criteria=options.get("stopping_criteria", ()),
+        logits_processor=options.get("logits_processor", ()),
+        verifier=options.get("verifier", "auto"),
+        seed=options.get("seed", 0),
+    )
+
+
+def refuse_unknown_names(options: DecodeOptions) -> None:
+    """Raise TypeError for a keyword that is no option, with the nearest one that is."""
+    known = list(DecodeOptions.__annotations__)
+    for name in options.keys() - set(known):
+        (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise TypeError(
+            f"unknown option {name!r}: did you mean {nearest!r}? Options: {', '.join(known)}"
+        )

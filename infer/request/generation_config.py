@@ -1,0 +1,110 @@
+"""Which options of transformers' `GenerationConfig` are applied, and which are refused by name.
+
+An ignored penalty is a wrong answer that looks right. Options left unset are off: `model.generate`
+would fill those from the model's own `generation_config.json` and then from its defaults
+(top_k 50). Pass `model.generation_config` to get the model's own settings.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.generation.configuration_utils import GenerationConfig
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+
+SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+# These become logits processors. transformers does not know frequency_penalty and presence_penalty,
+# but its config carries them all the same: GenerationConfig(frequency_penalty=0.5).
+PROCESSORS = {
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "frequency_penalty",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "presence_penalty",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "repetition_penalty",
+    "sequence_bias",
+    "suppress_tokens",
+}
+LENGTHS_AND_ENDS = {"do_sample", "eos_token_id", "max_length", "max_new_tokens", "stop_strings"}
+# How transformers computes, how its assistant drafts, and what only encoders and padding need:
+# answers do not depend on these.
+WITHOUT_EFFECT = {
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "pad_token_id",
+    "target_lookbehind",
+    "transformers_version",
+    "use_cache",
+}
+KNOWN = PROCESSORS | LENGTHS_AND_ENDS | WITHOUT_EFFECT | set(SAMPLING)
+# Options that are not supported change nothing at these values.
+NEUTRAL = {
+    "diversity_penalty": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "guidance_scale": 1.0,
+    "length_penalty": 1.0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+}
+
+
+def given_options(config: GenerationConfig) -> dict[str, Any]:
+    """The options of a config that are set and change something.
+
+    Raises UserError for one that is not supported here.
+    """
+    defaults = vars(GenerationConfig())
+    given = {
+        name: value
+        for name, value in vars(config).items()
+        if not name.startswith("_")
+        and value is not None
+        and value is not False
+        and value != defaults.get(name)
+        and value != NEUTRAL.get(name)
+    }
+    if refused := sorted(given.keys() - KNOWN):
+        raise UserError(
+            f"generation_config sets {refused[0]}={given[refused[0]]!r}, which is not supported "
+            "here: leave it out"
+        )
+    return given
+
+
+def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> SamplingConfig:
+    """How to sample, from a config's options and from arguments, which win where they are not None.
+
+    Greedy unless the argument `temperature` or the config's `do_sample` asks for sampling. Raises
+    UserError when the config sets sampling options without `do_sample`.
+    """
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    settings = {"temperature": 1.0} | {name: given[name] for name in SAMPLING if name in given}
+    if "temperature" not in arguments and "do_sample" not in given:
+        for name, neutral in SAMPLING.items():
+            if given.get(name, neutral) != neutral:
+                raise UserError(
+                    f"generation_config sets {name}={given[name]} without do_sample=True, so it "
+                    "would have no effect: set do_sample, or leave it out"
+                )
+        settings["temperature"] = 0.0
+    return SamplingConfig(**settings | arguments)
