@@ -12,7 +12,9 @@ from drafthead.heads.trees.static import StaticTrees, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
-from drafthead.infer.engine.planner import AcceptanceTracker, AdaptivePlan, Pace
+from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
+from drafthead.infer.engine.pace_tracker import PaceTracker
+from drafthead.infer.engine.planner import AdaptivePlan, Mode, next_mode
 from drafthead.infer.timing.step_timing import (
     ENOUGH_SECONDS,
     ROUNDS,
@@ -160,8 +162,26 @@ def test_steps_that_take_longer_than_was_timed_are_found_out(plain, drafted) -> 
     assert text.decode(1000, alpha=0.4) > 0.96 * best
 
 
+def test_modes_follow_the_table() -> None:
+    """Next mode when a draft is best, when a glance is due as well, and when plain steps are best."""
+    found = {
+        mode: (
+            next_mode(mode, True, False),
+            next_mode(mode, True, True),
+            next_mode(mode, False, True),
+        )
+        for mode in Mode
+    }
+    assert found == {
+        Mode.DRAFT: (Mode.DRAFT, Mode.GLANCE, Mode.PLAIN),
+        Mode.PROBE: (Mode.DRAFT, Mode.GLANCE, Mode.PLAIN),
+        Mode.GLANCE: (Mode.DRAFT, Mode.DRAFT, Mode.PLAIN),
+        Mode.PLAIN: (Mode.DRAFT, Mode.DRAFT, Mode.PROBE),
+    }
+
+
 def test_kinds_of_step_are_compared_around_a_change_of_kind() -> None:
-    pace = Pace()
+    pace = PaceTracker()
     assert pace.plain_over_drafted == 1
     for ratio in (9.0, 9.0, 1.2, 1.3, 1.2):  # unsettled at first
         pace.add(True, ratio)
