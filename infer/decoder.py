@@ -27,7 +27,7 @@ from drafthead.infer.engine.results import DecodeResult, DecodeStats
 from drafthead.infer.request.generation_options import GenerationOptions, read_options, token_ids
 from drafthead.infer.request.prompts import Prompt, encode, is_single, text_pieces
 from drafthead.infer.request.stopping import stops_for
-from drafthead.infer.timing.step_costs import rows_timed, step_seconds
+from drafthead.infer.timing.timing_cache import rows_timed, step_seconds
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
