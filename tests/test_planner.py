@@ -43,7 +43,7 @@ class Text:
         self.coin = random.Random(0)
 
     def decode(self, tokens: int, alpha: float) -> float:
-        """Decode so many tokens more; returns tokens per unit of time of this stretch."""
+        """Decode `tokens` more tokens; returns tokens per unit of time of this stretch."""
         tokens_before, time_before = self.tokens, self.time
         while self.tokens < tokens_before + tokens:
             budget = self.plan.choose()
@@ -236,7 +236,7 @@ def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
     assert trees.chances(Budget(3, 1)) == (0.8,)
     assert StaticTrees(None, max_depth=2).chances(Budget(3, 2)) is None
     hopeless = StaticTrees({(): 100}, max_depth=2)
-    assert hopeless.shape(Budget(8, 2)).paths == ((0,),), "a proposal has a node behind the root"
+    assert hopeless.shape(Budget(8, 2)).paths == ((0,),), "a proposal has a node after the root"
     assert hopeless.chances(Budget(8, 2)) == (0.0,)
 
 

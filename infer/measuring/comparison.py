@@ -102,21 +102,29 @@ def race(
             record.answers.append([])
         for index, prompt in enumerate(prompts):
             for record in order.sample(records, len(records)):
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
                 # Sampled answers change from round to round, but not from contestant to contestant.
                 row_seed = seed + number * len(prompts) + index
-                answer = undisturbed(record.contestant, prompt, max_new_tokens, row_seed)
-                record.answers[-1].append(answer)
-                record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
+                _take_turn(record, prompt, max_new_tokens, row_seed)
                 on_answer()
-        for record in records:
-            if not any(answer.decoded_tokens for answer in record.answers[-1]):
-                raise UserError(
-                    f"no answer of {record.contestant.mode} goes beyond its first tokens, so there "
-                    "is no decoding to time: allow more new tokens, or use other prompts"
-                )
+        _refuse_short_answers(records)
     return records
+
+
+def _take_turn(record: Record, prompt: list[int], max_new_tokens: int, seed: int) -> None:
+    """Decode one prompt and record the answer in the current round."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    record.answers[-1].append(undisturbed(record.contestant, prompt, max_new_tokens, seed))
+    record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
+
+
+def _refuse_short_answers(records: Sequence[Record]) -> None:
+    for record in records:
+        if not any(answer.decoded_tokens for answer in record.answers[-1]):
+            raise UserError(
+                f"no answer of {record.contestant.mode} goes beyond its first tokens, so there is "
+                "no decoding to time: allow more new tokens, or use other prompts"
+            )
 
 
 def undisturbed(
@@ -230,7 +238,7 @@ def divergences(
 ) -> list[Divergence]:
     """Where our greedy answers of the first round differ from plain decoding's."""
     plain = next(record for record in records if record.contestant.mode == PLAIN)
-    found = []
+    differences = []
     for record in records:
         if record is plain:
             continue
@@ -239,5 +247,5 @@ def divergences(
             if expected.sequence != answer.sequence:
                 sequences = expected.sequence, answer.sequence
                 mode = record.contestant.mode
-                found.append(divergence(mode, index, prompts[index], *sequences, target))
-    return found
+                differences.append(divergence(mode, index, prompts[index], *sequences, target))
+    return differences

@@ -64,7 +64,7 @@ class TargetLaw:
         texts: Iterable[Text],  # all of one length
         sampling: SamplingConfig,
     ) -> Iterable[torch.Tensor]:
-        """Next-token probabilities [V] after prompt and each text, by plain passes over both."""
+        """Next-token probabilities [V] after the prompt and each text, by plain passes."""
         ids = torch.tensor([[*prompt, *text] for text in texts], dtype=torch.long)
         for batch in ids.split(ROWS):
             batch = batch.to(target.device)
