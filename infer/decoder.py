@@ -32,7 +32,7 @@ from drafthead.infer.request.prompts import (
 )
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import end_token_ids, stops_for
-from drafthead.infer.timing.step_costs import rows_timed, step_seconds
+from drafthead.infer.timing.timing_cache import rows_timed, step_seconds
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a measurement was made on: without it a number cannot be compared with another."""
+"""The machine and versions of a measurement: without these, numbers cannot be compared."""
 
 import platform
 import re
@@ -16,9 +16,9 @@ def processor_name() -> str:
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if found:
-            return found.group(1).strip()
+        model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if model:
+            return model.group(1).strip()
     return platform.processor() or platform.machine()
 
 
@@ -33,6 +33,6 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of what the speed depends on."""
+    """Versions of the packages that the speed depends on."""
     names = ("drafthead", "torch", "transformers", "accelerate")
     return {"python": sys.version.split()[0], **{name: version(name) for name in names}}

@@ -8,7 +8,7 @@ import typer
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN
-from drafthead.infer.measuring.comparison import Divergence
+from drafthead.infer.measuring.divergence import Divergence
 from drafthead.scripts import options
 from drafthead.scripts.comparison_report import predictions, print_report, write_report
 from drafthead.scripts.measuring import describe_run, prompt_ids

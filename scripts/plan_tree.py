@@ -16,8 +16,8 @@ from drafthead.heads.files import write_text
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.measuring.plan_table import PlanRow, plan_rows, reason
-from drafthead.infer.timing.step_costs import cost_file, rows_timed, step_seconds
-from drafthead.infer.timing.step_timing import PROMPT_TOKENS
+from drafthead.infer.timing.step_timing import TIMING_SETTINGS
+from drafthead.infer.timing.timing_cache import cache_file, rows_timed, step_seconds
 from drafthead.infer.verifiers import verifier_for
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run
@@ -63,7 +63,7 @@ def main(
     drafter = decoder.drafter
     assert drafter is not None
     timed = rows_timed(rule, batch)
-    kept = cost_file(decoder.target, drafter, timed, rule)
+    kept = cache_file(decoder.target, drafter, timed, rule)
     remembered = kept.exists() and not fresh
     if not remembered:
         logger.info("timing steps of %d sizes of tree", len(drafter.budgets))
@@ -100,7 +100,8 @@ def timing_note(timed: int, batch: int, remembered: bool, kept: Path) -> str:
     if timed != batch:
         rows += f" (the planner's choice for a batch of {batch})"
     when = "kept from an earlier run, --fresh times anew" if remembered else "timed now"
-    return f"steps of {rows} behind {PROMPT_TOKENS} prompt tokens, {when}: {kept}"
+    tokens = TIMING_SETTINGS.prompt_tokens
+    return f"steps of {rows} after {tokens} prompt tokens, {when}: {kept}"
 
 
 def cells(row: PlanRow) -> list[str]:

@@ -15,7 +15,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.decoder import DEFAULT_CHAIN
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.bandwidth import bandwidth_bound, weight_bytes
-from drafthead.infer.measuring.ledger import keep_ledgers
+from drafthead.infer.measuring.ledger import measure_ledgers
 from drafthead.infer.measuring.pass_times import (
     ROUNDS,
     STEPS,
@@ -88,7 +88,7 @@ def main(
     batches = in_batches(ids, batch)
     warm_up_seconds = warm_up(decoders, batches[0], max_new_tokens, temperature)
     with tqdm(total=len(batches) * len(decoders), desc="decoding", unit="batch") as bar:
-        ledgers = keep_ledgers(decoders, batches, max_new_tokens, temperature, seed, bar.update)
+        ledgers = measure_ledgers(decoders, batches, max_new_tokens, temperature, seed, bar.update)
     profile = Profile(
         ledgers,
         passes_alone(decoder, batch),

@@ -17,12 +17,12 @@ from drafthead.infer.measuring.comparison import (
     GENERATE,
     PLAIN,
     ComparisonRow,
-    Divergence,
     divergences,
     race,
     rows_of,
 )
 from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers
+from drafthead.infer.measuring.divergence import Divergence
 
 LOOKUP, DRAFT_MODEL = "prompt lookup", "draft model"  # modes of what is no head
 

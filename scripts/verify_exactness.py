@@ -17,11 +17,11 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.comparison import Divergence
+from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.exactness import (
-    LENGTH,
     Evidence,
     LaterTokens,
+    SampledPair,
     Start,
     greedy_differences,
     is_near_tie,
@@ -31,6 +31,7 @@ from drafthead.infer.measuring.exactness import (
 )
 from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, freedom, surely_found
 from drafthead.infer.measuring.rule_law import fit_of_rule
+from drafthead.infer.measuring.target_law import LENGTH
 from drafthead.infer.request.prompts import encode_one
 from drafthead.infer.verifiers import Verifier, verifier_for
 from drafthead.scripts import options
@@ -134,6 +135,7 @@ class Pair:
         self.decoder, self.rule, self.sampling, self.seed = decoder, rule, sampling, seed
         # The model as it is loaded, never compiled.
         self.reference = Target(decoder.target.model, decoder.tokenizer)
+        self.sampled = SampledPair(decoder, self.reference, sampling, rule.name)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -179,19 +181,15 @@ class Pair:
         with tqdm(total=len(prompts) * samples, desc="first tokens", unit="answer") as bar:
             return [
                 sampled_start(
-                    self.decoder, self.reference, prompt, self.sampling, self.rule.name, samples,
-                    self.seed + number * samples, bar.update,
+                    self.sampled, prompt, samples, self.seed + number * samples, bar.update
                 )
                 for number, prompt in enumerate(prompts)
-            ]  # fmt: skip
+            ]
 
     def test_later(self, prompts: list[list[int]], answers: int, length: int) -> LaterTokens:
         """All tokens of longer answers."""
         with tqdm(total=len(prompts) * answers, desc="later tokens", unit="answer") as bar:
-            return later_tokens(
-                self.decoder, self.reference, prompts, self.sampling, self.rule.name, answers,
-                length, self.seed, bar.update,
-            )  # fmt: skip
+            return later_tokens(self.sampled, prompts, answers, length, self.seed, bar.update)
 
     def test_greedy(self, prompts: list[list[int]], length: int) -> list[Divergence]:
         """Greedy answers."""

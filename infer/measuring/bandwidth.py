@@ -1,8 +1,7 @@
-"""How far memory limits decoding: the bytes that a pass must read, and how fast this machine moves
-bytes.
+"""The speed limit that memory sets: the bytes that a pass must read, and this machine's bandwidth.
 
 A pass over few tokens does little arithmetic with each weight, so it cannot be faster than its
-weights can be fetched: seconds >= `weight_bytes` / `copy_bandwidth`.
+weights can be read: seconds >= `weight_bytes` / `copy_bandwidth`.
 """
 
 from dataclasses import dataclass
@@ -16,25 +15,26 @@ from torch import nn
 from drafthead.heads.target.target import Target, find_decoder
 from drafthead.infer.measuring.clock import seconds_of
 
-# A buffer that no cache holds: at least so many bytes, and so many times the last-level cache.
+# The copied buffer must not fit into a cache: it has at least SMALLEST_BUFFER bytes, and CACHES
+# times the last-level cache, but at most 1 / MOST_OF_MEMORY of the free memory.
 SMALLEST_BUFFER = 256 * 2**20
 CACHES = 4
-MOST_OF_MEMORY = 8  # but no more than one part in so many of what is free
-COPIES = 7
-# What configurations of mixture-of-experts models call their number of experts.
+MOST_OF_MEMORY = 8
+COPIES = 7  # that are timed
+# How configurations of mixture-of-experts models name their number of experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second of copying a buffer that is much larger than the last-level cache.
 
-    The median of several copies, with as many threads as torch uses. Counted as STREAM's copy
-    counts (McCalpin, 1995): bytes read plus bytes written, so a buffer of n bytes counts 2 n. On a
-    GPU it is a copy within device memory.
+    The median of several copies, with as many threads as torch uses. Counted as in STREAM's copy
+    (McCalpin, 1995): bytes read plus bytes written, so a buffer of n bytes counts 2 n. On a GPU it
+    is a copy within device memory.
     """
     source = torch.ones(buffer_bytes(device), dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
-    destination.copy_(source)  # the first touch of its pages is not counted
+    destination.copy_(source)  # untimed: the first write also has to map the memory's pages
     taken = [seconds_of(lambda: destination.copy_(source), device) for _ in range(COPIES)]
     return 2 * source.numel() / median(taken)
 
@@ -53,7 +53,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def last_level_cache(device: torch.device) -> int:
-    """Bytes of the largest cache; 0 where the system does not say."""
+    """Bytes of the largest cache; 0 where the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
@@ -64,11 +64,11 @@ def last_level_cache(device: torch.device) -> int:
 def weight_bytes(target: Target, tokens: int) -> int:
     """Bytes of weights that a pass over `tokens` tokens reads, each weight once.
 
-    Counts the parameters and buffers of the decoder and the output head as they are stored. Of a
-    table that is only looked up (embeddings that the output head does not share, positions) it
-    counts one row a token. All experts of a mixture are counted, though a pass reads only those
-    that its tokens are sent to: there it is an upper limit (`has_experts`). The key-value cache is
-    not counted.
+    Counts the parameters and buffers of the decoder and the output head as they are stored. A table
+    that is only looked up (positions, embeddings that the output head does not share) counts with
+    one row per token. All experts of a mixture count, though a pass reads only those to which its
+    tokens are sent: there the result is an upper limit (`has_experts`). The key-value cache does
+    not count.
     """
     decoder: nn.Module = find_decoder(target.model)
     head = {id(weight) for weight in target.output_head.parameters()}
@@ -96,26 +96,26 @@ def has_experts(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class BandwidthBound:
-    """How near plain decoding comes to what memory allows."""
+    """How close plain decoding comes to the speed limit that memory sets."""
 
-    weight_bytes: int  # that a plain step reads
+    weight_bytes: int  # read by a plain step
     copy_bytes_per_second: float
     plain_step_seconds: float
-    all_experts_counted: bool  # of a mixture of experts: then `weight_bytes` is an upper limit
+    all_experts_counted: bool  # for a mixture of experts: `weight_bytes` is an upper limit
 
     @property
     def seconds(self) -> float:
-        """The time in which memory moves the weights once: no step should be shorter."""
+        """The time in which the weights can be read once: no step should be shorter."""
         return self.weight_bytes / self.copy_bytes_per_second
 
     @property
     def reached(self) -> float:
-        """The bound over the time that a plain step takes; 1 would be as fast as memory."""
+        """The bound over the time of a plain step; 1 would be as fast as memory allows."""
         return self.seconds / self.plain_step_seconds
 
 
 def bandwidth_bound(target: Target, batch: int, plain_step_seconds: float) -> BandwidthBound:
-    """Measure this machine's bandwidth and set a plain step of `batch` rows against it."""
+    """Measure this machine's bandwidth and compare a plain step of `batch` rows with it."""
     return BandwidthBound(
         weight_bytes(target, batch),
         copy_bandwidth(target.device),

@@ -16,6 +16,6 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has always finished."""
+    """Wait for a GPU; a CPU has finished when the call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,15 +1,14 @@
-"""A fair race: every way of decoding on the same prompts, interleaved, counted alike.
+"""A fair race: every way of decoding on the same prompts, in turns, counted in the same way.
 
-Machines drift, so contestants take turns prompt by prompt and a speedup is the median over rounds
-of a ratio within the round. Only tokens that were returned count, and the prompt pass is apart.
+The speed of a machine drifts, so contestants take turns prompt by prompt, and a speedup is the
+median over rounds of a ratio within the round. Only returned tokens count. The prompt pass is
+reported separately.
 """
 
-import math
 import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from statistics import median
 
 import psutil
@@ -17,10 +16,10 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share, summed
 from drafthead.infer.measuring.contestants import Answer, Contestant
+from drafthead.infer.measuring.divergence import Divergence, divergence
 from drafthead.infer.measuring.speedup_model import ChainPrediction, predict_chain, speedup_bound
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
@@ -42,19 +41,23 @@ class Record:
         ]
 
     def stats(self) -> DecodeStats | None:
-        """The engine's accounts of all rounds, added up; None for a foreign contestant."""
-        accounts = [a.stats for answers in self.answers for a in answers if a.stats is not None]
-        return summed(accounts) if accounts else None
+        """The engine's statistics of all rounds, added up; None for another engine."""
+        stats = [a.stats for answers in self.answers for a in answers if a.stats is not None]
+        return summed(stats) if stats else None
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One line of the table. Speedups are medians over rounds; `*_range` their extremes."""
+    """One line of the table. Speedups are medians over rounds, `*_range` their extremes.
+
+    `speedup` is over our plain decoding, `speedup_hf` over transformers' `model.generate`. Fields
+    that only our engine measures are None or empty for another engine.
+    """
 
     mode: str
     drafter: str
     verifier: str
-    tree_nodes: float | None  # on average; None for a foreign engine
+    tree_nodes: float | None  # on average
     temperature: float
     tokens: int
     seconds: float
@@ -70,32 +73,11 @@ class ComparisonRow:
     speedup_hf: float
     speedup_hf_range: tuple[float, float]
     speedup_bound: float | None
-    efficiency: float | None
+    efficiency: float | None  # speedup / tau
     chain_prediction: ChainPrediction | None
     repeated_8gram_share: float
     answers_ended: float
     peak_memory_bytes: int
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where a lossless greedy answer first differs from plain decoding's.
-
-    `top2_gap` is the difference of the target's two largest logits there: near zero means a tie
-    that rounding decided, anything else is an error. `token_gap` is by how much the logit of the
-    token said lies below the largest, as if it were the least probable one when an answer ends
-    where the other goes on; `rounding_step` is the distance of neighbouring numbers of the
-    target's dtype at that size.
-    """
-
-    mode: str
-    prompt: int
-    position: int
-    plain_token: int
-    token: int
-    top2_gap: float
-    token_gap: float
-    rounding_step: float
 
 
 def race(
@@ -106,10 +88,10 @@ def race(
     seed: int,
     on_answer: Callable[[], None],
 ) -> list[Record]:
-    """Decode every prompt with every contestant, `rounds` times, in rotating order.
+    """Decode every prompt with every contestant, `rounds` times, in random order.
 
-    A warm-up on the first prompt comes before and is not recorded. `on_answer` is called after
-    each answer. Raises UserError when a contestant's answers are too short to be timed.
+    A warm-up on the first prompt comes first and is not recorded. `on_answer` is called after each
+    answer. Raises UserError when a contestant's answers are too short to be timed.
     """
     records = [Record(contestant) for contestant in contestants]
     for contestant in contestants:
@@ -120,27 +102,35 @@ def race(
             record.answers.append([])
         for index, prompt in enumerate(prompts):
             for record in order.sample(records, len(records)):
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
-                # At a temperature each round draws other answers, alike for all contestants.
+                # Sampled answers change from round to round, but not from contestant to contestant.
                 row_seed = seed + number * len(prompts) + index
-                answer = undisturbed(record.contestant, prompt, max_new_tokens, row_seed)
-                record.answers[-1].append(answer)
-                record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
+                _take_turn(record, prompt, max_new_tokens, row_seed)
                 on_answer()
-        for record in records:
-            if not any(answer.decoded_tokens for answer in record.answers[-1]):
-                raise UserError(
-                    f"no answer of {record.contestant.mode} goes beyond its first tokens, so there "
-                    "is no decoding to time: allow more new tokens, or use other prompts"
-                )
+        _refuse_short_answers(records)
     return records
+
+
+def _take_turn(record: Record, prompt: list[int], max_new_tokens: int, seed: int) -> None:
+    """Decode one prompt and record the answer in the current round."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    record.answers[-1].append(undisturbed(record.contestant, prompt, max_new_tokens, seed))
+    record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
+
+
+def _refuse_short_answers(records: Sequence[Record]) -> None:
+    for record in records:
+        if not any(answer.decoded_tokens for answer in record.answers[-1]):
+            raise UserError(
+                f"no answer of {record.contestant.mode} goes beyond its first tokens, so there is "
+                "no decoding to time: allow more new tokens, or use other prompts"
+            )
 
 
 def undisturbed(
     contestant: Contestant, prompt: list[int], max_new_tokens: int, seed: int
 ) -> Answer:
-    """The answer to a prompt, and once more if a graph had to be compiled for it."""
+    """The answer to a prompt, decoded again as long as a graph had to be compiled for it."""
     while True:
         before = Compiled.made
         answer = contestant.decode(prompt, max_new_tokens, seed)
@@ -158,11 +148,10 @@ def memory_in_use() -> int:
 def rows_of(
     records: Sequence[Record], temperature: float, end_ids: frozenset[int]
 ) -> list[ComparisonRow]:
-    """The table of a race that both baselines took part in."""
+    """The table of a race in which both baselines took part."""
     by_mode = {record.contestant.mode: record for record in records}
-    return [
-        _row(record, by_mode[PLAIN], by_mode[GENERATE], temperature, end_ids) for record in records
-    ]
+    plain, generate = by_mode[PLAIN], by_mode[GENERATE]
+    return [_row(record, plain, generate, temperature, end_ids) for record in records]
 
 
 def _row(
@@ -171,9 +160,8 @@ def _row(
     answers = [answer for answers in record.answers for answer in answers]
     speedups = _ratios(record, plain)
     speedups_hf = _ratios(record, generate)
-    stats, plain_stats = record.stats(), plain.stats()
-    drafts = stats is not None and record is not plain
-    speedup = median(speedups)
+    stats, drafted = record.stats(), record.stats() if record is not plain else None
+    t_1 = _plain_step_seconds(plain)
     contestant = record.contestant
     return ComparisonRow(
         mode=contestant.mode,
@@ -188,15 +176,15 @@ def _row(
         tau=stats.tau if stats else None,
         acceptance_by_depth=stats.acceptance_by_depth() if stats else [],
         accept_length_counts=_counts(stats) if stats else {},
-        draft_cost=_draft_cost(stats, plain_stats) if drafts else None,
+        draft_cost=_draft_cost(drafted, t_1) if drafted else None,
         phase_seconds=stats.seconds if stats else {},
-        speedup=speedup,
+        speedup=median(speedups),
         speedup_range=(min(speedups), max(speedups)),
         speedup_hf=median(speedups_hf),
         speedup_hf_range=(min(speedups_hf), max(speedups_hf)),
-        speedup_bound=_bound(stats, plain_stats) if drafts else None,
-        efficiency=speedup / stats.tau if drafts and stats else None,
-        chain_prediction=_prediction(record, stats, plain_stats) if drafts else None,
+        speedup_bound=_bound(drafted, t_1) if drafted else None,
+        efficiency=median(speedups) / drafted.tau if drafted else None,
+        chain_prediction=_prediction(contestant, drafted, t_1) if drafted else None,
         repeated_8gram_share=repeated_ngram_share([answer.sequence for answer in answers]),
         answers_ended=sum(bool(end_ids & {*a.sequence[-1:]}) for a in answers) / len(answers),
         peak_memory_bytes=record.peak_memory_bytes,
@@ -213,37 +201,36 @@ def _counts(stats: DecodeStats) -> dict[int, int]:
     return {length: lengths.count(length) for length in sorted(set(lengths))}
 
 
-def _plain_step(plain: DecodeStats) -> float:
-    """t_1: seconds of plain decoding a token."""
-    return plain.decode_seconds / max(1, plain.steps)
+def _plain_step_seconds(plain: Record) -> float:
+    """t_1: seconds of a plain step."""
+    stats = plain.stats()
+    assert stats is not None
+    return stats.decode_seconds / max(1, stats.steps)
 
 
-def _draft_cost(stats: DecodeStats | None, plain: DecodeStats | None) -> float:
-    assert stats is not None and plain is not None
-    return stats.seconds["draft"] / max(1, stats.steps) / _plain_step(plain)
+def _draft_cost(stats: DecodeStats, t_1: float) -> float:
+    """Seconds of drafting a step, in plain steps."""
+    return stats.seconds["draft"] / max(1, stats.steps) / t_1
 
 
-def _bound(stats: DecodeStats | None, plain: DecodeStats | None) -> float:
-    assert stats is not None and plain is not None
+def _bound(stats: DecodeStats, t_1: float) -> float:
     steps = max(1, stats.steps)
     return speedup_bound(
         tau=stats.tau,
         verify_seconds=stats.seconds["verify"] / steps,
         draft_seconds=stats.seconds["draft"] / steps,
         host_seconds=(stats.seconds["accept"] + stats.seconds["commit"]) / steps,
-        t_1=_plain_step(plain),
+        t_1=t_1,
     )
 
 
-def _prediction(
-    record: Record, stats: DecodeStats | None, plain: DecodeStats | None
-) -> ChainPrediction | None:
-    assert stats is not None
+def _prediction(contestant: Contestant, stats: DecodeStats, t_1: float) -> ChainPrediction | None:
     length = round(stats.nodes_per_step) - 1
-    if not record.contestant.is_chain or length < 1 or length + 1 != stats.nodes_per_step:
-        return None  # the formula is for chains of one length; the planner may have drafted none
+    # The formula is for chains of one length; the planner may have drafted none.
+    if not contestant.is_chain or length < 1 or length + 1 != stats.nodes_per_step:
+        return None
     lengths = [n for row in stats.accept_lengths for n in row]
-    return predict_chain(lengths, length, _draft_cost(stats, plain) / length)
+    return predict_chain(lengths, length, _draft_cost(stats, t_1) / length)
 
 
 def divergences(
@@ -251,59 +238,14 @@ def divergences(
 ) -> list[Divergence]:
     """Where our greedy answers of the first round differ from plain decoding's."""
     plain = next(record for record in records if record.contestant.mode == PLAIN)
-    found = []
+    differences = []
     for record in records:
         if record is plain:
             continue
-        both = zip(plain.answers[0], record.answers[0], strict=True)
-        for index, (expected, answer) in enumerate(both):
+        pairs = zip(plain.answers[0], record.answers[0], strict=True)
+        for index, (expected, answer) in enumerate(pairs):
             if expected.sequence != answer.sequence:
-                found.append(
-                    divergence(
-                        record.contestant.mode,
-                        index,
-                        prompts[index],
-                        expected.sequence,
-                        answer.sequence,
-                        target,
-                    )
-                )
-    return found
-
-
-def divergence(
-    mode: str,
-    index: int,
-    prompt: list[int],
-    plain: list[int],
-    other: list[int],
-    target: Target,
-) -> Divergence:
-    """Where the answer `other` to prompt number `index` first differs from the answer `plain`."""
-    pairs = enumerate(zip([*plain, -1], [*other, -1], strict=False))
-    position, (plain_token, token) = next(islice(((i, p) for i, p in pairs if p[0] != p[1]), 1))
-    ids = torch.tensor([prompt + plain[:position]], device=target.device)
-    positions = torch.arange(ids.shape[1], device=target.device)[None]
-    spec = FeatureSpec(layers=(), last=False)
-    logits = target.run(ids, positions, None, spec, logits_to_keep=1).logits[0, -1].float()
-    top = logits.topk(2).values
-    best = float(top[0])
-    return Divergence(
-        mode=mode,
-        prompt=index,
-        position=position,
-        plain_token=plain_token,
-        token=token,
-        top2_gap=best - float(top[1]),
-        token_gap=best - float(logits[token] if token >= 0 else logits.min()),
-        rounding_step=rounding_step(best, target.dtype),
-    )
-
-
-def rounding_step(number: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of a dtype at the size of `number`.
-
-    bfloat16 keeps 8 binary digits, so between 16 and 32 its numbers are 16 / 128 = 0.125 apart.
-    """
-    info = torch.finfo(dtype)
-    return info.eps * 2.0 ** math.floor(math.log2(max(abs(number), info.tiny)))
+                sequences = expected.sequence, answer.sequence
+                mode = record.contestant.mode
+                differences.append(divergence(mode, index, prompts[index], *sequences, target))
+    return differences

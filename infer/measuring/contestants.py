@@ -1,4 +1,4 @@
-"""Ways of decoding that a comparison lines up: ours, and transformers' own as baselines."""
+"""Ways of decoding that a comparison races: ours, and transformers' own as baselines."""
 
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ class Answer:
     decoded_tokens: int
     decode_seconds: float
     prefill_seconds: float
-    stats: DecodeStats | None = None  # our own engine's account
+    stats: DecodeStats | None = None  # of our engine
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Ours(Contestant):
 
 
 class FirstTokenClock(BaseStreamer):
-    """Notes when transformers gives its first tokens, and how many there were."""
+    """Records when transformers returns its first tokens, and how many there are."""
 
     def __init__(self) -> None:
         self.prompt_seen = False
@@ -75,7 +75,7 @@ class FirstTokenClock(BaseStreamer):
         self.first_tokens = 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Called with the prompt, then with each batch of new tokens."""
+        """Called with the prompt [1, T], then with each batch of new tokens [n]."""
         if not self.prompt_seen:
             self.prompt_seen = True
         elif self.first_at is None:

@@ -1,4 +1,4 @@
-"""Do counts follow a law? Pearson's chi-square test, and what it would not have missed."""
+"""Do counts follow a law? Pearson's chi-square test, and the deviation that it surely notices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ FEWEST_EXPECTED = 5.0
 
 @dataclass(frozen=True)
 class Fit:
-    """Counts of one experiment beside the probabilities that they should follow.
+    """Counts of one experiment, compared with the probabilities that they should follow.
 
-    `total_variation` is half the sum of |share - probability| over the cells; counts that do follow
-    the law have `expected_total_variation` of it on average, by chance alone. `largest_deviation`
-    is that of the cell which is furthest off in units of its `standard_error`.
+    `total_variation` is half the sum of |share - probability| over the cells; for counts that do
+    follow the law its mean is `expected_total_variation`, by chance alone. `largest_deviation` is
+    |share - probability| of the cell that is furthest off in units of its `standard_error`.
     """
 
     samples: int
@@ -30,11 +30,11 @@ class Fit:
 
 
 def fit(counts: torch.Tensor, probs: torch.Tensor, impossible: int | None = None) -> Fit:
-    """Compare counts [C] with probabilities [C]; rare cells are pooled before.
+    """Compare counts [C] with probabilities [C], rare cells pooled.
 
     Cells of which fewer than `FEWEST_EXPECTED` counts are expected become one, and that one joins
-    the rarest of the others if it is still too small. Samples of probability 0 are reported apart,
-    as a single one refutes the law: `impossible`, by default the counts in cells of probability 0.
+    the rarest of the others if it is still too small. A single sample of probability 0 refutes the
+    law, so these are reported separately: `impossible`, by default the counts in such cells.
     """
     counts, probs = counts.double(), probs.double()
     samples = counts.sum()
@@ -42,16 +42,17 @@ def fit(counts: torch.Tensor, probs: torch.Tensor, impossible: int | None = None
         impossible = int(counts[probs <= 0].sum())
     counts, probs = pooled(counts, probs / probs.sum(), float(samples))
     shares, errors = counts / samples, (probs * (1 - probs) / samples).sqrt()
-    off = (shares - probs).abs()
-    furthest = int((off / errors.clamp_min(torch.finfo(errors.dtype).tiny)).argmax())
+    deviations = (shares - probs).abs()
+    furthest = int((deviations / errors.clamp_min(torch.finfo(errors.dtype).tiny)).argmax())
     return Fit(
         samples=int(samples),
         impossible=impossible,
         cells=len(probs),
-        statistic=float((samples * off**2 / probs).sum()),
-        total_variation=float(off.sum() / 2),
+        statistic=float((samples * deviations**2 / probs).sum()),
+        total_variation=float(deviations.sum() / 2),
+        # The mean of |x| is sqrt(2 / pi) standard deviations if x is normal around 0.
         expected_total_variation=float(errors.sum() / 2 * math.sqrt(2 / math.pi)),
-        largest_deviation=float(off[furthest]),
+        largest_deviation=float(deviations[furthest]),
         standard_error=float(errors[furthest]),
     )
 
@@ -59,7 +60,7 @@ def fit(counts: torch.Tensor, probs: torch.Tensor, impossible: int | None = None
 def pooled(
     counts: torch.Tensor, probs: torch.Tensor, samples: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts [C] and probabilities [C] with the rare cells in one, the last.
+    """Counts [C] and probabilities [C] with the rare cells pooled into one, the last.
 
     With 100 samples, probabilities (.50, .03, .46, .01) become (.50, .46 + .04): the rare cells
     together would have 4 expected counts, so they join the rarest of the others.
@@ -79,8 +80,8 @@ def pooled(
 def chance_of_worse(fits: Sequence[Fit]) -> float:
     """The p-value of independent experiments together.
 
-    Their statistics add up to a chi-square with the sum of their degrees of freedom if all laws
-    hold. Samples of probability 0 have no chance at all.
+    If all laws hold, the sum of their statistics is a chi-square with the sum of their degrees of
+    freedom. Samples of probability 0 make it 0.
     """
     if any(each.impossible for each in fits):
         return 0.0
@@ -88,12 +89,12 @@ def chance_of_worse(fits: Sequence[Fit]) -> float:
 
 
 def freedom(fits: Sequence[Fit]) -> int:
-    """Degrees of freedom of experiments together."""
+    """Degrees of freedom of independent experiments together."""
     return sum(each.cells - 1 for each in fits)
 
 
 def chi_square_above(statistic: float, degrees: float) -> float:
-    """The chance that a chi-square with so many degrees of freedom exceeds `statistic`."""
+    """The chance that a chi-square with `degrees` degrees of freedom exceeds `statistic`."""
     if degrees == 0:
         return 1.0
     half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
@@ -101,12 +102,12 @@ def chi_square_above(statistic: float, degrees: float) -> float:
 
 
 def surely_found(fits: Sequence[Fit], false_alarm: float, power: float) -> float:
-    """The total variation that would have been noticed with chance `power`, whatever its form.
+    """The total variation that is noticed with chance `power`, however it is spread over the cells.
 
     A law at total variation d (on the cells; the mean over all samples) moves the statistic to a
     non-central chi-square whose non-centrality n sum((p' - p)^2 / p) is at least 4 n d^2, by Cauchy
-    and Schwarz. So d = sqrt(non-centrality / 4 n) for the least non-centrality
-    that exceeds the critical value with that chance. Infinite where there is only one cell.
+    and Schwarz. So d = sqrt(non-centrality / 4 n) for the least non-centrality that exceeds the
+    critical value with that chance. Infinite where there is only one cell.
     """
     degrees = freedom(fits)
     if degrees == 0:

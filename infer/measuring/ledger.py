@@ -1,4 +1,4 @@
-"""Where the wall clock of an average step goes."""
+"""How the wall-clock time of an average step divides into phases."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,15 +8,15 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeStats, summed
 
 STEP_PHASES = ("draft", "verify", "accept", "commit")
-# What a step spends outside its phases: the planner, the loop itself, handing tokens out.
+# Time of a step outside its phases: the planner, the loop itself, the caller that takes the tokens.
 HOST = "host"
 
 
 @dataclass(frozen=True)
 class StepLedger:
-    """The parts of an average step, and what it brings.
+    """The phases of an average step, and its yield.
 
-    On a GPU kernels run on after their phase has been left: their time then stands in the phase
+    On a GPU kernels go on running after their phase has ended: their time then counts in the phase
     that waits for them, which is `accept`. The step as a whole is right on every device. A compiled
     step under `greedy` or `match` accepts within the graph of its pass, and small drafts are made
     there too: it is all `verify`.
@@ -25,21 +25,21 @@ class StepLedger:
     seconds: dict[str, float]  # of a step, by phase; they add up to `step_seconds`
     step_seconds: float
     steps: int
-    nodes: float  # that the target scored in one row and step, on average
+    nodes: float  # scored by the target per row and step, on average
     tau: float
     tokens_per_second: float
 
     def share(self, phase: str) -> float:
-        """Part of the step that a phase takes."""
+        """The phase's part of the step's time."""
         return self.seconds[phase] / self.step_seconds
 
     def as_fields(self) -> dict[str, object]:
-        """The ledger with its shares, as JSON wants it."""
+        """The ledger with its shares, for JSON."""
         return {**asdict(self), "shares": {phase: self.share(phase) for phase in self.seconds}}
 
 
 def ledger_of(stats: DecodeStats) -> StepLedger:
-    """The ledger of an account; raises UserError for one without steps."""
+    """The ledger of an engine's statistics; raises UserError if they count no step."""
     if not stats.steps:
         raise UserError(
             "no answer goes beyond its first token, so there is no step to account for: allow more "
@@ -53,7 +53,7 @@ def ledger_of(stats: DecodeStats) -> StepLedger:
     )
 
 
-def keep_ledgers(
+def measure_ledgers(
     decoders: Mapping[str, Decoder],
     batches: Sequence[Sequence[Sequence[int]]],
     max_new_tokens: int,
@@ -63,11 +63,12 @@ def keep_ledgers(
 ) -> dict[str, StepLedger]:
     """Decode batches of prompts with several decoders, which take turns; one ledger each.
 
-    `on_batch` is called after each. Compiling, if any is left to do, would count as decoding: warm
-    the decoders up before.
+    `on_batch` is called after each batch. Warm the decoders up first: whatever still has to be
+    compiled would count as decoding.
     """
-    accounts: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
+    stats: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
     for number, prompts in enumerate(batches):
+        # The order alternates, so that no decoder always follows the same one.
         order = list(decoders) if number % 2 == 0 else list(decoders)[::-1]
         for name in order:
             result = decoders[name].generate(
@@ -76,6 +77,6 @@ def keep_ledgers(
                 temperature=temperature,
                 seed=seed + number * len(prompts),
             )
-            accounts[name].append(result.stats)
+            stats[name].append(result.stats)
             on_batch()
-    return {name: ledger_of(summed(stats)) for name, stats in accounts.items()}
+    return {name: ledger_of(summed(parts)) for name, parts in stats.items()}

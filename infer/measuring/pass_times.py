@@ -1,4 +1,4 @@
-"""Passes alone: what the target and the drafter take outside the engine, and what the engine adds.
+"""Passes alone: the time of target and drafter outside the engine, and the time that it adds.
 
 Everything is timed in turns, so that a machine that slows down slows all of it down.
 """
@@ -26,7 +26,7 @@ from drafthead.infer.measuring.clock import seconds_of
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS
 
-COMMITTED = 256  # cache columns that stand before a pass
+COMMITTED = 256  # cache columns before a pass
 PASS_SIZES = (1, 2, 4, 8, 16, 32, 64)
 ROUNDS = 9
 STEPS = 40
@@ -38,7 +38,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Median seconds of passes alone, behind `columns` committed positions in each of `batch` rows.
+    """Median seconds of passes alone, after `columns` committed positions in each of `batch` rows.
 
     `verify[n]` is a pass of the target over n new nodes a row, `draft[budget]` one proposal.
     """
@@ -58,11 +58,10 @@ def time_passes(
     rounds: int = ROUNDS,
     on_round: Callable[[], object] = lambda: None,
 ) -> PassTimes:
-    """Time the target at `sizes` and the drafter at its budgets; `on_round` is called
-    `WARM_UP + rounds` times.
+    """Time the target at `sizes` and the drafter at its budgets.
 
-    The text is random tokens, `COMMITTED` of them or as many as the context holds. A proposal is
-    made behind one newly committed token; taking that in is not part of it.
+    `on_round` is called `WARM_UP + rounds` times. The text is `COMMITTED` random tokens, or as many
+    as the context holds. A proposal follows one newly committed token, whose commit is not timed.
     """
     columns = min(COMMITTED, target.max_length or COMMITTED)
     features = drafter.features if drafter else FeatureSpec(layers=(), last=False)
@@ -88,7 +87,7 @@ def time_proposals(drafter: Drafter, stepper: Stepper, prompt: Committed) -> dic
     """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
     session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     session.commit(prompt)
-    session.propose(drafter.budgets[0], GREEDY, None)  # reads what of the prompt was left to read
+    session.propose(drafter.budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
     one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
     taken = {}
     for budget in drafter.budgets:
@@ -99,7 +98,7 @@ def time_proposals(drafter: Drafter, stepper: Stepper, prompt: Committed) -> dic
 
 
 def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
-    """A greedy request whose answers end at nothing but their limit."""
+    """A greedy request whose answers end only at their limit."""
     rows = len(prompts)
     return Request(prompts, [limit] * rows, GREEDY, [0] * rows, frozenset())
 
@@ -115,7 +114,7 @@ def greedy_stepper(
 def pass_alone(stepper: Stepper, nodes: int) -> Callable[[], TargetOutput]:
     """A pass over a chain of `nodes` tokens after the committed text, ready to be called.
 
-    Mask and positions are made here, outside the pass, and nothing of the pass is kept.
+    Mask and positions are made here, outside the pass, and the pass commits nothing.
     """
     target, cache, features = stepper.target, stepper.cache, stepper.features
     assert cache.lengths is not None
@@ -138,17 +137,17 @@ class StepOverhead:
 
     nodes: float  # of a row's tree, on average
     step_seconds: float
-    verify_seconds: float  # a pass of the target over as many nodes, alone
-    draft_seconds: float  # a proposal, alone
+    verify_seconds: float  # of the target's pass over the same nodes, alone
+    draft_seconds: float  # of a proposal, alone
 
     @property
     def seconds(self) -> float:
-        """What a step takes beyond its passes."""
+        """Time of a step beyond its passes."""
         return self.step_seconds - self.verify_seconds - self.draft_seconds
 
     @property
     def share(self) -> float:
-        """Part of the step that is neither pass."""
+        """The part of the step's time that is neither pass."""
         return self.seconds / self.step_seconds
 
 
@@ -163,20 +162,20 @@ def step_overhead(
 ) -> StepOverhead:
     """Decode a batch greedily, timing before each step its proposal and its pass alone.
 
-    All three are behind the same committed text, and the proposal alone is the very one that the
-    engine makes next: a second session is told all that the engine's own is told. `on_step` is
-    called `WARM_UP + steps` times.
+    All three follow the same committed text, and the proposal alone is the very one that the engine
+    makes next: a second session receives the commits of the engine's own. `on_step` is called
+    `WARM_UP + steps` times.
     """
-    overheard = Overheard(drafter)
+    recorder = CommitRecorder(drafter)
     limit = (WARM_UP + steps) * (budget.depth + 1) + 2
     stepper = greedy_stepper(target, endless(prompts, limit), drafter.features, budget.nodes)
-    engine = decode(stepper, overheard, FixedPlan(budget))
+    engine = decode(stepper, recorder, FixedPlan(budget))
     next(engine)  # the prompt
     twin = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     taken: dict[str, list[float]] = {"draft": [], "verify": [], "step": []}
     trees: list[TokenTree] = []
     for _ in range(WARM_UP + steps):
-        twin.commit(overheard.commits.pop())
+        twin.commit(recorder.commits.pop())
         taken["draft"].append(
             seconds_of(lambda: trees.append(twin.propose(budget, GREEDY, None)), target.device)
         )
@@ -189,8 +188,8 @@ def step_overhead(
     return StepOverhead(nodes, middle["step"], middle["verify"], middle["draft"])
 
 
-class Overheard(Drafter):
-    """A drafter whose session keeps what it is told, for another session to follow along."""
+class CommitRecorder(Drafter):
+    """A drafter whose sessions record their commits, so that another session can receive them."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -199,11 +198,11 @@ class Overheard(Drafter):
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T] of lengths [B]."""
-        return OverheardSession(self.drafter.start(prompts, lengths), self.commits)
+        return RecordingSession(self.drafter.start(prompts, lengths), self.commits)
 
 
-class OverheardSession(DraftSession):
-    """A session that notes down each commit."""
+class RecordingSession(DraftSession):
+    """A session that records each commit."""
 
     def __init__(self, session: DraftSession, commits: list[Committed]):
         self.session, self.commits = session, commits
@@ -215,14 +214,14 @@ class OverheardSession(DraftSession):
         return self.session.propose(budget, sampling, random)
 
     def recipe(self, budget: Budget) -> TreeRecipe | None:
-        """The session's own."""
+        """The session's own recipe."""
         return self.session.recipe(budget)
 
     def commit(self, committed: Committed) -> None:
-        """Note and pass on."""
+        """Record and pass on."""
         self.commits.append(committed)
         self.session.commit(committed)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Pass on; rows of an endless request never leave."""
+        """Pass on rows [B] unrecorded: those of an endless request never leave."""
         self.session.keep_rows(rows)

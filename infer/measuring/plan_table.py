@@ -1,4 +1,4 @@
-"""The planner's choice with everything that it weighed, and the reason in one sentence."""
+"""The planner's choice with the numbers it is based on, and the reason in one sentence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class PlanRow:
     nodes: int
     depth: int
     step_seconds: float
-    tokens: float  # that a step is expected to commit in a row
+    tokens: float  # that a step is expected to commit per row
     tokens_per_second: float  # of a row
     speedup: float  # over plain decoding
     chosen: bool
@@ -62,5 +62,5 @@ def reason(rows: Sequence[PlanRow]) -> str:
 
 
 def ms(row: PlanRow) -> str:
-    """A step's milliseconds; a tiny model's keep more digits."""
+    """A step's milliseconds with three significant digits, as a tiny model's are below 1."""
     return f"{1000 * row.step_seconds:.3g}"

@@ -1,6 +1,6 @@
 """The law of an acceptance rule on small random tables, where the target's law is known exactly.
 
-The shipped rule is run on a great many trees at once, filled and tossed for as while decoding.
+The shipped rule runs on a great many trees at once, filled and judged as while decoding.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SHAPE = TreeShape.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 LENGTH = SHAPE.depth + 1  # tokens that a step commits at most
 ROWS = 1 << 14  # trees at a time
 
-Laws = list[torch.Tensor]  # for each length d the laws [V^d, V] behind the prefixes of d tokens
+Laws = list[torch.Tensor]  # for each length d the laws [V^d, V] after all prefixes of d tokens
 
 
 class OneStream(RowRandom):
@@ -33,24 +33,24 @@ class OneStream(RowRandom):
         return torch.rand(self.rows, *shape, generator=self.generator)
 
     def ahead(self, count: int) -> torch.Tensor:
-        """Numbers [B, count] for the next tokens; plain decoding is not there to share them."""
+        """Numbers [B, count] for the next tokens; no plain decoding has to share them here."""
         return self.uniform(count)
 
 
 def fit_of_rule(
     verifier: Verifier, seed: int, batches: int, on_batch: Callable[[], object] = lambda: None
 ) -> Fit:
-    """What `verifier` says in `batches` x ROWS steps, beside the law of a random target table.
+    """Texts of `batches` x ROWS steps under `verifier`, compared with a random target table's law.
 
-    A step's tokens are continued by the target to the most that a step commits, so all samples
-    have LENGTH tokens; their VOCAB^LENGTH probabilities are products of table entries.
+    The target continues a step's tokens to LENGTH, the most that a step commits, so all samples
+    are of one length; their VOCAB^LENGTH probabilities are products of table entries.
     """
     generator = torch.Generator().manual_seed(seed)
     target, draft = random_laws(generator), random_laws(generator)
     counts = torch.zeros(VOCAB**LENGTH, dtype=torch.long)
     for _ in range(batches):
         counts += torch.bincount(
-            said_texts(verifier, target, draft, OneStream(ROWS, generator)), minlength=len(counts)
+            sample_texts(verifier, target, draft, OneStream(ROWS, generator)), minlength=len(counts)
         )
         on_batch()
     law = torch.ones(1, dtype=torch.float64)
@@ -60,7 +60,7 @@ def fit_of_rule(
 
 
 def random_laws(generator: torch.Generator) -> Laws:
-    """A table model: uneven laws, each with one token that is never said."""
+    """A table model: uneven laws, each with one token of probability 0."""
     laws = []
     for length in range(LENGTH):
         scores = 1.5 * torch.randn(VOCAB**length, VOCAB, generator=generator)
@@ -69,34 +69,40 @@ def random_laws(generator: torch.Generator) -> Laws:
     return laws
 
 
-def said_texts(verifier: Verifier, target: Laws, draft: Laws, random: OneStream) -> torch.Tensor:
-    """Which of the VOCAB^LENGTH texts each row says, [B]: the digits of the number are the tokens.
+def sample_texts(verifier: Verifier, target: Laws, draft: Laws, random: OneStream) -> torch.Tensor:
+    """Which of the VOCAB^LENGTH texts each row generates, [B]: its tokens are the digits.
 
-    Children are drawn if the rule makes use of that, and otherwise the most probable ones.
+    With VOCAB 5 the text (1, 0, 2) is 1 * 25 + 0 * 5 + 2 = 27. Children are drawn if the rule makes
+    use of that, and are the most probable ones otherwise.
     """
-    tokens, codes = filled(draft, random if verifier.draws_children else None, random.rows)
+    tokens, codes = fill_trees(draft, random if verifier.draws_children else None, random.rows)
     depths = SHAPE.depths.tolist()
 
-    def behind_nodes(laws: Laws) -> torch.Tensor:  # [B, N, V]
+    def after_nodes(laws: Laws) -> torch.Tensor:  # [B, N, V]
         return torch.stack([laws[d][codes[:, node]] for node, d in enumerate(depths)], dim=1)
 
     tree = TokenTree.from_shape(SHAPE, tokens)
     if verifier.draws_children:
-        draft_probs = behind_nodes(draft)
+        draft_probs = after_nodes(draft)
         ids = torch.arange(VOCAB).expand_as(draft_probs)
         tree = TokenTree.from_shape(SHAPE, tokens, ids, draft_probs)
-    acceptance = verifier.rule(tree, behind_nodes(target), random)
-    said = following_tokens(tree, acceptance)  # [B, LENGTH]
+    acceptance = verifier.rule(tree, after_nodes(target), random)
+    committed = following_tokens(tree, acceptance)  # [B, LENGTH]
     text = torch.zeros_like(acceptance.bonus)
     for place in range(LENGTH):
         continued = sample(target[place][text], random.uniform())
-        token = torch.where(place < acceptance.length, said[:, place], continued)
+        token = torch.where(place < acceptance.length, committed[:, place], continued)
         text = text * VOCAB + token
     return text
 
 
-def filled(draft: Laws, random: OneStream | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, N] of SHAPE, and the prefix [B, N] that ends with each node as a number."""
+def fill_trees(
+    draft: Laws, random: OneStream | None, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B, N] of trees of SHAPE, and the text [B, N] from the root to each node as a number.
+
+    The children are the draft's most probable tokens where `random` is None, else drawn.
+    """
     tokens = torch.zeros(rows, SHAPE.num_nodes, dtype=torch.long)
     codes = torch.zeros_like(tokens)
     for node, depth in enumerate(SHAPE.depths.tolist()):

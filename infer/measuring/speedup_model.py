@@ -1,4 +1,4 @@
-"""What the speed of speculative decoding should be, from its parts: bounds and predictions."""
+"""Bounds and predictions of the speed of speculative decoding, from the times of its parts."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ MAX_CHAIN = 16
 def speedup_bound(
     tau: float, verify_seconds: float, draft_seconds: float, host_seconds: float, t_1: float
 ) -> float:
-    """tau / (t_verify / t_1 + draft / t_1 + host / t_1): seconds a step, t_1 of plain decoding.
+    """tau / (verify / t_1 + draft / t_1 + host / t_1): seconds per step, t_1 that of a plain step.
 
-    Measured and bound differ by what no phase accounts for.
+    The measured speedup is lower by the time outside these phases.
     """
     return tau * t_1 / (verify_seconds + draft_seconds + host_seconds)
 

@@ -1,8 +1,8 @@
-"""Steps of the engine, timed for each size of tree.
+"""Real steps of the engine, timed for each size of tree.
 
-What else a machine does makes the same step half as long again from one second to the next. So
-every size is timed between plain steps, as a multiple of these, and small and large trees correct
-each other: none takes longer than a larger one.
+Background load can make a step 1.5 times as long from one second to the next. So every size is
+timed between plain steps, as a multiple of these. Small and large trees correct each other: none
+takes longer than a larger one.
 """
 
 import random
@@ -24,90 +24,110 @@ from drafthead.infer.engine.planner import Planner
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import Verifier
 
-PROMPT_TOKENS = 64
-ROUNDS = 10  # of visits to every size, some time apart: what else runs comes in bursts
-CONTENDS = 0.8  # a size is visited again that promises so many times the best's tokens per second
-ENOUGH_SECONDS = 6  # of timed steps: no further round begins behind them
-TIMED_STEPS = 3  # of each visit, after UNTIMED_STEPS that are not counted
-UNTIMED_STEPS = 2
-STEPS_A_VISIT = UNTIMED_STEPS + TIMED_STEPS
 
+@dataclass(frozen=True)
+class TimingSettings:
+    """How long steps are timed, and which sizes for longest."""
+
+    # Random tokens before the first timed step. Short, as most prompts are: attention over a long
+    # text would be a larger part of the steps.
+    prompt_tokens: int = 64
+    # Largest number of visits to a size. They lie some time apart, as other load comes in bursts.
+    rounds: int = 10
+    # Seconds of timed steps after which no further round begins.
+    enough_seconds: float = 6
+    # Share of the best size's tokens per second that a size must promise to be visited again.
+    contender_share: float = 0.8
+    # Steps at the beginning of a visit that are not timed: the CPU caches hold another size's data.
+    untimed_steps: int = 2
+    # Steps of a visit that are timed.
+    timed_steps: int = 3
+
+    @property
+    def visit_steps(self) -> int:
+        """All steps of a visit."""
+        return self.untimed_steps + self.timed_steps
+
+
+TIMING_SETTINGS = TimingSettings()
 StepSeconds = dict[Budget | None, float]  # None: a step without a draft
 
 
 @dataclass
 class Visit:
-    """Several steps on end of one budget, or of none."""
+    """Several steps in a row of one budget, or of none."""
 
     budget: Budget | None
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def timed(self) -> list[float]:
-        """Seconds of the steps that count."""
-        return self.seconds[UNTIMED_STEPS:]
+    seconds: list[float] = field(default_factory=list)  # of the timed steps
 
 
 class Round(Planner):
     """A visit to every budget, and one to plain decoding before each.
 
-    Passes of one size leave their weights in the processor's cache for the next: single steps that
-    take turns would each look slower than when decoding goes on with one size.
+    Passes of one size leave their weights in the CPU cache for the next: single steps that take
+    turns would each look slower than when decoding goes on with one size.
     """
 
-    def __init__(self, budgets: Sequence[Budget]):
-        self.visits = [Visit(stop) for budget in budgets for stop in (None, budget)]
-        self.place = 0  # of the current visit
+    def __init__(self, budgets: Sequence[Budget], settings: TimingSettings):
+        self.settings = settings
+        self.visits = [Visit(choice) for budget in budgets for choice in (None, budget)]
+        self.steps_done = 0
 
     @property
     def steps(self) -> int:
         """Steps of the whole round."""
-        return STEPS_A_VISIT * len(self.visits)
+        return self.settings.visit_steps * len(self.visits)
 
     def choose(self) -> Budget | None:
         """The budget of the current visit."""
-        return self.visits[self.place].budget
+        return self.visits[self.steps_done // self.settings.visit_steps].budget
 
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
-        """One more step of the visit is done."""
-        visit = self.visits[self.place]
-        visit.seconds.append(seconds)
-        if len(visit.seconds) == STEPS_A_VISIT:
-            self.place += 1
+        """Record one more step of the visit."""
+        visit, step = divmod(self.steps_done, self.settings.visit_steps)
+        if step >= self.settings.untimed_steps:
+            self.visits[visit].seconds.append(seconds)
+        self.steps_done += 1
 
 
-def tour(tokens: Mapping[Budget, float], go: Callable[[Round], object]) -> list[Visit]:
-    """All visits of `ROUNDS` rounds, or of fewer once enough was timed; `go` makes a round's steps.
+def time_in_rounds(
+    tokens: Mapping[Budget, float],
+    run_round: Callable[[Round], object],
+    settings: TimingSettings,
+) -> list[Visit]:
+    """All visits of `settings.rounds` rounds, or of fewer once enough was timed.
 
-    Of each budget so many `tokens` a step are expected. All are visited once, and then those that
-    could still be the best: time is spent on what it decides.
+    `tokens[budget]` is the expected yield per step, and `run_round` makes a round's steps. Every
+    budget is timed once; later rounds time only those that could still win.
     """
-    order, left, visits = random.Random(0), list(tokens), list[Visit]()
-    for _ in range(ROUNDS):
-        this_round = Round(left)
-        go(this_round)
+    order, budgets, visits = random.Random(0), list(tokens), list[Visit]()
+    for _ in range(settings.rounds):
+        this_round = Round(budgets, settings)
+        run_round(this_round)
         visits += this_round.visits
-        if sum(sum(visit.timed) for visit in visits) >= ENOUGH_SECONDS:
+        if sum(sum(visit.seconds) for visit in visits) >= settings.enough_seconds:
             break
-        left = contenders(tokens, ratios_to_plain(visits))
-        order.shuffle(left)  # what comes at intervals does not hit the same ones
+        budgets = contenders(tokens, ratios_to_plain(visits), settings.contender_share)
+        order.shuffle(budgets)  # load that comes at intervals does not hit the same ones
     return visits
 
 
-def contenders(tokens: Mapping[Budget, float], ratios: Mapping[Budget, float]) -> list[Budget]:
-    """Budgets that promise nearly as many tokens per second as the best, or as plain decoding.
+def contenders(
+    tokens: Mapping[Budget, float], ratios: Mapping[Budget, float], share: float
+) -> list[Budget]:
+    """Budgets that promise `share` of the tokens per second of the best, or of plain decoding.
 
-    Of 1.4, 1.8 and 2 tokens in 1.2, 1.3 and 2 times a plain step the first two are left.
+    Of 1.4, 1.8 and 2 tokens in 1.2, 1.3 and 2 times a plain step the first two reach 0.8.
     """
     promised = {budget: tokens[budget] / ratios[budget] for budget in tokens}
     best = max(promised, key=promised.__getitem__)
-    enough = CONTENDS * max(1.0, promised[best])
+    enough = share * max(1.0, promised[best])
     return [budget for budget, promise in promised.items() if promise >= enough] or [best]
 
 
-def costs_of(visits: Sequence[Visit]) -> StepSeconds:
+def seconds_by_budget(visits: Sequence[Visit]) -> StepSeconds:
     """Seconds of a plain step, and of each budget's: its ratio to plain steps times these."""
-    plain = median(seconds for visit in visits if visit.budget is None for seconds in visit.timed)
+    plain = median(seconds for visit in visits if visit.budget is None for seconds in visit.seconds)
     ratios = monotone(ratios_to_plain(visits))
     return {None: plain} | {budget: ratio * plain for budget, ratio in ratios.items()}
 
@@ -115,19 +135,20 @@ def costs_of(visits: Sequence[Visit]) -> StepSeconds:
 def ratios_to_plain(visits: Sequence[Visit]) -> dict[Budget, float]:
     """How many plain steps a step of each budget takes: the median over its visits.
 
-    Each is compared with the plain visits right before and right behind it. Steps of 3 ms between
+    Each is compared with the plain visits right before and right after it. Steps of 3 ms between
     plain ones of 2 and 2, and of 4.5 ms in a slow moment between plain ones of 3 and 3, are 1.5.
     """
-    found: dict[Budget, list[float]] = {}
-    for place, visit in enumerate(visits):
+    ratios: dict[Budget, list[float]] = {}
+    for index, visit in enumerate(visits):
         if visit.budget is not None:
-            beside = [s for near in visits[place - 1 : place + 2 : 2] for s in near.timed]
-            found.setdefault(visit.budget, []).append(median(visit.timed) / median(beside))
-    return {budget: median(ratios) for budget, ratios in found.items()}
+            # The visits right before and right after, which are plain: a round alternates.
+            plain = [s for near in visits[index - 1 : index + 2 : 2] for s in near.seconds]
+            ratios.setdefault(visit.budget, []).append(median(visit.seconds) / median(plain))
+    return {budget: median(values) for budget, values in ratios.items()}
 
 
 def monotone(ratios: Mapping[Budget, float]) -> dict[Budget, float]:
-    """The same with no budget above a larger one, nor any below 1.
+    """The ratios with no budget above a larger one, nor any below 1.
 
     A budget that seems to take longer than a larger one shares its mean with it, until there is
     none. With 2, 3 and 4 nodes at 1.3, 1.2 and 1.4 the first two become 1.25.
@@ -147,22 +168,22 @@ def _within(small: Budget, large: Budget) -> bool:
 
 
 def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> StepSeconds:
-    """Seconds of a step under `rule` for each budget of the drafter, and of a plain one.
+    """Seconds of a step of `batch` rows under `rule`, plain and for each of the drafter's budgets.
 
-    Takes two seconds to about ten, and longer only where a single round does, most of it for sizes
-    that could be the best by the acceptance that the drafter knows of. All rounds begin behind
-    `PROMPT_TOKENS` random tokens in each of `batch` rows, short texts, as most answers do:
-    attention over a long one would be a larger part of the steps.
+    Takes 2 to 10 seconds, more only if one round does. Most of the time goes to tree sizes that
+    could still win, by the acceptance that the drafter expects.
     """
     prompts = torch.randint(
-        target.vocab_size, (batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
+        target.vocab_size,
+        (batch, TIMING_SETTINGS.prompt_tokens),
+        generator=torch.Generator().manual_seed(0),
     ).tolist()
     sampling = SamplingConfig(temperature=0.0 if rule.greedy else 1.0)
 
-    def go(this_round: Round) -> None:
-        """Decode as many steps as the round has, behind a fresh prompt."""
-        most = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
-        request = Request(prompts, [most] * batch, sampling, [0] * batch, frozenset())
+    def run_round(this_round: Round) -> None:
+        """Decode as many steps as the round has, each round after the same fresh prompts."""
+        limit = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
+        request = Request(prompts, [limit] * batch, sampling, [0] * batch, frozenset())
         run = BatchRun(request, target.device)
         stepper = stepper_for(target, run, drafter.features, rule, drafter.budgets[-1].nodes)
         steps = decode(stepper, drafter, this_round)
@@ -172,4 +193,4 @@ def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
             next(steps)
 
     tokens = {budget: 1 + sum(drafter.chances(budget)) for budget in drafter.budgets}
-    return costs_of(tour(tokens, go))
+    return seconds_by_budget(time_in_rounds(tokens, run_round, TIMING_SETTINGS))

@@ -12,7 +12,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from drafthead.heads.files import write_text
-from drafthead.infer.measuring.comparison import PLAIN, ComparisonRow, Divergence
+from drafthead.infer.measuring.comparison import PLAIN, ComparisonRow
+from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.speedup_model import speedup_bound
 from drafthead.scripts.racing import DRAFT_MODEL, LOOKUP
 from drafthead.scripts.reporting import OURS, THEIRS, print_table, save_figure

@@ -8,7 +8,7 @@ import pytest
 from tiny import SPECIALS, byte_tokenizer
 
 from drafthead.heads.checkpoint import save_head
-from drafthead.infer.engine.planner import WORTHWHILE
+from drafthead.infer.engine.planner_settings import PlannerSettings
 from drafthead.scripts import cli
 
 
@@ -158,7 +158,7 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
         assert status == 0 and when in out and "never measured" in out
         sizes = json.loads((tmp_path / "plan.json").read_text())["sizes"]
         found.append([size["step_seconds"] for size in sizes])
-        enough = max(size["tokens_per_second"] for size in sizes) / WORTHWHILE
+        enough = max(size["tokens_per_second"] for size in sizes) / PlannerSettings().required_gain
         best = next(size for size in sizes if size["tokens_per_second"] >= enough)
         assert [size for size in sizes if size["chosen"]] == [best]
     assert found[0] == found[1] != found[2]

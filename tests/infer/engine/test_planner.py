@@ -12,15 +12,16 @@ from drafthead.heads.trees.static import StaticTrees, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
-from drafthead.infer.engine.planner import AcceptanceTracker, AdaptivePlan, Pace
+from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
+from drafthead.infer.engine.pace_tracker import PaceTracker
+from drafthead.infer.engine.planner import AdaptivePlan, Mode, next_mode
 from drafthead.infer.timing.step_timing import (
-    ENOUGH_SECONDS,
-    ROUNDS,
     Round,
+    TimingSettings,
     Visit,
-    costs_of,
     monotone,
-    tour,
+    seconds_by_budget,
+    time_in_rounds,
 )
 
 BUDGETS = tree_budgets(3)
@@ -42,7 +43,7 @@ class Text:
         self.coin = random.Random(0)
 
     def decode(self, tokens: int, alpha: float) -> float:
-        """Decode so many tokens more; returns tokens per unit of time of this stretch."""
+        """Decode `tokens` more tokens; returns tokens per unit of time of this stretch."""
         tokens_before, time_before = self.tokens, self.time
         while self.tokens < tokens_before + tokens:
             budget = self.plan.choose()
@@ -64,43 +65,50 @@ def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node: float)
     assert Text(AdaptivePlan(seconds(node), CHANCES)).decode(512, alpha=0.0) > 0.97
 
 
-def toured(
+TIMING = TimingSettings()
+
+
+def timed_visits(
     tokens: Mapping[Budget, float], took: Callable[[Budget | None, int], float]
 ) -> list[Visit]:
-    """A tour's visits; `took(budget, step)` tells what the numbered step took."""
+    """Visits to simulated steps; `took(budget, step)` returns the seconds of the numbered step."""
     steps = count()
 
-    def go(this_round: Round) -> None:
+    def run_round(this_round: Round) -> None:
         for _ in range(this_round.steps):
             budget = this_round.choose()
             this_round.learn(budget, [1], took(budget, next(steps)))
 
-    return tour(tokens, go)
+    return time_in_rounds(tokens, run_round, TIMING)
 
 
 def test_sizes_that_promise_much_less_than_the_best_are_timed_at_one_visit_only() -> None:
     """1.5 tokens in 1.2 times a plain step's time, and 1.9 in twice that time."""
     small, large = Budget(3, 2), Budget(64, 2)
     seconds = {None: 0.01, small: 0.012, large: 0.02}
-    visits = toured({small: 1.5, large: 1.9}, lambda budget, step: seconds[budget])
+    visits = timed_visits({small: 1.5, large: 1.9}, lambda budget, step: seconds[budget])
     visited = Counter(visit.budget for visit in visits)
-    assert visited == {None: ROUNDS + 1, small: ROUNDS, large: 1}
-    assert costs_of(visits) == pytest.approx(seconds)
+    assert visited == {None: TIMING.rounds + 1, small: TIMING.rounds, large: 1}
+    assert seconds_by_budget(visits) == pytest.approx(seconds)
 
 
 def test_where_no_size_comes_near_to_plain_decoding_the_best_is_timed_all_the_same() -> None:
     small, large = Budget(2, 1), Budget(8, 2)
     seconds = {None: 0.01, small: 0.02, large: 0.03}
-    visits = toured({small: 1.2, large: 1.4}, lambda budget, step: seconds[budget])
-    assert Counter(visit.budget for visit in visits)[small] == ROUNDS
+    visits = timed_visits({small: 1.2, large: 1.4}, lambda budget, step: seconds[budget])
+    assert Counter(visit.budget for visit in visits)[small] == TIMING.rounds
 
 
 def test_slow_models_are_timed_for_as_many_rounds_as_there_is_time_for() -> None:
     small, large = Budget(2, 1), Budget(4, 2)
-    seconds = {None: ENOUGH_SECONDS / 10, small: ENOUGH_SECONDS / 9, large: ENOUGH_SECONDS / 8}
-    visits = toured({small: 1.2, large: 1.4}, lambda budget, step: seconds[budget])
+    seconds = {
+        None: TIMING.enough_seconds / 10,
+        small: TIMING.enough_seconds / 9,
+        large: TIMING.enough_seconds / 8,
+    }
+    visits = timed_visits({small: 1.2, large: 1.4}, lambda budget, step: seconds[budget])
     assert Counter(visit.budget for visit in visits) == {None: 2, small: 1, large: 1}
-    assert costs_of(visits) == pytest.approx(seconds)
+    assert seconds_by_budget(visits) == pytest.approx(seconds)
 
 
 def test_a_machine_that_changes_its_speed_is_timed_as_one_that_does_not() -> None:
@@ -113,7 +121,7 @@ def test_a_machine_that_changes_its_speed_is_timed_as_one_that_does_not() -> Non
         return 0.002 * ratios[budget] * drift * (5 if coin.random() < 0.03 else 1)
 
     tokens = {budget: ratios[budget] for budget in BUDGETS}  # so that all remain contenders
-    found = costs_of(toured(tokens, took))
+    found = seconds_by_budget(timed_visits(tokens, took))
     for budget, ratio in ratios.items():
         assert found[budget] / found[None] == pytest.approx(ratio, rel=0.03)
 
@@ -160,8 +168,26 @@ def test_steps_that_take_longer_than_was_timed_are_found_out(plain, drafted) -> 
     assert text.decode(1000, alpha=0.4) > 0.96 * best
 
 
+def test_modes_follow_the_table() -> None:
+    """Next when a draft is best, when a glance is due as well, when plain decoding is best."""
+    found = {
+        mode: (
+            next_mode(mode, True, False),
+            next_mode(mode, True, True),
+            next_mode(mode, False, True),
+        )
+        for mode in Mode
+    }
+    assert found == {
+        Mode.DRAFT: (Mode.DRAFT, Mode.GLANCE, Mode.PLAIN),
+        Mode.PROBE: (Mode.DRAFT, Mode.GLANCE, Mode.PLAIN),
+        Mode.GLANCE: (Mode.DRAFT, Mode.DRAFT, Mode.PLAIN),
+        Mode.PLAIN: (Mode.DRAFT, Mode.DRAFT, Mode.PROBE),
+    }
+
+
 def test_kinds_of_step_are_compared_around_a_change_of_kind() -> None:
-    pace = Pace()
+    pace = PaceTracker()
     assert pace.plain_over_drafted == 1
     for ratio in (9.0, 9.0, 1.2, 1.3, 1.2):  # unsettled at first
         pace.add(True, ratio)
@@ -210,7 +236,7 @@ def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
     assert trees.chances(Budget(3, 1)) == (0.8,)
     assert StaticTrees(None, max_depth=2).chances(Budget(3, 2)) is None
     hopeless = StaticTrees({(): 100}, max_depth=2)
-    assert hopeless.shape(Budget(8, 2)).paths == ((0,),), "a proposal has a node behind the root"
+    assert hopeless.shape(Budget(8, 2)).paths == ((0,),), "a proposal has a node after the root"
     assert hopeless.chances(Budget(8, 2)) == (0.0,)
 
 

@@ -1,4 +1,4 @@
-"""Ledgers add up, bandwidth is plausible, and the plan marks what it says is best."""
+"""Ledgers add up, bandwidth is plausible, and the plan marks the size that it finds best."""
 
 import json
 
@@ -21,7 +21,7 @@ from drafthead.infer.measuring.bandwidth import (
     copy_bandwidth,
     weight_bytes,
 )
-from drafthead.infer.measuring.ledger import HOST, keep_ledgers, ledger_of
+from drafthead.infer.measuring.ledger import HOST, ledger_of, measure_ledgers
 from drafthead.infer.measuring.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
 from drafthead.infer.measuring.plan_table import plan_rows, reason
 from drafthead.scripts import plan_tree, profile_decoding
@@ -45,7 +45,7 @@ def test_measured_phases_add_up_to_the_step(target, make_drafter) -> None:
     drafter = make_drafter("medusa:tree", target)
     decoders = {"plain": Decoder(target), "head": Decoder(target, drafter)}
     seen: list[int] = []
-    ledgers = keep_ledgers(decoders, [PROMPTS, PROMPTS], 16, 0.0, 0, lambda: seen.append(1))
+    ledgers = measure_ledgers(decoders, [PROMPTS, PROMPTS], 16, 0.0, 0, lambda: seen.append(1))
     assert len(seen) == 4
     for ledger in ledgers.values():
         assert sum(ledger.seconds.values()) == pytest.approx(ledger.step_seconds)
@@ -56,7 +56,7 @@ def test_measured_phases_add_up_to_the_step(target, make_drafter) -> None:
 
 def test_answers_of_one_token_have_no_step(target) -> None:
     with pytest.raises(UserError, match="no step"):
-        keep_ledgers({"plain": Decoder(target)}, [PROMPTS], 1, 0.0, 0, lambda: None)
+        measure_ledgers({"plain": Decoder(target)}, [PROMPTS], 1, 0.0, 0, lambda: None)
 
 
 def test_every_drafter_is_timed_alone_and_in_its_step(drafter_name, target, make_drafter) -> None:
