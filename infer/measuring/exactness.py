@@ -17,6 +17,7 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeResult
 from drafthead.infer.measuring.divergence import Divergence, divergence, rounding_step
 from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, fit
+from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.infer.measuring.target_law import LENGTH, TargetLaw, Text, places_in_law
 
 PLACES = 20  # parts of [0, 1] in which later tokens are counted
@@ -161,7 +162,7 @@ def greedy_differences(
     on_answer: Callable[[int], object] = lambda _: None,
 ) -> list[Divergence]:
     """Where greedy answers differ from those of plain decoding with `reference`."""
-    plain = Decoder(reference)
+    plain = OracleDecoder(reference)
     plain.end_ids = decoder.end_ids
     differences = []
     for number, prompt in enumerate(prompts):

@@ -26,6 +26,7 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
+from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.train.building import build_head
 
 VARIANTS = {
@@ -433,7 +434,7 @@ def prepared(target, make_head, counts: torch.Tensor, size: int):
 
 
 def test_greedy_decoding_with_a_draft_vocabulary_equals_plain_decoding(target, make_head) -> None:
-    prompts, plain = random_prompts(10), Decoder(target)
+    prompts, plain = random_prompts(10), OracleDecoder(target)
     expected = plain.generate(prompts, max_new_tokens=40).sequences
     said = torch.tensor([token for sequence in expected for token in sequence])
     head = prepared(target, make_head, torch.bincount(said, minlength=VOCAB), 16)

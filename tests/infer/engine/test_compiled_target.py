@@ -15,6 +15,7 @@ from drafthead.heads.graphs.substitutions import attention_of_one
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.measuring.oracle import OracleDecoder
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
     """One row and several, plain steps, trees of several sizes, answers that outgrow the cache."""
     drafter = make_drafter("medusa:own", compiled)
     drafter.compile()
-    plain = Decoder(target)
+    plain = OracleDecoder(target)
     for rows in (1, 3):
         expected = plain.generate(prompts(rows), max_new_tokens=40).sequences
         assert Decoder(compiled).generate(prompts(rows), max_new_tokens=40).sequences == expected
@@ -115,7 +116,7 @@ def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
     drafter = drafter_for(head, compiled)
     drafter.compile()
     monkeypatch.setattr(MedusaSession, "propose", None)
-    plain = Decoder(target)
+    plain = OracleDecoder(target)
     made = Compiled.made
     for rows, temperature in ((1, 0.0), (3, 0.0), (1, 1.3), (3, 1.3)):
         ask = {"max_new_tokens": 40, "temperature": temperature, "seed": 5}
@@ -130,7 +131,7 @@ def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
 def test_a_second_model_of_the_same_shape_runs_on_its_own_weights(compiled, make_target) -> None:
     Decoder(compiled).generate(prompts(1), max_new_tokens=4)
     other = make_target(seed=2)
-    expected = Decoder(other).generate(prompts(1), max_new_tokens=40).sequences
+    expected = OracleDecoder(other).generate(prompts(1), max_new_tokens=40).sequences
     found = Decoder(CompiledTarget(other)).generate(prompts(1), max_new_tokens=40).sequences
     assert found == expected
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from laws import law_of_three_tokens, p_value
 from tiny import END, random_prompts
+from transformers import GenerationConfig
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
@@ -11,6 +12,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import Planner
+from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.infer.verifiers import VERIFIERS
 
 MAX_NEW = 48
@@ -101,9 +103,28 @@ def test_matched_samples_are_those_of_plain_decoding_with_the_same_seed(
 ) -> None:
     """Whatever the drafter and the tree: a seed names a text."""
     prompts, sampling = random_prompts(6), {"temperature": 1.2, "max_new_tokens": 24, "seed": 3}
-    expected = Decoder(target).generate(prompts, **sampling).sequences
+    expected = OracleDecoder(target).generate(prompts, **sampling).sequences
     decoder = Decoder(target, make_drafter(drafter_name, target))
     assert decoder.generate(prompts, verifier="match", **sampling).sequences == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.2, "verifier": "rejection"},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+        {"generation_config": GenerationConfig(repetition_penalty=1.4, no_repeat_ngram_size=2)},
+    ],
+    ids=["greedy", "drawn", "filtered", "processed"],
+)
+def test_plain_decoding_equals_the_oracle_that_knows_no_trees_and_no_rules(target, options) -> None:
+    """The engine's plain step is a tree of the root alone; the last prompt fills the context."""
+    prompts = [*random_prompts(5), [9] * 240]
+    expected = OracleDecoder(target).generate(prompts, max_new_tokens=40, seed=3, **options)
+    found = Decoder(target).generate(prompts, max_new_tokens=40, seed=3, **options)
+    assert found.sequences == expected.sequences and found.finished == expected.finished
+    assert found.stats.accept_lengths == expected.stats.accept_lengths
 
 
 def test_a_drafter_that_is_always_right_has_its_whole_chain_accepted(target, make_drafter) -> None:
