@@ -10,11 +10,10 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.train.conversations import (
-    Conversation,
+from drafthead.train.conversations import Conversation, read_conversations
+from drafthead.train.supervision import (
     SupervisedTokens,
     mark_answers,
-    read_conversations,
     require_chat_template,
     special_ids,
     supervise,

@@ -17,12 +17,9 @@ from drafthead.train import conversations as module
 from drafthead.train.conversations import (
     Conversation,
     Message,
-    SupervisedTokens,
-    encode_prompt,
     read_conversations,
-    supervise,
-    supervise_rows,
 )
+from drafthead.train.supervision import SupervisedTokens, encode_prompt, supervise, supervise_rows
 
 SPECIALS = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"),

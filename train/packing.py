@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.train.conversations import read_conversations, supervise_rows
+from drafthead.train.conversations import read_conversations
+from drafthead.train.supervision import supervise_rows
 
 PACKING_WINDOW = 1024  # conversations that compete for the same rows
 
