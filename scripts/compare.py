@@ -10,9 +10,9 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN
 from drafthead.infer.measuring.comparison import Divergence
 from drafthead.scripts import options
-from drafthead.scripts.comparison_report import predictions, print_report, write_report
 from drafthead.scripts.measuring import describe_run, prompt_ids
 from drafthead.scripts.racing import Drafters, RaceTerms, run_races
+from drafthead.scripts.reports.comparison import predictions, print_report, write_report
 
 LISTED_DIVERGENCES = 10
 

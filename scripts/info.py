@@ -6,7 +6,7 @@ from dataclasses import asdict
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts
 from drafthead.scripts import options
-from drafthead.scripts.reporting import print_table
+from drafthead.scripts.reports.tables import print_table
 
 UNKNOWN = "not told"
 LONGEST = 90  # characters of a value

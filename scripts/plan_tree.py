@@ -21,7 +21,7 @@ from drafthead.infer.timing.step_timing import PROMPT_TOKENS
 from drafthead.infer.verifiers import verifier_for
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run
-from drafthead.scripts.reporting import BASELINE, OURS, print_table, save_figure
+from drafthead.scripts.reports.tables import BASELINE, OURS, print_table, save_figure
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from drafthead.infer.measuring.pass_times import (
 from drafthead.infer.request.prompts import encode
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids
-from drafthead.scripts.profile_report import Profile, print_profile, write_profile
+from drafthead.scripts.reports.profiling import Profile, print_profile, write_profile
 
 # What is decoded when no prompts are given.
 PROMPTS = (

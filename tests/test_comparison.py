@@ -12,7 +12,7 @@ from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.infer.measuring.comparison import divergences, race, rows_of
 from drafthead.infer.measuring.contestants import Answer, Contestant, Ours, Transformers
 from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
-from drafthead.scripts.comparison_report import markdown_table, write_report
+from drafthead.scripts.reports.comparison import markdown_table, write_report
 
 
 def test_tau_counts_returned_tokens_per_pass() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.train.budget import Duration, TrainConfig
+from drafthead.train.duration import Duration, TrainConfig
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,

@@ -21,8 +21,8 @@ from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.checkpoint import save_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.train.budget import Duration, TrainConfig
 from drafthead.train.console import StepBar, StopRequest
+from drafthead.train.duration import Duration, TrainConfig
 from drafthead.train.evaluation import Evaluation, chain_lengths, evaluate
 from drafthead.train.features import read_features
 from drafthead.train.optimizers import (

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 import drafthead.heads  # noqa: F401  fills the registry of head families
 from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
-from drafthead.train.budget import TrainConfig
+from drafthead.train.duration import TrainConfig
 from drafthead.train.features import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.packing import DataConfig

@@ -15,7 +15,7 @@ from drafthead.heads.files import write_text
 from drafthead.infer.measuring.comparison import PLAIN, ComparisonRow, Divergence
 from drafthead.infer.measuring.speedup_model import speedup_bound
 from drafthead.scripts.racing import DRAFT_MODEL, LOOKUP
-from drafthead.scripts.reporting import OURS, THEIRS, print_table, save_figure
+from drafthead.scripts.reports.tables import OURS, THEIRS, print_table, save_figure
 from drafthead.train.run_summary import RunSummary
 
 RESULT = "leaderboard.json"

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from drafthead.heads.files import write_text
 from drafthead.infer.measuring.comparison import ComparisonRow
-from drafthead.scripts.reporting import BASELINE, OURS, THEIRS, print_table, save_figure
+from drafthead.scripts.reports.tables import BASELINE, OURS, THEIRS, print_table, save_figure
 
 COLUMNS = (
     "mode", "T", "nodes", "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency",

@@ -10,7 +10,7 @@ from drafthead.heads.files import write_text
 from drafthead.infer.measuring.bandwidth import BandwidthBound
 from drafthead.infer.measuring.ledger import HOST, STEP_PHASES, StepLedger
 from drafthead.infer.measuring.pass_times import PassTimes, StepOverhead
-from drafthead.scripts.reporting import print_table
+from drafthead.scripts.reports.tables import print_table
 
 
 @dataclass(frozen=True)
