@@ -14,14 +14,14 @@ VERBS = {
     "inspect-data": "Show conversations, with the tokens that training supervises in colour.",
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
-    "leaderboard": "Train several heads on the same data for the same time, then compare their speed.",
+    "leaderboard": "Train several heads for the same time on the same data, then race them.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
     "profile": "How the time of a step is spent, and what memory bandwidth allows.",
     "plan-tree": "The cost and the gain of each token tree size on this machine; which is chosen.",
     "import": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
     "export": "Write a head for other software, checked against that software's arithmetic.",
     "info": "Show what a head's checkpoint holds, ours or another's.",
-    "verify-exactness": "Test whether decoding with a drafter gives the answers of the target alone.",
+    "verify-exactness": "Test whether decoding with a drafter answers as the target alone would.",
 }
 # Verbs whose file has another name. `profile.py` would hide Python's module when a script is
 # launched by path, no import statement can name `import.py`, and a module cannot share its name

@@ -51,8 +51,8 @@ def main(
     verifier: Annotated[
         str,
         typer.Option(
-            help="auto, greedy, rejection, traversal, match: lossless. typical, lenient: lossy, they "
-            "change the output."
+            help="auto, greedy, rejection, traversal, match are lossless; typical and lenient are "
+            "lossy: they change the output."
         ),
     ] = "auto",
     tree_nodes: options.TreeNodes = None,
