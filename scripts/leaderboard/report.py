@@ -200,6 +200,7 @@ def write_board(report: BoardReport, folder: Path) -> None:
         "laps": [asdict(lap) for lap in report.laps],
     }
     write_text(folder / RESULT, json.dumps(content, indent=2) + "\n")
+    print(f"written: {folder / RESULT}, leaderboard.md, leaderboard.png")
 
 
 @dataclass(frozen=True)
