@@ -130,7 +130,7 @@ REFUSALS = {
     "rows beyond the context": (["data.max_length=4096"], "entries.bad: data.max_length is 4096"),
     "portions that do not divide": (["train.batch_rows=3"], "entries.bad: train.batch_rows=3"),
     "no data": (["data.train=nowhere.jsonl"], "nowhere.jsonl"),
-    "a budget of its own": (["train.max_minutes=9"], "train.max_minutes, which is the same for all"),
+    "its own duration": (["train.max_minutes=9"], "train.max_minutes, which is the same for all"),
 }  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from drafthead.heads.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# `role`, `content`, and whatever else the template reads. `finished: False` on an assistant
-# message says that it was cut before its end-of-turn, which is then not supervised.
+# `role`, `content`, and other keys that the template reads. `finished: False` on an assistant
+# message means that it was cut before its end-of-turn, which is then not supervised.
 Message = dict[str, Any]
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
@@ -40,7 +40,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, an id that is unique within its source, and its place: "FILE:line"."""
+    """Messages in order, an id that is unique in its source, and its place: "FILE:line"."""
 
     id: str
     messages: list[Message]
@@ -72,7 +72,7 @@ def read_conversations(
 
     source: a .jsonl, .json or .parquet file, a folder of them, a folder written by
         `Dataset.save_to_disk`, or a hub data set as NAME, NAME:SPLIT or NAME:CONFIG:SPLIT.
-    prompt_column: the column that holds the user's text, before any other reading of the row.
+    prompt_column: the column that holds the user's text; it goes before all other columns.
 
     A row is read as `messages` (role/content or ShareGPT from/value), `turns` (user texts), or a
     prompt with or without an answer. Ids that repeat get a suffix: "a", "a#2". Rows without
@@ -93,7 +93,7 @@ def read_conversations(
         if len(conversations) == limit:
             break
     if not conversations:
-        raise UserError(f"{source} holds no conversation: add rows or point at another source")
+        raise UserError(f"{source} holds no conversation: add rows or use another source")
     if empty:
         logger.warning("%d rows without messages skipped, the first is %s", len(empty), empty[0])
     return conversations
@@ -116,7 +116,7 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def _rows(source: str) -> Iterator[_Row]:
-    """Rows of a file, a folder or a hub data set, each with its place."""
+    """Rows of a file, a folder or a hub data set."""
     path = Path(source).expanduser()
     if path.is_dir():
         yield from _folder_rows(path)
@@ -143,7 +143,7 @@ def _saved_rows(folder: Path) -> Iterator[_Row]:
     data = load_from_disk(folder)
     if isinstance(data, DatasetDict):
         if "train" not in data:
-            raise UserError(f"{folder} has no split `train`: point at one of {_listed(data, '/')}")
+            raise UserError(f"{folder} has no split `train`: use one of {_listed(data, '/')}")
         data = data["train"]
     for number, values in enumerate(data, start=1):
         yield _Row(str(folder), number, "row", values)
@@ -195,7 +195,7 @@ def _json_rows(path: Path) -> Iterator[_Row]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object a line under the name .json
+        if error.msg == "Extra data":  # JSON lines in a file named .json
             yield from _json_line_rows(path)
             return
         raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
@@ -216,8 +216,8 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
 
 def _object_row(path: Path, number: int, unit: Literal["line", "row"], values: Any) -> _Row:
     if not isinstance(values, dict):
-        found = type(values).__name__
-        raise UserError(f"{path}, {unit} {number}: expected a JSON object, found {found}")
+        kind = type(values).__name__
+        raise UserError(f"{path}, {unit} {number}: expected a JSON object, found {kind}")
     return _Row(str(path), number, unit, values)
 
 
@@ -226,13 +226,11 @@ def _listed(names: Iterable[str], prefix: str = "") -> str:
 
 
 def _row_messages(row: _Row, prompt_column: str | None) -> list[Message]:
-    """The messages of a row, whatever its shape."""
+    """The messages of a row of any known form."""
     values = row.values
     if prompt_column is not None:
         if values.get(prompt_column) is None:
-            raise UserError(
-                f"{row.place}: no column `{prompt_column}`; found are {_listed(values)}"
-            )
+            raise UserError(f"{row.place}: no column `{prompt_column}`, but {_listed(values)}")
         return _prompt_messages(row, prompt_column)
     for column in MESSAGE_COLUMNS:
         if isinstance(values.get(column), list):
@@ -243,14 +241,14 @@ def _row_messages(row: _Row, prompt_column: str | None) -> list[Message]:
         if values.get(column) is not None:
             return _prompt_messages(row, column)
     raise UserError(
-        f"{row.place}: no column that holds a conversation; found are {_listed(values)}, "
-        f"understood are {_listed((*MESSAGE_COLUMNS, TURN_COLUMN, *PROMPT_COLUMNS))}; "
-        "a prompt column of another name can be named (--prompt-column)"
+        f"{row.place}: no column that holds a conversation in {_listed(values)}; known columns are "
+        f"{_listed((*MESSAGE_COLUMNS, TURN_COLUMN, *PROMPT_COLUMNS))}; "
+        "use --prompt-column for a prompt column of another name"
     )
 
 
 def _prompt_messages(row: _Row, column: str) -> list[Message]:
-    """A prompt, its `input` (Alpaca) if there is one, and its answer if that is text."""
+    """A prompt, its `input` (Alpaca) if there is one, and its answer."""
     values = row.values
     if isinstance(values[column], list):  # prompt and completion as lists of messages
         messages = _listed_messages(row, column)
@@ -273,19 +271,19 @@ def _listed_messages(row: _Row, column: str) -> list[Message]:
 
 
 def _message(row: _Row, raw: Any) -> Message:
-    """One message as role and content; its other keys are kept for the template."""
+    """One message as role and content; other keys are left for the template."""
     if not isinstance(raw, dict):
         raise UserError(f"{row.place}: a message must be an object, found {raw!r:.60}")
     if "from" in raw and "value" in raw:
         role, content = SHAREGPT_ROLES.get(str(raw["from"]).lower()), raw["value"]
         if role is None:
             known = _listed(SHAREGPT_ROLES)
-            raise UserError(f"{row.place}: unknown role `{raw['from']}`; understood are {known}")
+            raise UserError(f"{row.place}: unknown role `{raw['from']}`; known are {known}")
         return {"role": role, "content": _text(row, content)}
     if not isinstance(raw.get("role"), str):
         raise UserError(
             f"{row.place}: a message needs `role` and `content`, or `from` and `value`; "
-            f"found are {_listed(raw)}"
+            f"it has {_listed(raw)}"
         )
     content = raw.get("content")
     if content is None and raw.get("tool_calls"):

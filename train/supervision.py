@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SupervisedTokens:
-    """Token ids [T] of one rendered conversation and which of them are supervised [T]."""
+    """Token ids [T] of one rendered conversation, and which of them are supervised [T]."""
 
     input_ids: list[int]
     mask: list[bool]
@@ -26,19 +26,15 @@ class SupervisedTokens:
 
 @dataclass(frozen=True)
 class SupervisedRows:
-    """What is left of a data set after truncation.
-
-    `truncated` counts the rows that were cut, `dropped` names the places of those of them that
-    kept no supervised token and were left out of `rows`.
-    """
+    """What is left of a data set after truncation."""
 
     rows: list[SupervisedTokens]
-    truncated: int
-    dropped: tuple[str, ...]
+    truncated: int  # rows that were cut, the dropped ones included
+    dropped: tuple[str, ...]  # places of rows that were left without a supervised token
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError, with the fix, if the tokenizer has no chat template."""
+    """Raise UserError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use "
@@ -54,7 +50,7 @@ def render(
 ) -> str:
     """The text of a conversation under the tokenizer's chat template.
 
-    Raises UserError, naming `where`, if there is no template or if it refuses the messages.
+    Raises UserError that names `where`, if there is no template or it refuses the messages.
     """
     require_chat_template(tokenizer)
     try:
@@ -65,7 +61,7 @@ def render(
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
             f"{where}: the chat template refuses the roles {roles} ({error}); "
-            "remove or merge the messages it does not take"
+            "remove or merge the messages that it does not accept"
         ) from error
     return str(text)
 
@@ -79,7 +75,7 @@ def encode_prompt(
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of control tokens: the named special ones and the added ones flagged special."""
+    """Ids of control tokens: the named special tokens, and added tokens with the special flag."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added.union(tokenizer.all_special_ids))
 
@@ -87,26 +83,24 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def mark_answers(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
 ) -> SupervisedTokens:
-    """The whole conversation's ids and a mask of what the assistant has to emit.
+    """The whole conversation's ids [T] and a mask [T] of those that the assistant has to emit.
 
     An answer is what the template adds to the prompt of its turn, up to and including the first
-    control token after the text (the end-of-turn; the line break that templates put behind it is
-    never generated). A token that straddles a boundary holds text that the assistant does not
-    write, and at decoding the prompt is tokenised alone: it is not supervised. An answer that
-    the full rendering does not show as it was generated (a template that drops earlier reasoning,
-    or moves the system text to the last turn) is left unsupervised.
+    control token after the text (the end-of-turn; a line break after it is never generated). An
+    answer that the full rendering does not show as it was generated (a template that drops earlier
+    reasoning, or moves the system text to the last turn) is not supervised.
 
-    Raises UserError if the template refuses the messages or offsets cannot be had.
+    Raises UserError if the template refuses the messages or the tokenizer has no offsets.
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} gives no character offsets: load a fast tokenizer"
+            f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
         )
     text = render(tokenizer, messages, where)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = encoded["input_ids"]
     if ids != tokenizer.apply_chat_template(messages, return_dict=False):
-        raise UserError(f"{where}: the tokenizer encodes the rendered text in another way itself")
+        raise UserError(f"{where}: the tokenizer's own chat encoding differs from that of the text")
     bounds = _contiguous(encoded["offset_mapping"])
     blank = [not text[start:end].strip() for start, end in bounds]
     controls = special_ids(tokenizer)
@@ -115,6 +109,8 @@ def mark_answers(
         span = _answer_span(tokenizer, messages, index, text, where)
         if span is None:
             continue
+        # A token that crosses the border also holds text that the assistant does not write. In
+        # decoding the prompt is tokenised alone, so such a token does not occur.
         inside = [i for i, (s, e) in enumerate(bounds) if s >= span[0] and e <= span[1]]
         control = [ids[i] in controls for i in inside]
         finished = message.get("finished", True)
@@ -124,7 +120,7 @@ def mark_answers(
 
 
 def _contiguous(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Character bounds of tokens without gaps.
+    """Character bounds of tokens, without gaps.
 
     Byte-level tokenizers report " the" without its space: in "of the" the offsets are (0, 2),
     (3, 6) and the bounds (0, 2), (2, 6).
@@ -144,7 +140,7 @@ def _answer_span(
     text: str,
     where: str,
 ) -> tuple[int, int] | None:
-    """Where message `index` stands in the full rendering, or None if it is no prompted answer."""
+    """Where message `index` is in the full rendering; None if it answers no prompt."""
     if messages[index]["role"] != "assistant" or index == 0:
         return None
     before, upto = messages[:index], messages[: index + 1]
@@ -152,8 +148,8 @@ def _answer_span(
     shown = text if len(upto) == len(messages) else render(tokenizer, upto, where)
     start, end = _common(prompt, text), _common(shown, text)
     if start < len(prompt):
-        # The full text may lack the end of the generation prompt (an opened <think>), but it must
-        # share its beginning; otherwise the user's part differs and the span would cover it.
+        # The full text may lack the end of the generation prompt (an opened <think>), but not its
+        # beginning: then the user's part differs, and the span would include some of it.
         history = _common(prompt, render(tokenizer, before, where))
         if start <= history:
             return None
@@ -192,9 +188,9 @@ def supervise(
     if not any(marked.mask):
         answered = any(message["role"] == "assistant" for message in messages[1:])
         reason = (
-            "the template shows none of the answers as the prompt of its turn asks for it"
+            "the template shows no answer as the prompt of its turn asks for it"
             if answered
-            else "no message asks and no assistant answers; distill the prompts first"
+            else "no assistant answers a message; distill the prompts first"
         )
         raise UserError(f"0 supervised tokens in {where}: {reason}")
     return marked
@@ -203,10 +199,10 @@ def supervise(
 def supervise_rows(
     tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation], max_length: int
 ) -> SupervisedRows:
-    """`supervise` each conversation and keep its first `max_length` tokens.
+    """`supervise` each conversation and cut it to `max_length` tokens.
 
-    Rows whose truncation leaves no supervised token are dropped and reported. Raises UserError
-    as `supervise` does, and if no row is left.
+    Rows that are left without a supervised token are dropped and logged. Raises UserError as
+    `supervise` does, and if no row is left.
     """
     rows: list[SupervisedTokens] = []
     truncated, dropped = 0, []
