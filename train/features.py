@@ -42,7 +42,7 @@ def check_row_length(target: Target, name: str, max_length: int) -> None:
     """Raise UserError when rows of `max_length` tokens are longer than the target's context."""
     if target.max_length is not None and max_length > target.max_length:
         raise UserError(
-            f"data.max_length is {max_length}, but the context of {name} is {target.max_length} tokens"
+            f"data.max_length is {max_length}, but {name} has {target.max_length} positions"
         )
 
 
