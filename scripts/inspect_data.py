@@ -1,6 +1,7 @@
 """`drafthead inspect-data`: shows what training supervises, and statistics of a data set."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -113,11 +114,15 @@ def summary_table(summary: DataSummary, title: str) -> Table:
 
 
 def main(
-    data: str = typer.Option(..., help="A .jsonl/.json/.parquet file, folder or data set."),
-    tokenizer: str = typer.Option(..., help="The model whose chat template is applied."),
-    rows: int = typer.Option(3, min=0, help="Show this many rows, from the first."),
-    row: int | None = typer.Option(None, min=1, help="Show only this row, counted from 1."),
-    show_tokens: bool = typer.Option(False, "--show-tokens", help="Show where tokens end."),
+    data: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")],
+    tokenizer: Annotated[str, typer.Option(help="The model whose chat template is applied.")],
+    rows: Annotated[int, typer.Option(min=0, help="Show this many rows, from the first.")] = 3,
+    row: Annotated[
+        int | None, typer.Option(min=1, help="Show only this row, counted from 1.")
+    ] = None,
+    show_tokens: Annotated[
+        bool, typer.Option("--show-tokens", help="Show where tokens end.")
+    ] = False,
 ) -> None:
     """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
     conversations = read_conversations(data)
@@ -128,16 +133,30 @@ def main(
     require_chat_template(loaded)
     console = Console(highlight=False, soft_wrap=True)
     shown = conversations[:rows] if row is None else [conversations[row - 1]]
-    for conversation in shown:
+    show_conversations(console, loaded, shown, show_tokens)
+    show_summary(console, summarise(loaded, conversations), data)
+
+
+def show_conversations(
+    console: Console,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    show_tokens: bool,
+) -> None:
+    """Print conversations, or why training refuses them."""
+    for conversation in conversations:
         console.print(Text(f"{conversation.id} ({conversation.where})", style="bold"))
         try:
-            marked = mark_answers(loaded, conversation.messages, conversation.where)
+            marked = mark_answers(tokenizer, conversation.messages, conversation.where)
         except UserError as error:
             console.print(Text(str(error), style=EDGE))
             continue
-        console.print(paint(loaded, marked, show_tokens, console.is_terminal), end="\n\n")
-    summary = summarise(loaded, conversations)
-    console.print(summary_table(summary, data))
+        console.print(paint(tokenizer, marked, show_tokens, console.is_terminal), end="\n\n")
+
+
+def show_summary(console: Console, summary: DataSummary, title: str) -> None:
+    """Print the statistics and the first problems."""
+    console.print(summary_table(summary, title))
     for problem in summary.problems[:NAMED]:
         console.print(Text(problem, style=EDGE))
     if len(summary.problems) > NAMED:

@@ -92,16 +92,8 @@ def mark_answers(
 
     Raises UserError if the template refuses the messages or the tokenizer has no offsets.
     """
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
-        )
     text = render(tokenizer, messages, where)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = encoded["input_ids"]
-    if ids != tokenizer.apply_chat_template(messages, return_dict=False):
-        raise UserError(f"{where}: the tokenizer's own chat encoding differs from that of the text")
-    bounds = _contiguous(encoded["offset_mapping"])
+    ids, bounds = _encode(tokenizer, messages, text, where)
     blank = [not text[start:end].strip() for start, end in bounds]
     controls = special_ids(tokenizer)
     mask = [False] * len(ids)
@@ -109,7 +101,7 @@ def mark_answers(
         span = _answer_span(tokenizer, messages, index, text, where)
         if span is None:
             continue
-        # A token that crosses the border also holds text that the assistant does not write. In
+        # A token that crosses a border also holds text that the assistant does not write. In
         # decoding the prompt is tokenised alone, so such a token does not occur.
         inside = [i for i, (s, e) in enumerate(bounds) if s >= span[0] and e <= span[1]]
         control = [ids[i] in controls for i in inside]
@@ -117,6 +109,20 @@ def mark_answers(
         for i in inside[: _answer_length(control, [blank[i] for i in inside], finished)]:
             mask[i] = True
     return SupervisedTokens(ids, mask)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str, where: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids [T] of the rendered messages and the characters that each token covers."""
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    if encoded["input_ids"] != tokenizer.apply_chat_template(messages, return_dict=False):
+        raise UserError(f"{where}: the tokenizer's own chat encoding differs from that of the text")
+    return encoded["input_ids"], _contiguous(encoded["offset_mapping"])
 
 
 def _contiguous(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -219,12 +225,9 @@ def supervise_rows(
             "raise the maximum length"
         )
     if truncated:
+        first = f" (the first is {dropped[0]})" if dropped else ""
         logger.info(
-            "%d of %d rows cut to %d tokens, %d of them dropped because no answer was left%s",
-            truncated,
-            len(conversations),
-            max_length,
-            len(dropped),
-            f" (the first is {dropped[0]})" if dropped else "",
+            f"{truncated} of {len(conversations)} rows cut to {max_length} tokens, {len(dropped)} "
+            f"of them dropped because no answer was left{first}"
         )
     return SupervisedRows(rows, truncated, tuple(dropped))

@@ -6,9 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drafthead.heads.files import write_text
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.infer.measuring.exactness import Evidence, is_near_tie, rounding_doubt
+from drafthead.infer.measuring.comparison import Divergence
+from drafthead.infer.measuring.exactness import Evidence, LaterTokens, is_near_tie, rounding_doubt
 from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, freedom, surely_found
 from drafthead.scripts.reports.tables import print_table
 
@@ -59,33 +62,41 @@ def table_rows(evidence: Evidence) -> list[list[str]]:
 
 def notes_on(evidence: Evidence, sampling: SamplingConfig, answers: int) -> list[str]:
     """Sentences below the table; `answers` is the number of greedy answers."""
-    notes = []
-    if evidence.later is not None:
-        worst = max(evidence.rule, key=lambda each: each.largest_deviation / each.standard_error)
+    worst_first = sorted(evidence.greedy, key=lambda d: -d.token_gap)
+    return [
+        *(sampling_notes(evidence, evidence.later, sampling) if evidence.later else []),
+        f"greedy answers: {answers - len(worst_first)} of {answers} equal plain decoding's",
+        *(greedy_note(d, evidence.dtype) for d in worst_first[:LISTED_DIFFERENCES]),
+    ]
+
+
+def sampling_notes(evidence: Evidence, later: LaterTokens, sampling: SamplingConfig) -> list[str]:
+    """How far off the rule is, how much was accepted, and what rounding may hide."""
+    worst = max(evidence.rule, key=lambda each: each.largest_deviation / each.standard_error)
+    notes = [
+        f"tables: the largest error of a probability is {worst.largest_deviation:.6f} "
+        f"(standard error {worst.standard_error:.6f})",
+        f"sampled answers: {later.accepted:.2f} drafted tokens accepted per step",
+    ]
+    if later.accepted == 0:
+        notes.append("no drafted token was accepted, so sampling was hardly tested")
+    doubt = rounding_doubt(evidence.starts, evidence.dtype, sampling.temperature)
+    if doubt > SMALL_DOUBT:
         notes.append(
-            f"tables: the largest error of a probability is {worst.largest_deviation:.6f} "
-            f"(standard error {worst.standard_error:.6f})"
+            f"{evidence.dtype}: rounding alone may change a token's distribution by a total "
+            f"variation of about {doubt:.3f}; below that, neither PASS nor FAIL tests the "
+            "engine: use --dtype float32"
         )
-        accepted = evidence.later.accepted
-        notes.append(f"sampled answers: {accepted:.2f} drafted tokens accepted a step")
-        if accepted == 0:
-            notes.append("no drafted token was accepted, so sampling was hardly tested")
-        doubt = rounding_doubt(evidence.starts, evidence.dtype, sampling.temperature)
-        if doubt > SMALL_DOUBT:
-            notes.append(
-                f"{evidence.dtype}: rounding alone may change a token's distribution by a total "
-                f"variation of about {doubt:.3f}; below that, neither PASS nor FAIL tests the "
-                "engine: use --dtype float32"
-            )
-    differing = evidence.greedy
-    notes.append(f"greedy answers: {answers - len(differing)} of {answers} equal plain decoding's")
-    notes += [
+    return notes
+
+
+def greedy_note(d: Divergence, dtype: torch.dtype) -> str:
+    """Where a greedy answer differs, and whether rounding explains it."""
+    return (
         f"- prompt {d.prompt}, token {d.position}: {d.token} instead of {d.plain_token}, top-2 "
         f"logit gap {d.top2_gap:.2g}, its own {d.token_gap:.2g}, rounding step "
-        f"{d.rounding_step:.2g}: {'near tie' if is_near_tie(d, evidence.dtype) else 'WRONG'}"
-        for d in sorted(differing, key=lambda d: -d.token_gap)[:LISTED_DIFFERENCES]
-    ]
-    return notes
+        f"{d.rounding_step:.2g}: {'near tie' if is_near_tie(d, dtype) else 'WRONG'}"
+    )
 
 
 def verdict(evidence: Evidence, verifier: str) -> str:
