@@ -1,8 +1,8 @@
 """Measures the engine: `python benchmarks/engine.py --head runs/demo/medusa`.
 
 On the demo target and on a random Llama of 91M parameters: compiled plain decoding against
-`model.generate` and against the machine's bandwidth, what a step costs beside its passes, batches,
-a drafter that is always wrong, and the sampling rules. Everything that is compared takes turns.
+`model.generate` and against the machine's bandwidth, the cost of a step outside its passes,
+batches, a drafter that is always wrong, and the sampling rules. All that is compared takes turns.
 """
 
 import json
@@ -44,16 +44,14 @@ from drafthead.infer.request.prompts import encode_one
 from drafthead.train.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)
-# Tokens of a row that a decoding is ahead of another before that one's turn comes: all of them on a
-# GPU, as what a CUDA graph gives lasts until its next call.
+# Tokens per row that are decoded in one turn. On a GPU all of them, because the output of a CUDA
+# graph is valid only until its next call.
 TURNS = {"cpu": 16.0, "cuda": math.inf}
 RULES = ("match", "rejection", "traversal")  # the lossless ones above temperature 0
 
 
 def random_llama(device: torch.device) -> Target:
-    """768 x 12, 91M parameters. Its layers hardly change the embedding and its output head is a
-    permutation of it, so greedy tokens are far from ties and passes of any size agree on them.
-    """
+    """Hidden size 768, 12 layers, 91M parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096,
@@ -67,6 +65,8 @@ def random_llama(device: torch.device) -> Target:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
+    # The layers hardly change the embedding, and the output head is a permutation of it: greedy
+    # tokens are far from ties, and passes of any size agree on them.
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= 0.05
         layer.mlp.down_proj.weight.data *= 0.05
@@ -76,7 +76,7 @@ def random_llama(device: torch.device) -> Target:
 
 
 Rates = dict[str, list[list[float]]]  # of each contestant, by round and item
-Decoding = tuple[Iterator[Emitted], DecodeStats]  # not yet begun
+Decoding = tuple[Iterator[Emitted], DecodeStats]  # not yet started
 
 
 def interleaved(
@@ -104,32 +104,30 @@ def middle(rates: list[list[float]]) -> float:
 
 
 def ratios(rates: Rates, of: str, over: str) -> dict[str, float]:
-    """One contestant's rate by another's on the same item, in turns or right beside it: the median
-    of all pairs, and the extremes of the rounds' medians.
+    """One contestant's rate divided by another's on the same item: the median of all pairs, and the
+    extremes of the rounds' medians.
     """
-    found = [
+    quotients = [
         [a / b for a, b in zip(*pair, strict=True)]
         for pair in zip(rates[of], rates[over], strict=True)
     ]
-    rounds = [median(pairs) for pairs in found]
-    return {"median": middle(found), "least": min(rounds), "most": max(rounds)}
+    rounds = [median(pairs) for pairs in quotients]
+    return {"median": middle(quotients), "least": min(rounds), "most": max(rounds)}
 
 
 def decoded(decoder: Decoder, prompts: Any, tokens: int, **options: Any) -> DecodeResult:
-    """Answers of exactly `tokens` tokens, greedy ones unless asked otherwise."""
+    """Answers of exactly `tokens` tokens, greedy by default."""
     return decoder.generate(prompts, max_new_tokens=tokens, **options)
 
 
 def rate(result: DecodeResult) -> float:
-    """Tokens per second of decoding, the prompt pass apart."""
+    """Tokens per second of decoding, without the prompt pass."""
     return result.stats.tokens_per_second
 
 
 def take_turns(decodings: dict[str, Decoding], turn: float) -> dict[str, DecodeStats]:
-    """Run decodings to their ends, `turn` tokens a row of each at a time; returns their accounts.
-
-    A machine that others use changes its speed within an answer: so all meet the same moments.
-    """
+    """Run decodings to their ends, `turn` tokens per row of each at a time; returns their stats."""
+    # A shared machine changes its speed within an answer; in turns, the change meets all alike.
     running, goal = dict(decodings), 0.0
     while running:
         goal += turn
@@ -142,7 +140,7 @@ def take_turns(decodings: dict[str, Decoding], turn: float) -> dict[str, DecodeS
 
 
 def summary(rates: Rates, accounts: Sequence[DecodeStats], name: str) -> dict[str, Any]:
-    """A way of decoding against "plain"."""
+    """The figures of one way of decoding, relative to "plain"."""
     speedup = ratios(rates, name, "plain")
     tau = mean(stats.tau for stats in accounts)
     return {
@@ -155,7 +153,7 @@ def summary(rates: Rates, accounts: Sequence[DecodeStats], name: str) -> dict[st
 
 
 class Bench:
-    """One target with what is measured on it."""
+    """One target and the measurements of it."""
 
     def __init__(self, target: Target, prompts: Sequence[list[int]], tokens: int, rounds: int):
         self.eager, self.prompts, self.tokens, self.rounds = target, prompts, tokens, rounds
@@ -169,8 +167,8 @@ class Bench:
     def decoder(
         self, drafter: Drafter | None, budget: Budget | None = None, ends: bool = False
     ) -> Decoder:
-        """A decoder, planned without a budget, whose answers only end at their limit or by `ends`
-        where the target ends them.
+        """A decoder, planned if there is no budget. Answers end only at their limit, or with `ends`
+        also at the target's end tokens.
         """
         decoder = Decoder(self.target, drafter, budget, adaptive=budget is None)
         if not ends:
@@ -249,16 +247,16 @@ class Bench:
         rates: Rates = {name: [] for name in everyone}
 
         def decode(group: list[list[int]]) -> dict[str, DecodeStats]:
-            begun = {name: start(group) for name, start in everyone.items()}
-            return take_turns(begun, TURNS[self.target.device.type])
+            started = {name: start(group) for name, start in everyone.items()}
+            return take_turns(started, TURNS[self.target.device.type])
 
         decode(groups[0])  # warm-up: compiling, planning
-        # As many answers whatever the batch.
+        # The same number of answers for every batch size.
         for _ in tqdm(range(self.rounds * rows), desc=f"batch {rows}"):
-            found = [decode(group) for group in groups]
+            decoded_groups = [decode(group) for group in groups]
             for name in everyone:
-                accounts[name] += [stats[name] for stats in found]
-                rates[name].append([stats[name].tokens_per_second for stats in found])
+                accounts[name] += [stats[name] for stats in decoded_groups]
+                rates[name].append([stats[name].tokens_per_second for stats in decoded_groups])
         return {
             "plain_tokens_per_second": middle(rates["plain"]),
             **{name: summary(rates, accounts[name], name) for name in drafted},
@@ -267,7 +265,7 @@ class Bench:
     def against_script(
         self, alpha: float, rows: int = 1, tokens: int | None = None
     ) -> dict[str, Any]:
-        """A scripted drafter, told the answers of each batch, against plain decoding."""
+        """A scripted drafter, which knows the answers of each batch, against plain decoding."""
         scripted = ScriptedByPrompt(self, alpha)
         return self.against_plain({f"scripted {alpha:g}": scripted}, rows, tokens)
 
@@ -283,7 +281,7 @@ class ScriptedByPrompt(Scripted):
         }
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> Any:
-        """A session at the beginning of these prompts' answers; of others it knows nothing."""
+        """A session at the start of the answers to these prompts [B, T] with lengths [B]."""
         rows = zip(prompts.tolist(), lengths.tolist(), strict=True)
         self.answers = [self.known.get(tuple(prompt[:length]), []) for prompt, length in rows]
         return super().start(prompts, lengths)
@@ -317,11 +315,11 @@ def interval(values: Sequence[int]) -> dict[str, float]:
 
 def demo_prompts(target: Target, source: str, count: int) -> list[list[int]]:
     """The first prompts of a file as token ids."""
-    found = []
+    prompts = []
     for conversation in read_conversations(source, limit=count):
         assert target.tokenizer is not None
-        found.append(encode_one(conversation.messages[:1], target.tokenizer))
-    return found
+        prompts.append(encode_one(conversation.messages[:1], target.tokenizer))
+    return prompts
 
 
 def random_prompts(target: Target, count: int) -> list[list[int]]:
@@ -331,7 +329,7 @@ def random_prompts(target: Target, count: int) -> list[list[int]]:
 
 
 def measure(bench: Bench, head: Drafter | None, report: dict[str, Any]) -> None:
-    """Everything but the sampling rules, on one target, into `report`."""
+    """Measure everything but the sampling rules on one target, and add it to `report`."""
     drafter = head or ScriptedByPrompt(bench, 0.8)
     report["plain"] = bench.plain_against_generate()
     overhead = step_overhead(bench.target, drafter, OVERHEAD_BUDGET, bench.prompts[:1])

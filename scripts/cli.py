@@ -1,4 +1,4 @@
-"""The `drafthead VERB` command: finds the verb's file and turns errors into one sentence."""
+"""The `drafthead VERB` command: finds the verb's file and prints errors as one sentence."""
 
 import importlib
 import logging
@@ -11,20 +11,21 @@ from drafthead.heads.errors import UserError
 # Verb -> one line for `drafthead --help`. The verb `inspect-data` is `main` of inspect_data.py.
 VERBS = {
     "distill": "Write the target's own answers to prompts: the data that heads are trained on.",
-    "inspect-data": "Show conversations with the tokens that training supervises in colour.",
+    "inspect-data": "Show conversations, with the tokens that training supervises in colour.",
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
-    "leaderboard": "Train every head on the same data for the same time, then race them.",
+    "leaderboard": "Train several heads for the same time on the same data, then race them.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
-    "profile": "Where the time of a step goes, and how far memory bandwidth would let it go.",
-    "plan-tree": "What each size of token tree costs and brings on this machine; which is chosen.",
-    "import": "Convert a head of Medusa, EAGLE, vLLM, ... to ours.",
-    "export": "Write a head in the files of other software, checked against its arithmetic.",
-    "info": "What a head's checkpoint holds, whoever wrote it.",
-    "verify-exactness": "Test whether decoding with a drafter says what the target alone would.",
+    "profile": "How the time of a step is spent, and what memory bandwidth allows.",
+    "plan-tree": "The cost and the gain of each token tree size on this machine; which is chosen.",
+    "import": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
+    "export": "Write a head for other software, checked against that software's arithmetic.",
+    "info": "Show what a head's checkpoint holds, ours or another's.",
+    "verify-exactness": "Test whether decoding with a drafter answers as the target alone would.",
 }
-# Verbs whose own name would hide a module of Python's when a script is launched by path, or that no
-# import statement could name.
+# Verbs whose file has another name. `profile.py` would hide Python's module when a script is
+# launched by path, no import statement can name `import.py`, and a module cannot share its name
+# with the folder `leaderboard`.
 MODULES = {
     "profile": "profile_decoding",
     "import": "import_head",
@@ -34,7 +35,7 @@ MODULES = {
 
 
 def build_app(requested: str | None) -> typer.Typer:
-    """The command line; only the requested verb's module is imported, so `--help` is quick."""
+    """The command line; only the requested verb's module is imported, so `--help` is fast."""
     app = typer.Typer(
         help="Decode several tokens per pass of a frozen language model, exactly.",
         rich_markup_mode=None,
@@ -54,7 +55,7 @@ def build_app(requested: str | None) -> typer.Typer:
 
 
 def quieten_transformers() -> None:
-    """Weights of demo size load too fast for progress bars; ours are for work that takes time."""
+    """Hide transformers' progress bars: models of demo size load too fast for them."""
     transformers_logging = importlib.import_module("transformers.utils.logging")
     transformers_logging.disable_progress_bar()
 

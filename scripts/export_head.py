@@ -1,4 +1,4 @@
-"""`drafthead export`: one of our heads in the files that other software reads."""
+"""`drafthead export`: writes a head in the files that other software reads."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,11 +23,11 @@ def main(
         typer.Option(help="The head's target, for formats that hold copies of its weights."),
     ] = None,
 ) -> None:
-    """Write a head for another program, once that program is seen to compute the same.
+    """Write a head for another program, if that program computes the same.
 
-    What was written is read back, and the reader's arithmetic is replayed from the files in plain
-    torch: where its probabilities for a chain of drafted tokens differ from this head's, nothing is
-    kept. What the format cannot express is an error that names it.
+    The written files are read back, and the other program's arithmetic is repeated from them in
+    plain torch. If its probabilities for a chain of drafted tokens differ from this head's, the
+    files are removed. If the format cannot express the head, the error names what it lacks.
     """
     loaded = Target.from_pretrained(target, "float32", "cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()

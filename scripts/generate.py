@@ -15,7 +15,7 @@ from drafthead.scripts import options
 def main(
     target: options.TargetName,
     prompt: Annotated[
-        str | None, typer.Option(help="The user's message; standard input when not given.")
+        str | None, typer.Option(help="The user's message; by default standard input.")
     ] = None,
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
@@ -26,19 +26,23 @@ def main(
     top_p: options.TopP = 1.0,
     min_p: Annotated[
         float,
-        typer.Option(help="Keep tokens this many times as probable as the best; 0 keeps all."),
+        typer.Option(
+            help="Keep tokens with at least this share of the best one's probability; 0 keeps all."
+        ),
     ] = 0.0,
     repetition_penalty: Annotated[
         float, typer.Option(help="Above 1: tokens of prompt and answer become less probable.")
     ] = 1.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="Taken off a token's score each time the answer has said it.")
+        float,
+        typer.Option(help="Subtracted from a token's logit for each time it occurs in the answer."),
     ] = 0.0,
     presence_penalty: Annotated[
-        float, typer.Option(help="Taken off the score of every token that the answer has said.")
+        float,
+        typer.Option(help="Subtracted from the logit of every token that occurs in the answer."),
     ] = 0.0,
     no_repeat_ngram_size: Annotated[
-        int, typer.Option(help="No n-gram of this size comes twice; 0 is off.")
+        int, typer.Option(help="No n-gram of this size is repeated; 0 is off.")
     ] = 0,
     min_new_tokens: Annotated[int, typer.Option(help="Fewest new tokens.")] = 0,
     stop: Annotated[
@@ -47,8 +51,8 @@ def main(
     verifier: Annotated[
         str,
         typer.Option(
-            help="auto, greedy, rejection, traversal, match: lossless; typical, lenient: lossy, "
-            "change the output."
+            help="auto, greedy, rejection, traversal, match are lossless; typical and lenient are "
+            "lossy: they change the output."
         ),
     ] = "auto",
     tree_nodes: options.TreeNodes = None,
@@ -56,42 +60,28 @@ def main(
     compile: options.CompileSwitch = False,
     draft_temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of drawn proposals; changes speed, never the output's law."),
+        typer.Option(help="Temperature of sampled drafts; changes speed, never the distribution."),
     ] = None,
     seed: options.Seed = 0,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
 ) -> None:
-    """Answer a prompt, piece by piece as it is decoded, and say how fast.
+    """Answer a prompt, printing the text while it is decoded, and report the speed.
 
     At most one of --head, --draft-model and --prompt-lookup; with none of them, plain decoding.
-    The answer goes to standard output, the account to standard error.
+    The answer goes to standard output, the speed to standard error.
     """
-    text = prompt if prompt is not None else sys.stdin.read()
-    if not text.strip():
-        raise UserError("the prompt is empty: pass --prompt or text on standard input")
+    text = prompt_text(prompt)
     decoder = Decoder.from_pretrained(
-        target,
-        head,
-        draft_model,
-        prompt_lookup,
-        tree_nodes,
-        draft_tokens,
-        dtype,
-        device,
-        compile=compile,
-        draft_temperature=draft_temperature,
-    )
+        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
+        compile=compile, draft_temperature=draft_temperature,
+    )  # fmt: skip
     config = GenerationConfig(
-        do_sample=temperature > 0,
-        min_p=min_p or None,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        no_repeat_ngram_size=no_repeat_ngram_size,
-        min_new_tokens=min_new_tokens,
+        do_sample=temperature > 0, min_p=min_p or None, repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=min_new_tokens,
         stop_strings=stop,
-    )
+    )  # fmt: skip
     stream = decoder.stream(
         text,
         max_new_tokens=max_new_tokens,
@@ -108,8 +98,16 @@ def main(
     print(summary(stream.stats), file=sys.stderr)
 
 
+def prompt_text(prompt: str | None) -> str:
+    """The prompt, or standard input; raises UserError when it is empty."""
+    text = prompt if prompt is not None else sys.stdin.read()
+    if not text.strip():
+        raise UserError("the prompt is empty: pass --prompt or text on standard input")
+    return text
+
+
 def summary(stats: DecodeStats) -> str:
-    """One line: tokens, speed, tau and where the time went."""
+    """One line: tokens, speed, tau and the time of each phase."""
     phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stats.seconds.items())
     tokens = sum(stats.decoded_tokens) + len(stats.decoded_tokens)
     return (

@@ -1,6 +1,6 @@
-"""`drafthead import`: a head of other software, as one of ours.
+"""`drafthead import`: converts a head of other software to our format.
 
-The file is not called `import.py`, which no statement could name.
+The file is not called `import.py`, because no import statement can name that.
 """
 
 from typing import Annotated
@@ -21,16 +21,16 @@ def main(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The head's target, folder or hub id: what the checkpoint leaves open is taken "
-            "from it, and copies of its weights are compared with it."
+            help="The head's target, folder or hub id: what the checkpoint lacks is taken from it, "
+            "and copies of its weights are compared with it."
         ),
     ] = None,
 ) -> None:
     """Convert a head to our own format, which training and all other verbs read.
 
-    The format is recognised by the content. --head of the other verbs takes such a checkpoint
-    directly; converting it keeps one copy in safetensors, checked, in the same floating type.
-    Nothing in the checkpoint is executed, and what our head would compute differently is refused.
+    The format is recognised by the content. --head of the other verbs accepts such a checkpoint
+    directly; converting writes a checked copy in safetensors, in the same floating type.
+    Nothing in the checkpoint is executed. A head that ours would compute differently is refused.
     """
     loaded = Target.from_pretrained(target, device="cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()

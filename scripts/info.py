@@ -1,4 +1,4 @@
-"""`drafthead info`: what a checkpoint holds, whoever wrote it."""
+"""`drafthead info`: what a checkpoint holds, ours or another's."""
 
 import json
 from dataclasses import asdict
@@ -6,10 +6,10 @@ from dataclasses import asdict
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts
 from drafthead.scripts import options
-from drafthead.scripts.reporting import print_table
+from drafthead.scripts.reports.tables import print_table
 
-UNKNOWN = "not told"
-LONGEST = 90  # characters of a value
+UNKNOWN = "not recorded"
+LONGEST = 90  # characters of a value that are shown
 
 
 def main(
@@ -17,7 +17,7 @@ def main(
 ) -> None:
     """Print family, target, size, features, vocabulary and origin of a draft head.
 
-    The head is read as any other verb would read it, so a damaged one is refused here too.
+    The head is read as all other verbs read it, so a damaged one is refused here too.
     """
     known, foreign = read_foreign(path, TargetFacts())
     if not foreign.needs_target:
@@ -26,7 +26,7 @@ def main(
 
 
 def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
-    """What is known of a head, line by line."""
+    """What is known of a head, as rows of name and value."""
     count = sum(tensor.numel() for tensor in foreign.tensors.values())
     kinds = sorted(
         {str(tensor.dtype).removeprefix("torch.") for tensor in foreign.tensors.values()}
@@ -63,5 +63,5 @@ def vocabulary(foreign: Foreign) -> str:
 
 
 def shortened(text: str) -> str:
-    """At most a line of it."""
+    """At most LONGEST characters of it."""
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -1,6 +1,7 @@
-"""`drafthead inspect-data`: show what training supervises, and what a data set holds."""
+"""`drafthead inspect-data`: shows what training supervises, and statistics of a data set."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -10,18 +11,17 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.train.conversations import (
-    Conversation,
+from drafthead.train.conversations import Conversation, read_conversations
+from drafthead.train.supervision import (
     SupervisedTokens,
     mark_answers,
-    read_conversations,
     require_chat_template,
     special_ids,
     supervise,
 )
 
 SUPERVISED, CONTEXT, EDGE = "bold green", "dim", "red"
-NAMED = 10  # problems that are printed before they are only counted
+NAMED = 10  # problems that are printed; the others are only counted
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def summarise(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversati
         except UserError as error:
             problems.append(str(error))
             continue
-        emitted = [i for i, kept in zip(marked.input_ids, marked.mask, strict=True) if kept]
+        emitted = [i for i, learnt in zip(marked.input_ids, marked.mask, strict=True) if learnt]
         lengths.append(len(marked.input_ids))
         supervised.append(len(emitted))
         without_end += emitted[-1] not in controls
@@ -63,13 +63,16 @@ def summarise(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversati
 
 
 def runs(marked: SupervisedTokens, token_by_token: bool) -> list[tuple[list[int], bool]]:
-    """Neighbouring tokens of the same kind, or every token alone, each with its mask."""
+    """Neighbouring tokens of the same kind, or every token alone, each with its mask.
+
+    Ids 5 6 7 with mask 0 1 1 make the runs ([5], 0) and ([6, 7], 1).
+    """
     pieces: list[tuple[list[int], bool]] = []
-    for token, kept in zip(marked.input_ids, marked.mask, strict=True):
-        if pieces and pieces[-1][1] == kept and not token_by_token:
+    for token, learnt in zip(marked.input_ids, marked.mask, strict=True):
+        if pieces and pieces[-1][1] == learnt and not token_by_token:
             pieces[-1][0].append(token)
         else:
-            pieces.append(([token], kept))
+            pieces.append(([token], learnt))
     return pieces
 
 
@@ -79,13 +82,13 @@ def paint(
     show_tokens: bool,
     colour: bool,
 ) -> Text:
-    """The rendered conversation, supervised text in colour or, without colour, in brackets."""
+    """The rendered conversation; supervised text is coloured or, without colour, in brackets."""
     text = Text()
-    for ids, kept in runs(marked, show_tokens):
+    for ids, learnt in runs(marked, show_tokens):
         piece = str(tokenizer.decode(ids, skip_special_tokens=False))
-        if kept and not colour:
+        if learnt and not colour:
             piece = f"⟦{piece}⟧"
-        text.append(piece, style=SUPERVISED if kept else CONTEXT)
+        text.append(piece, style=SUPERVISED if learnt else CONTEXT)
         if show_tokens:
             text.append("|", style=EDGE)
     return text
@@ -94,12 +97,12 @@ def paint(
 def summary_table(summary: DataSummary, title: str) -> Table:
     """The statistics as a table of two columns."""
     table = Table(title=title, show_header=False)
-    total, kept = sum(summary.lengths), sum(summary.supervised)
-    rows = [("rows", f"{summary.rows:,}"), ("rows training would refuse", len(summary.problems))]
+    total, learnt = sum(summary.lengths), sum(summary.supervised)
+    rows = [("rows", f"{summary.rows:,}"), ("rows that training refuses", len(summary.problems))]
     if total:
         rows += [
             ("tokens", f"{total:,}"),
-            ("supervised tokens", f"{kept:,} ({kept / total:.1%})"),
+            ("supervised tokens", f"{learnt:,} ({learnt / total:.1%})"),
             ("rows whose last answer lacks an end-of-turn", summary.without_end),
         ]
         for name, values in (("tokens a row", summary.lengths), ("supervised", summary.supervised)):
@@ -111,11 +114,15 @@ def summary_table(summary: DataSummary, title: str) -> Table:
 
 
 def main(
-    data: str = typer.Option(..., help="A .jsonl/.json/.parquet file, folder or data set."),
-    tokenizer: str = typer.Option(..., help="The model whose chat template is applied."),
-    rows: int = typer.Option(3, min=0, help="Show the first so many rows."),
-    row: int | None = typer.Option(None, min=1, help="Show this row only, counted from 1."),
-    show_tokens: bool = typer.Option(False, "--show-tokens", help="Show where tokens end."),
+    data: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")],
+    tokenizer: Annotated[str, typer.Option(help="The model whose chat template is applied.")],
+    rows: Annotated[int, typer.Option(min=0, help="Show this many rows, from the first.")] = 3,
+    row: Annotated[
+        int | None, typer.Option(min=1, help="Show only this row, counted from 1.")
+    ] = None,
+    show_tokens: Annotated[
+        bool, typer.Option("--show-tokens", help="Show where tokens end.")
+    ] = False,
 ) -> None:
     """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
     conversations = read_conversations(data)
@@ -126,16 +133,30 @@ def main(
     require_chat_template(loaded)
     console = Console(highlight=False, soft_wrap=True)
     shown = conversations[:rows] if row is None else [conversations[row - 1]]
-    for conversation in shown:
+    show_conversations(console, loaded, shown, show_tokens)
+    show_summary(console, summarise(loaded, conversations), data)
+
+
+def show_conversations(
+    console: Console,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    show_tokens: bool,
+) -> None:
+    """Print conversations, or why training refuses them."""
+    for conversation in conversations:
         console.print(Text(f"{conversation.id} ({conversation.where})", style="bold"))
         try:
-            marked = mark_answers(loaded, conversation.messages, conversation.where)
+            marked = mark_answers(tokenizer, conversation.messages, conversation.where)
         except UserError as error:
             console.print(Text(str(error), style=EDGE))
             continue
-        console.print(paint(loaded, marked, show_tokens, console.is_terminal), end="\n\n")
-    summary = summarise(loaded, conversations)
-    console.print(summary_table(summary, data))
+        console.print(paint(tokenizer, marked, show_tokens, console.is_terminal), end="\n\n")
+
+
+def show_summary(console: Console, summary: DataSummary, title: str) -> None:
+    """Print the statistics and the first problems."""
+    console.print(summary_table(summary, title))
     for problem in summary.problems[:NAMED]:
         console.print(Text(problem, style=EDGE))
     if len(summary.problems) > NAMED:

@@ -1,4 +1,4 @@
-"""What the verbs that measure share: prompts, and what is recorded beside the numbers."""
+"""What the measuring verbs share: prompts, and the record of machine and command."""
 
 import shlex
 import sys
@@ -12,7 +12,7 @@ from drafthead.train.conversations import read_conversations
 
 
 def describe_run(name: str, target: Target) -> dict[str, object]:
-    """What a reader needs to judge the numbers, or to measure them again."""
+    """What a reader needs to judge the numbers, or to measure again."""
     return {
         "command": shlex.join(["drafthead", *sys.argv[1:]]),
         "machine": describe_machine(),
@@ -23,7 +23,11 @@ def describe_run(name: str, target: Target) -> dict[str, object]:
 
 
 def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:
-    """The first user turns of a source as token ids; prompts without room are left out, aloud."""
+    """The first user turns of a source as token ids.
+
+    Prompts that do not fit into the context are left out, with a message. Raises UserError when a
+    conversation has no user turn, or when no prompt is left.
+    """
     ids = []
     for conversation in read_conversations(source, limit=limit):
         first = next((i for i, m in enumerate(conversation.messages) if m["role"] == "user"), None)
@@ -31,10 +35,10 @@ def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -
             raise UserError(f"{conversation.where} has no user message to answer")
         ids.append(encode_one(conversation.messages[: first + 1], decoder.tokenizer))
     room = decoder.max_length
-    fitting = [row for row in ids if room is None or len(row) + max_new_tokens <= room]
-    if left_out := len(ids) - len(fitting):
+    short = [row for row in ids if room is None or len(row) + max_new_tokens <= room]
+    if left_out := len(ids) - len(short):
         print(f"{left_out} of {len(ids)} prompts left out: with {max_new_tokens} new tokens they "
               f"exceed the target's context of {room}")  # fmt: skip
-    if not fitting:
+    if not short:
         raise UserError(f"no prompt of {source} fits into the target's context of {room} tokens")
-    return fitting
+    return short

@@ -1,21 +1,35 @@
-"""Options that several verbs share: the same name, type and help wherever they stand."""
+"""Options that several verbs share: the same name, type and help everywhere."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from drafthead.heads.errors import UserError
+
+
+def at_least_one(option: typer.CallbackParam, value: int) -> int:
+    """The value; raises UserError if it is below 1, before anything is loaded."""
+    if value < 1:
+        raise UserError(f"--{option.name} must be at least 1, got {value}")
+    return value
+
+
 TargetName = Annotated[str, typer.Option(help="Target model: folder or hub id.")]
 HeadFolder = Annotated[Path | None, typer.Option(help="Folder of a trained head.")]
 DraftModelName = Annotated[str | None, typer.Option(help="Separate draft model.")]
 PromptLookupSwitch = Annotated[bool, typer.Option(help="Draft from the prompt itself.")]
-PromptLimit = Annotated[int, typer.Option(help="Prompts to use, from the first.")]
-BatchSize = Annotated[int, typer.Option(help="Prompts that are decoded together.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens of an answer.")]
+PromptLimit = Annotated[
+    int, typer.Option(help="Use this many prompts, from the first.", callback=at_least_one)
+]
+BatchSize = Annotated[
+    int, typer.Option(help="Prompts that are decoded together.", callback=at_least_one)
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens in an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")]
-Seed = Annotated[int, typer.Option(help="Of sampled answers: same seed, same answer.")]
+Seed = Annotated[int, typer.Option(help="For sampled answers: same seed, same answer.")]
 TreeNodes = Annotated[
     int | None,
     typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
@@ -24,7 +38,7 @@ DraftTokens = Annotated[
     int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
 ]
 CompileSwitch = Annotated[
-    bool, typer.Option(help="Run compiled: minutes at the first time, then faster.")
+    bool, typer.Option(help="Compile the passes: minutes the first time, then faster.")
 ]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

@@ -1,7 +1,8 @@
-"""`drafthead profile`: where the time of a step goes, and how far memory would let it go."""
+"""`drafthead profile`: how the time of a step is spent, and what memory bandwidth allows."""
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,7 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.decoder import DEFAULT_CHAIN
 from drafthead.infer.engine.compiled_target import CompiledTarget
@@ -28,9 +28,9 @@ from drafthead.infer.measuring.pass_times import (
 from drafthead.infer.request.prompts import encode
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids
-from drafthead.scripts.profile_report import Profile, print_profile, write_profile
+from drafthead.scripts.reports.profiling import Profile, print_profile, write_profile
 
-# What is decoded when no prompts are given.
+# Decoded when no prompts are given.
 PROMPTS = (
     'def mean(values):\n    """The arithmetic mean of a list of numbers."""',
     "Explain in three sentences why the sky is blue.",
@@ -38,7 +38,7 @@ PROMPTS = (
     "Write a short letter that asks a landlord to repair the heating.",
 )
 WARM_UP_TOKENS = 16
-SIZE_OF_INTEREST = 16  # nodes of the tree that is taken apart when none is given
+SIZE_OF_INTEREST = 16  # nodes of the tree whose step is split when no size is given
 
 
 def main(
@@ -48,7 +48,7 @@ def main(
     prompt_lookup: options.PromptLookupSwitch = False,
     prompts: Annotated[
         str | None,
-        typer.Option(help="JSONL, Parquet or data set; without it, a few prompts of our own."),
+        typer.Option(help="JSONL, Parquet or data set; a few built-in prompts by default."),
     ] = None,
     limit: options.PromptLimit = 8,
     batch: options.BatchSize = 1,
@@ -62,61 +62,94 @@ def main(
     device: options.DeviceName = "auto",
     seed: options.Seed = 0,
 ) -> None:
-    """Take a decoding step apart, plainly and with a drafter.
+    """Split the time of a decoding step, plainly and with a drafter.
 
-    The ledger: milliseconds of drafting, verifying, accepting and committing in an
-    average step, and of the host around them. Passes alone: the target over 1 to 64 tokens and the
-    drafter at its sizes, outside the engine; as long as the first hardly grows, larger trees are
-    nearly free. Memory: each step reads all weights, so the speed of copying bounds it.
+    The ledger: milliseconds of drafting, verifying, accepting and committing in an average step,
+    and of the Python code around them. Passes alone: the target over 1 to 64 tokens and the drafter
+    at its sizes, outside the engine; as long as the first hardly grows, larger trees are nearly
+    free. Memory: each step reads all weights, so the speed of copying is a bound.
     At most one of --head, --draft-model and --prompt-lookup; with none, plain decoding alone.
     """
-    if limit < 1 or batch < 1:
-        raise UserError(f"--limit and --batch must be at least 1, got {limit} and {batch}")
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
         compile=compile,
     )  # fmt: skip
-    plain = Decoder(decoder.target)
-    decoders = {"plain": plain}
-    if decoder.drafter is not None:
-        decoders[head.name if head else "draft model" if draft_model else "prompt lookup"] = decoder
-    ids = (
-        prompt_ids(prompts, limit, plain, max_new_tokens)
-        if prompts
-        else encode(PROMPTS[:limit], plain.tokenizer)
-    )
-    batches = in_batches(ids, batch)
-    warm_up_seconds = warm_up(decoders, batches[0], max_new_tokens, temperature)
-    with tqdm(total=len(batches) * len(decoders), desc="decoding", unit="batch") as bar:
-        ledgers = measure_ledgers(decoders, batches, max_new_tokens, temperature, seed, bar.update)
-    profile = Profile(
-        ledgers,
-        passes_alone(decoder, batch),
-        overhead_of(decoder, batches[0], tree_nodes),
-        bandwidth_bound(decoder.target, batch, ledgers["plain"].step_seconds),
-        {
-            name: weight_bytes(decoder.target, round(batch * ledger.nodes))
-            for name, ledger in ledgers.items()
-        },
-        warm_up_seconds,
-        compile_seconds(decoder.target),
-        on_gpu=decoder.target.device.type == "cuda",
-    )
+    name = head.name if head else "draft model" if draft_model else "prompt lookup"
+    ids = profiled_prompts(prompts, limit, decoder, max_new_tokens)
+    workload = Workload(ids, batch, max_new_tokens, temperature, seed)
+    profile = measured_profile(decoder, name, workload, size_of_interest(decoder, tree_nodes))
     print_profile(profile)
     if output is not None:
-        about = {
-            **describe_run(target, decoder.target),
-            "prompts": len(ids),
-            "batch": batch,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "compiled": compile,
-        }
+        about = {**describe_run(target, decoder.target), **workload.settings, "compiled": compile}
         write_profile(profile, about, output)
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded, and how."""
+
+    prompts: list[list[int]]
+    batch: int  # prompts that are decoded together
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """What is recorded next to the numbers."""
+        return {
+            "prompts": len(self.prompts),
+            "batch": self.batch,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+        }
+
+
+def profiled_prompts(
+    source: str | None, limit: int, decoder: Decoder, max_new_tokens: int
+) -> list[list[int]]:
+    """Token ids of the user's prompts, or of a few built-in ones."""
+    if source is None:
+        return encode(PROMPTS[:limit], decoder.tokenizer)
+    return prompt_ids(source, limit, decoder, max_new_tokens)
+
+
+def size_of_interest(decoder: Decoder, tree_nodes: int | None) -> Budget | None:
+    """The tree size whose step is split: the user's, or near 16 nodes; None without a drafter."""
+    if decoder.drafter is None or tree_nodes:
+        return decoder.budget
+    budgets = decoder.drafter.budgets
+    return min(budgets, key=lambda budget: abs(budget.nodes - SIZE_OF_INTEREST))
+
+
+def measured_profile(
+    decoder: Decoder, name: str, workload: Workload, budget: Budget | None
+) -> Profile:
+    """Everything that is measured of plain decoding and, as `name`, of the drafter."""
+    target, batch = decoder.target, workload.batch
+    decoders = {"plain": Decoder(target)}
+    if decoder.drafter is not None:
+        decoders[name] = decoder
+    batches = in_batches(workload.prompts, batch)
+    most, temperature = workload.max_new_tokens, workload.temperature
+    warm_up_seconds = warm_up(decoders, batches[0], most, temperature)
+    with tqdm(total=len(batches) * len(decoders), desc="decoding", unit="batch") as bar:
+        ledgers = measure_ledgers(decoders, batches, most, temperature, workload.seed, bar.update)
+    return Profile(
+        ledgers,
+        passes_alone(decoder, batch),
+        overhead_of(decoder, batches[0], budget),
+        bandwidth_bound(target, batch, ledgers["plain"].step_seconds),
+        {n: weight_bytes(target, round(batch * ledger.nodes)) for n, ledger in ledgers.items()},
+        warm_up_seconds,
+        # Compiling the target's passes, which warming up includes.
+        target.compile_seconds if isinstance(target, CompiledTarget) else 0.0,
+        on_gpu=target.device.type == "cuda",
+    )
+
+
 def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
-    """Batches of one size; the last is filled from the start again.
+    """Batches of one size; the last is filled up from the start.
 
     Prompts a b c in batches of 2 are (a b) (c a).
     """
@@ -128,10 +161,10 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 def warm_up(
     decoders: Mapping[str, Decoder], prompts: list[list[int]], most: int, temperature: float
 ) -> float:
-    """Decode a few tokens with each decoder, as a batch and as a single row, as which a batch ends;
-    seconds. This is where passes are compiled and the planner times its steps.
-    """
+    """Decode a few tokens with each decoder; returns seconds."""
     started = time.perf_counter()
+    # Passes are compiled here and the planner times its steps: for a batch, and for a single row,
+    # because a batch is one when its other rows have ended.
     for decoder in tqdm(decoders.values(), desc="warming up", unit="decoder"):
         for rows in (prompts, prompts[:1]):
             decoder.generate(
@@ -147,19 +180,10 @@ def passes_alone(decoder: Decoder, batch: int) -> PassTimes:
 
 
 def overhead_of(
-    decoder: Decoder, prompts: list[list[int]], tree_nodes: int | None
+    decoder: Decoder, prompts: list[list[int]], budget: Budget | None
 ) -> StepOverhead | None:
-    """A step at one size, taken apart: the size that was asked for, or one near 16 nodes."""
-    drafter = decoder.drafter
-    if drafter is None:
+    """A step of one size, split into its passes and the rest; None without a drafter."""
+    if decoder.drafter is None or budget is None:
         return None
-    assert decoder.budget is not None
-    nearest = min(drafter.budgets, key=lambda budget: abs(budget.nodes - SIZE_OF_INTEREST))
-    budget = decoder.budget if tree_nodes else nearest
     with tqdm(total=WARM_UP + STEPS, desc="step and its passes", unit="step") as bar:
-        return step_overhead(decoder.target, drafter, budget, prompts, on_step=bar.update)
-
-
-def compile_seconds(target: Target) -> float:
-    """Time spent on compiling the target's passes."""
-    return target.compile_seconds if isinstance(target, CompiledTarget) else 0.0
+        return step_overhead(decoder.target, decoder.drafter, budget, prompts, on_step=bar.update)

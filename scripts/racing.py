@@ -1,4 +1,4 @@
-"""Races of every way of decoding, for the verbs that compare: who takes part, and running them."""
+"""Races of all ways of decoding, for compare and leaderboard: who takes part, and the run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from drafthead.infer.measuring.comparison import (
 from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers
 from drafthead.infer.measuring.divergence import Divergence
 
-LOOKUP, DRAFT_MODEL = "prompt lookup", "draft model"  # modes of what is no head
+LOOKUP, DRAFT_MODEL = "prompt lookup", "draft model"  # modes that are not heads
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Drafters:
         tree_nodes: Sequence[int | None],
         compile: bool,
     ):
-        """`target` is what transformers' own decoding runs on, `assistant` a draft model.
+        """transformers' own decoding runs on `target`; `assistant` is a draft model.
 
-        Heads draft trees of each size in `tree_nodes`, None being planned by cost; everything else
-        has the first size.
+        Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
+        have the first size.
         """
         self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
         first = tree_nodes[0]
@@ -82,22 +82,24 @@ class Drafters:
     def contestants(
         self, sampling: SamplingConfig, verifier: str, assisted: bool
     ) -> list[Contestant]:
-        """The race at one temperature, baselines first; `assisted` adds transformers' own."""
-        found: list[Contestant] = [
+        """The race at one temperature, baselines first; `assisted` adds transformers' assistant."""
+        contestants: list[Contestant] = [
             Ours(PLAIN, "none", sampling, self.plain),
             Transformers(GENERATE, "none", sampling, self.target),
         ]
         if self.assistant is not None and assisted:
-            found += self._assisted(self.assistant, sampling)
+            contestants += self._assisted(self.assistant, sampling)
         if self.draft is not None:
             kind = DRAFT_MODEL
-            found.append(Ours(kind, kind, sampling, self.draft, verifier=verifier, is_chain=True))
-        found.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
-        found += [
+            contestants.append(
+                Ours(kind, kind, sampling, self.draft, verifier=verifier, is_chain=True)
+            )
+        contestants.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
+        contestants += [
             Ours(mode, name, sampling, decoder, verifier=verifier)
             for mode, name, decoder in self.heads
         ]
-        return found
+        return contestants
 
     def _assisted(self, assistant: Target, sampling: SamplingConfig) -> list[Contestant]:
         """transformers' assisted generation, with its own schedule and with our length."""
@@ -112,7 +114,7 @@ class Drafters:
 def run_races(
     drafters: Drafters, prompts: Sequence[list[int]], terms: RaceTerms, assisted: bool
 ) -> tuple[list[ComparisonRow], list[Divergence]]:
-    """One race a temperature; the rows of all, and where greedy answers differ from plain ones."""
+    """One race per temperature: all rows, and where greedy answers differ from plain decoding."""
     rows: list[ComparisonRow] = []
     differing: list[Divergence] = []
     for temperature in terms.temperatures:

@@ -1,4 +1,4 @@
-"""The verb `drafthead train`: the training entry point in this very process."""
+"""`drafthead train`: the training entry point, in this process."""
 
 from drafthead.train.train_heads import main
 

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees of a run, and how they stop it."""
+"""The terminal's side of a run: the progress bar, and stopping by Ctrl-C."""
 
 import logging
 import signal
@@ -11,11 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Turns Ctrl-C and a polite kill into a request that the loop answers between two steps.
-
-    Launchers pass a signal on to processes that the terminal has told already, so repeats are
-    ignored.
-    """
+    """Turns Ctrl-C and SIGTERM into a request that the loop answers between two steps."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -28,21 +24,22 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the signal handlers from before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
+        # Launchers pass on a signal that the terminal has sent already, so repeats are ignored.
         if not self.requested:
             print("\nstopping after this step and saving...", file=sys.stderr)
         self.requested = True
 
 
 class StepBar:
-    """A progress bar over steps, or over seconds when the budget is a time."""
+    """A progress bar over steps, or over seconds when the duration is a time."""
 
     def __init__(self, total: float, unit: str, done: float, shown: bool):
-        interval = 1 if sys.stderr.isatty() else 30  # a log file wants few lines
+        interval = 1 if sys.stderr.isatty() else 30  # few lines in a log file
         self.bar = tqdm(
             total=round(total),
             initial=min(round(done), round(total)),
@@ -57,7 +54,7 @@ class StepBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the bar as it is."""
+        """Close the bar; what it shows stays."""
         self.bar.close()
 
     def update(self, done: float, loss: float, tau: float, tokens_per_second: float) -> None:

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
-from drafthead.train.conversations import Conversation, Message, encode_prompt
+from drafthead.train.conversations import Conversation, Message
+from drafthead.train.supervision import encode_prompt
 
 logger = logging.getLogger(__name__)
 

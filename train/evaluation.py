@@ -1,7 +1,7 @@
 """How well a head drafts on held-out conversations, from the ranks of the true tokens alone.
 
-A rank says which of the head's guesses at a depth was the true token. Since greedy decoding accepts
-the true token, the ranks tell what every static tree would have accepted.
+A rank is the place of the true token among the head's guesses at a depth. Since greedy decoding
+accepts the true token, the ranks decide what every static tree would have accepted.
 """
 
 from collections import Counter
@@ -30,14 +30,14 @@ class Evaluation:
     """Accuracy of a head. `tau` counts tokens per target pass, the bonus token included."""
 
     anchors: int  # positions from which the head drafted
-    top1: tuple[float, ...]  # share of all anchors whose depth-k token was the first guess
+    top1: tuple[float, ...]  # share of anchors whose depth-k token was the first guess
     alpha: tuple[float, ...]  # the same, among the anchors whose earlier guesses were all right
     tau_chain: float
     tau_tree: dict[int, float]  # nodes -> tau of the best static tree of that size
     path_counts: dict[Path, int]  # see heads.tree.grow_tree
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the path counts, as JSON can hold it."""
+        """Everything but the path counts, ready for JSON."""
         values = asdict(self)
         del values["path_counts"]
         return values
@@ -54,8 +54,8 @@ def chain_lengths(ranks: torch.Tensor) -> torch.Tensor:
 def count_paths(ranks: torch.Tensor, keep: int = KEPT_PATHS) -> dict[Path, int]:
     """How often each path of guesses was the true continuation, from ranks [A, K].
 
-    Ranks 0 2 MAX_RANK count the paths (), (0,) and (0, 2). The `keep` most frequent are given; a
-    path is never more frequent than its beginning, so they form a tree.
+    Ranks 0 2 MAX_RANK count the paths (), (0,) and (0, 2). The `keep` most frequent are returned;
+    a path is never more frequent than its beginning, so they form a tree.
     """
     counts: Counter[Path] = Counter({(): ranks.shape[0]})
     for depth in range(1, ranks.shape[1] + 1):
@@ -73,7 +73,7 @@ def expected_tau(path_counts: dict[Path, int], num_nodes: int, anchors: int) -> 
 
 
 def measure(ranks: torch.Tensor) -> Evaluation:
-    """All that the ranks [A, K] of the true tokens say about a head."""
+    """The evaluation of a head from the ranks [A, K] of the true tokens."""
     anchors, depth = ranks.shape
     right = ranks == 0
     lengths = chain_lengths(ranks)
@@ -98,7 +98,7 @@ def evaluate(
     data: PackedData,
     batch_rows: int,
 ) -> Evaluation:
-    """Measure a head on held-out rows, shared among the processes; all get the result.
+    """Measure a head on held-out rows, shared among the processes; all return the result.
 
     `model` is the prepared `loop.LossModule` around `head`.
     """
@@ -107,15 +107,16 @@ def evaluate(
         rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)
     ]
     rounds = -(-len(batches) // accelerator.num_processes)
-    kept = []
+    ranks = []
     model.eval()
     for turn in range(rounds):
         index = turn * accelerator.num_processes + accelerator.process_index
-        # A sharded head runs in all processes at once, so one without a batch goes along idly.
+        # A sharded head runs in all processes at once, so a process without a batch runs one with
+        # nothing to measure.
         tokens = data.batch(batches[min(index, len(batches) - 1)])
         tokens = tokens if index < len(batches) else tokens.unsupervised()
         batch = read_features(target, tokens, head.features_needed, accelerator.mixed_precision)
         _, loss = model(batch)
-        kept.append(loss.ranks.to("cpu", torch.int8))
+        ranks.append(loss.ranks.to("cpu", torch.int8))
     model.train()
-    return measure(torch.cat(gather_object([torch.cat(kept)])).long())
+    return measure(torch.cat(gather_object([torch.cat(ranks)])).long())

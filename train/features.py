@@ -1,6 +1,6 @@
-"""The frozen target as a source of features for packed rows.
+"""Reads the frozen target's features for packed rows.
 
-Packing changes no feature: attention stays inside a segment and positions restart with it.
+Packing changes no feature: attention stays inside a segment, where positions start from 0.
 """
 
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from drafthead.train.packing import TokenBatch
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """Which model drafts are made for. `auto` is the stored type, float32 without bf16 training."""
+    """The target model. Type `auto` is the stored one, and float32 without bf16 training."""
 
     name: str
     dtype: str = "auto"
@@ -27,9 +27,9 @@ class TargetConfig:
 def load_target(
     config: TargetConfig, mixed_precision: str, max_length: int, device: torch.device
 ) -> Target:
-    """Load the target and check that rows of `max_length` tokens can be run through it.
+    """Load the target and check that it can run rows of `max_length` tokens.
 
-    Raises UserError when it cannot be loaded, or its context is shorter than a row.
+    Raises UserError when it cannot be loaded or its context is shorter than a row.
     """
     in_float32 = config.dtype == "auto" and mixed_precision == "no"
     dtype = "float32" if in_float32 else config.dtype
@@ -42,12 +42,12 @@ def check_row_length(target: Target, name: str, max_length: int) -> None:
     """Raise UserError when rows of `max_length` tokens are longer than the target's context."""
     if target.max_length is not None and max_length > target.max_length:
         raise UserError(
-            f"data.max_length is {max_length}, but {name} has room for {target.max_length} tokens"
+            f"data.max_length is {max_length}, but {name} has {target.max_length} positions"
         )
 
 
 def positions_in_segments(segments: torch.Tensor) -> torch.Tensor:
-    """Position ids that restart in each segment; both [B, T].
+    """Position ids [B, T] that start from 0 in each segment; `segments` is [B, T].
 
     Segments 1 1 1 2 2 0 have the positions 0 1 2 0 1 0.
     """
@@ -58,10 +58,8 @@ def positions_in_segments(segments: torch.Tensor) -> torch.Tensor:
 
 
 def segment_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Causal mask [B, 1, T, T] inside each segment [B, T]: 0 to attend, else the lowest number.
-
-    Padding counts as one more segment, so that no row of the mask is empty.
-    """
+    """Causal mask [B, 1, T, T] inside each segment [B, T]: 0 to attend, else the lowest number."""
+    # Padding counts as one more segment, so that no row of the mask is empty.
     same = segments[:, :, None] == segments[:, None, :]
     allowed = same.tril()[:, None]
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
@@ -71,11 +69,9 @@ def segment_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def read_features(
     target: Target, tokens: TokenBatch, spec: FeatureSpec, mixed_precision: str
 ) -> HeadBatch:
-    """Run the target over packed rows and keep what the head reads.
-
-    A target stored in 16 bits is run as decoding runs it; autocast is for a float32 target alone.
-    """
+    """Run the target over packed rows [B, T] and return what the head reads."""
     tokens = tokens.to(target.device)
+    # A 16-bit target runs as in decoding; autocast is only for a float32 target.
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
     kind = target.device.type
     with torch.autocast(kind, torch.bfloat16) if casts else nullcontext():

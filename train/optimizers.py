@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimiser trains the parameters, and how fast.
+    """Optimiser, learning rates and schedule.
 
     `muon` orthogonalises the updates of hidden matrices (Jordan et al., 2024) and leaves
     embeddings, output heads, norms and biases to AdamW.
@@ -45,7 +45,7 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """One AdamW, or for `muon` a Muon for the hidden matrices and an AdamW for the rest.
 
-    Parameters that do not require gradients are left out; raises ValueError if none is left.
+    Parameters without gradients are left out; raises ValueError if none is left.
     """
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     if not trained:
@@ -67,8 +67,8 @@ def build_optimizers(
 def lr_share(config: OptimizerConfig, progress: float) -> float:
     """The learning rate as a share of its peak when `progress` of the training is done.
 
-    Linear warm-up, then the schedule. `progress` may count steps or time, so a run of so many
-    minutes reaches the schedule's end too. With warmup_ratio 0.2 and `linear` to 0: 0.5 at
+    Linear warm-up, then the schedule. `progress` may count steps or time, so a run limited in
+    minutes also reaches the schedule's end. With warmup_ratio 0.2 and `linear` to 0: 0.5 at
     progress 0.1, 1 at 0.2, 0.5 at 0.6, 0 at 1.
     """
     warmup = config.warmup_ratio
@@ -100,6 +100,6 @@ def set_learning_rates(
 def build_schedulers(
     optimizers: list[torch.optim.Optimizer], config: OptimizerConfig, total_steps: int
 ) -> list[torch.optim.lr_scheduler.LambdaLR]:
-    """One scheduler an optimiser, all following `lr_factor`."""
+    """One scheduler per optimiser, all following `lr_factor`."""
     factor = lr_factor(config, total_steps)
     return [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]

@@ -1,7 +1,7 @@
 """Conversations as packed rows of tokens, and which rows an optimiser step reads.
 
-Everything is decided by the seed and the step alone: a resumed run needs no other position in the
-data than its step, and the number of processes changes nothing.
+Everything depends on the seed and the step alone: a resumed run continues from its step, and the
+number of processes changes nothing.
 """
 
 import bisect
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.train.conversations import read_conversations, supervise_rows
+from drafthead.train.conversations import read_conversations
+from drafthead.train.supervision import supervise_rows
 
-PACKING_WINDOW = 1024  # conversations that compete for the same rows
+PACKING_WINDOW = 1024  # conversations that are packed together
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where conversations come from and how long a row of them is."""
+    """The conversations, and the length of packed rows."""
 
     train: str
-    validation: str | None = None  # held-out conversations; without them a head is not measured
+    validation: str | None = None  # held-out conversations; without them the head is not evaluated
     prompt_column: str | None = None
     max_length: int = 512  # tokens in a row
     max_validation: int = 500  # conversations
@@ -38,7 +39,7 @@ class TokenSequence:
     """One conversation as tokens."""
 
     input_ids: torch.Tensor  # [T] int32
-    supervised: torch.Tensor  # [T] bool: this token is to be learnt
+    supervised: torch.Tensor  # [T] bool: which tokens are learnt
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class PackedData:
     rows: tuple[tuple[int, ...], ...]  # indices of the sequences of each row
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
-        """The given rows as right-padded tensors."""
+        """The given rows as right-padded tensors [B, T]."""
         return collate([[self.sequences[i] for i in self.rows[row]] for row in rows])
 
     def supervised_in(self, rows: Sequence[int]) -> int:
@@ -86,7 +87,7 @@ class PackedData:
         return torch.bincount(learnt, minlength=vocab_size)
 
     def fingerprint(self) -> str:
-        """A hash of tokens, masks and packing, to tell whether the data changed between runs."""
+        """A hash of tokens, masks and packing, to notice data that changed between runs."""
         digest = hashlib.sha256(repr(self.rows).encode())
         for sequence in self.sequences:
             digest.update(sequence.input_ids.numpy().tobytes())
@@ -103,7 +104,7 @@ def load_packed(
 ) -> PackedData:
     """Read, tokenise and pack `source`, at most `limit` conversations of it.
 
-    Raises UserError for data that cannot be read and when there is nothing to learn in it.
+    Raises UserError for data that cannot be read or has nothing to learn.
     """
     conversations = read_conversations(source, config.prompt_column, limit)
     rows = supervise_rows(tokenizer, conversations, config.max_length).rows
@@ -115,16 +116,16 @@ def load_packed(
 
 
 def pack_sequences(sequences: Sequence[TokenSequence], max_length: int, seed: int) -> PackedData:
-    """Sequences of at most `max_length` tokens in rows of that length."""
+    """Pack sequences of at most `max_length` tokens into rows of that length."""
     rows = pack([len(sequence.input_ids) for sequence in sequences], max_length, seed)
     return PackedData(tuple(sequences), rows)
 
 
 def pack(lengths: Sequence[int], max_length: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Share rows of `max_length` tokens among sequences of the given lengths.
+    """Put sequences of the given lengths into rows of `max_length` tokens; indices of each row.
 
     Best fit, longest first, within windows of a shuffled order, so that a row mixes conversations
-    from anywhere. Lengths 5, 4, 3, 2 in rows of 7 make the rows (5, 2) and (4, 3).
+    from all parts of the data. Lengths 5, 4, 3, 2 in rows of 7 make the rows (5, 2) and (4, 3).
     """
     order = list(range(len(lengths)))
     random.Random(f"pack-{seed}").shuffle(order)
@@ -162,7 +163,7 @@ def collate(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
 
 
 class RowOrder:
-    """The endless stream of rows: every epoch a new permutation, one straight after the other.
+    """The endless stream of rows: one permutation per epoch, without gaps between epochs.
 
     With 5 rows and steps of 2, step 2 reads the last row of the first epoch and the first row of
     the second.

@@ -1,14 +1,14 @@
 """The configuration of a training run: defaults < YAML file < `section.key=value`.
 
-Each section is a dataclass beside the code that it configures; the head's section is the config of
-its family. Nothing is loaded before the whole configuration is known to make sense.
+Each section is a dataclass; the head's section is the config of its family. Nothing is loaded
+before the whole configuration is checked.
 """
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 import drafthead.heads  # noqa: F401  fills the registry of head families
 from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
-from drafthead.train.budget import TrainConfig
 from drafthead.train.features import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.packing import DataConfig
@@ -26,8 +25,50 @@ DEFAULT_FAMILY = "medusa"
 
 
 @dataclass(frozen=True)
+class TrainConfig:
+    """How long a head is trained and how often it is saved. Give one of epochs, steps, minutes."""
+
+    output: str
+    epochs: float | None = None
+    max_steps: int | None = None
+    max_minutes: float | None = None
+    batch_rows: int = 16  # rows of an optimiser step, over all processes
+    micro_batch_rows: int = 4  # rows that a process computes at a time
+    mixed_precision: Literal["no", "bf16"] = "no"
+    seed: int = 0
+    save_every: int | None = None  # steps between saved states
+    save_minutes: float = 10.0  # the same in minutes
+    eval_every: int | None = None  # steps between evaluations; there is always one at the end
+    overwrite: bool = False  # discard a finished run, or one with other settings, in `output`
+    cpu: bool = False  # use no GPU
+    on_policy: bool = False  # in a second stage, train where decoding with the head would draft
+    on_policy_share: float = 0.3  # of the duration, for that stage
+
+    def __post_init__(self) -> None:
+        limits = [self.epochs, self.max_steps, self.max_minutes]
+        if sum(limit is not None for limit in limits) != 1:
+            raise ValueError("give exactly one of epochs, max_steps and max_minutes")
+        counts = [self.batch_rows, self.micro_batch_rows, self.save_every, self.eval_every]
+        if any(n is not None and n <= 0 for n in [*limits, *counts, self.save_minutes]):
+            raise ValueError("all numbers but the seed must be positive")
+        if not 0 < self.on_policy_share <= 1:
+            raise ValueError(f"on_policy_share must lie in (0, 1], got {self.on_policy_share}")
+
+    def accumulation(self, num_processes: int) -> int:
+        """Micro-batches of a step in each process; UserError when rows would be left over."""
+        at_once = self.micro_batch_rows * num_processes
+        if self.batch_rows % at_once:
+            raise UserError(
+                f"train.batch_rows={self.batch_rows} is not divisible by train.micro_batch_rows="
+                f"{self.micro_batch_rows} in {num_processes} process(es): use a multiple of "
+                f"{at_once}"
+            )
+        return self.batch_rows // at_once
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """Everything that a training run is told."""
+    """All settings of a training run."""
 
     target: TargetConfig
     family: str  # of the head
@@ -59,12 +100,12 @@ class RunConfig:
         }
 
     def settings(self) -> Settings:
-        """The resolved configuration as a YAML or JSON file would say it."""
+        """The resolved configuration, as a YAML or JSON file holds it."""
         written = {name: asdict(section) for name, section in self.sections.items()}
         return written | {"head": {"family": self.family, **written["head"]}}
 
     def folder(self) -> RunFolder:
-        """Where the run's files are, with what older versions of them mean."""
+        """The run's folder; it knows the defaults, for records written before a setting existed."""
         defaults = {
             name: {f.name: f.default for f in fields(section) if f.default is not MISSING}
             for name, section in self.sections.items()
@@ -74,7 +115,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Given:
-    """A value that the user gave, and where."""
+    """A value that the user set, and where."""
 
     value: Any
     origin: str
@@ -124,7 +165,9 @@ def read_override(override: str) -> dict[str, Given]:
     """One `section.key=value` of the command line; the value is read as YAML."""
     name, equals, text = override.partition("=")
     if not equals or "." not in name:
-        raise UserError(f"{override!r} is no setting: write section.key=value, as in train.seed=1")
+        raise UserError(
+            f"{override!r} is not a setting: write section.key=value, as in train.seed=1"
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -147,7 +190,7 @@ def check_names(
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """What may have been meant by an unknown setting."""
+    """The setting that was probably meant, or all that exist."""
     section, _, key = name.partition(".")
     same_key = [other for other in known if other.split(".")[1] == key]
     if near := same_key or difflib.get_close_matches(name, known, n=1):
@@ -158,7 +201,7 @@ def suggestion(name: str, known: list[str]) -> str:
 
 
 def build_section(name: str, cls: type, given: dict[str, Given], path: Path) -> Any:
-    """The section's dataclass from what was given; raises UserError for a value that is no good."""
+    """The section's dataclass; raises UserError for a value that it does not accept."""
     prefix = name + "."
     values = {
         key.removeprefix(prefix): g.value for key, g in given.items() if key.startswith(prefix)
@@ -170,7 +213,7 @@ def build_section(name: str, cls: type, given: dict[str, Given], path: Path) -> 
 
 
 def explain(error: ValidationError, section: str, given: dict[str, Given], path: Path) -> str:
-    """The first complaint of pydantic as a sentence about a setting."""
+    """pydantic's first error as a sentence about a setting."""
     complaint = error.errors()[0]
     reason = complaint["msg"].removeprefix("Value error, ")
     if not complaint["loc"]:

@@ -1,7 +1,7 @@
-"""The folder of a run: what was asked for, the logs, and states to continue from.
+"""The folder of a run: its settings, its logs, and the states to resume from.
 
-`run.json` holds the resolved configuration with versions, `metrics.jsonl` one line a step,
-`evaluation.jsonl` one line an evaluation, `state/step-N/` what resuming needs.
+`run.json` holds the resolved configuration with versions, `metrics.jsonl` one line per step,
+`evaluation.jsonl` one line per evaluation, `state/step-N/` what resuming needs.
 """
 
 import json
@@ -28,12 +28,12 @@ class Progress:
     """How far a run has come."""
 
     step: int = 0  # optimiser steps done
-    seconds: float = 0.0  # spent training, evaluating and saving
+    seconds: float = 0.0  # of training, evaluating and saving
     supervised_tokens: int = 0
 
 
 def provenance(settings: Settings) -> dict[str, Any]:
-    """The settings of a run with what it was run by."""
+    """The settings of a run, with command, commit and versions."""
     return {
         "settings": settings,
         "argv": sys.argv,
@@ -44,7 +44,7 @@ def provenance(settings: Settings) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the source tree that this file lies in, if it lies in one."""
+    """The commit of the repository that holds this file, if there is one."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -54,7 +54,7 @@ def git_commit() -> str | None:
 
 
 def first_difference(old: Settings, new: Settings) -> str | None:
-    """The first setting that differs, with both values; None when the same run was asked for."""
+    """The first setting that differs, with both values; None when the runs are the same."""
     for section in sorted({*old, *new}):
         before, after = old.get(section, {}), new.get(section, {})
         for key in sorted({*before, *after}):
@@ -65,19 +65,19 @@ def first_difference(old: Settings, new: Settings) -> str | None:
 
 
 class RunFolder:
-    """One run's folder. Reading is for every process, writing for the main one alone."""
+    """One run's folder. Every process may read it, only the main process writes."""
 
     def __init__(self, path: Path, settings: Settings, defaults: Settings):
-        """`defaults` is what a run did for a setting that its record does not know yet."""
-        # What JSON gives back is compared with what JSON gave, so tuples and lists are alike.
+        """`defaults` holds values for settings that an older record lacks."""
+        # Settings are compared after a round trip through JSON, where tuples become lists.
         self.path, self.settings = path, json.loads(json.dumps(settings))
         self.defaults: Settings = json.loads(json.dumps(defaults))
         self.states = path / "state"
 
     def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
-        """What is to be done here.
+        """What the folder holds; "new" also means that an old run may be overwritten.
 
-        Raises UserError when the folder holds another run, unless it may be overwritten.
+        Raises UserError when it holds another run that may not be overwritten.
         """
         if not (self.path / "run.json").exists():
             return "new"
@@ -96,14 +96,14 @@ class RunFolder:
         return "finished" if finished else "resumable"
 
     def _completed(self, recorded: Settings) -> Settings:
-        """Recorded settings, and the defaults of those that came with a later version."""
+        """Recorded settings, with the defaults of settings that the record lacks."""
         return {
             name: {**self.defaults.get(name, {}), **recorded.get(name, {})}
             for name in {*self.defaults, *recorded}
         }
 
     def begin(self, resumed: Progress | None) -> None:
-        """Write `run.json` and remove what lies beyond the state that the run continues from."""
+        """Write `run.json` and remove what was logged after the state that the run resumes from."""
         if resumed is None:
             shutil.rmtree(self.states, ignore_errors=True)
         self.states.mkdir(parents=True, exist_ok=True)
@@ -130,11 +130,11 @@ class RunFolder:
         return max(self.states.glob("step-*"), default=None)
 
     def temporary_state(self) -> Path:
-        """Where a state is written before it counts."""
+        """Where a state is written before it is complete."""
         return self.states / "unfinished"
 
     def discard_temporary(self) -> None:
-        """Remove what a killed run may have left half written."""
+        """Remove what a killed run may have left incomplete."""
         shutil.rmtree(self.temporary_state(), ignore_errors=True)
 
     def keep_state(self, progress: Progress, fingerprint: str) -> None:
@@ -149,24 +149,24 @@ class RunFolder:
 
 
 def read_progress(state: Path, fingerprint: str) -> Progress:
-    """How far a state has come; raises UserError when it was trained on other data."""
+    """The progress of a saved state; raises UserError when it was trained on other data."""
     values = read_json(state / "progress.json")
     if values.pop("data") != fingerprint:
         raise UserError(
-            f"the training data is no longer what {state} was trained on: restore it, choose "
+            f"the training data is no longer that of {state}: restore it, choose "
             "another train.output, or remove that folder"
         )
     return Progress(**values)
 
 
 def cut_log(path: Path, last_step: int) -> None:
-    """Keep the whole lines of a log up to a step, so that no step is there twice."""
-    kept = []
+    """Keep the complete lines of a log up to a step, so that no step is logged twice."""
+    lines = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 if json.loads(line)["step"] <= last_step:
-                    kept.append(line + "\n")
+                    lines.append(line + "\n")
             except json.JSONDecodeError:  # the line that a killed run was writing
                 break
-    write_text(path, "".join(kept))
+    write_text(path, "".join(lines))

@@ -1,4 +1,4 @@
-"""What a run of training came to, read from the logs in its folder."""
+"""The figures of a training run, read from the logs in its folder."""
 
 import json
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from drafthead.train.run_folder import EVALUATION_FILE, METRICS_FILE
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A finished or unfinished run. Loading and the last evaluation are in none of the seconds."""
+    """A finished or unfinished run. No seconds include loading or the last evaluation."""
 
     steps: int
     seconds: float
     supervised_tokens: int
     supervised_tokens_per_s: float
-    target_share: float  # of the time of the steps, spent in the target's forward passes
+    target_share: float  # of the steps' time, in the target's forward passes
     backward_per_target: float  # seconds of the head's backward passes / those of the target
     evaluation: dict[str, Any] | None  # the last one, see train.evaluation.Evaluation
 
@@ -48,7 +48,7 @@ def summarize(folder: Path) -> RunSummary:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log of a run; none where there is no log."""
+    """The records of a log; none if there is no log."""
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)

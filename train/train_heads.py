@@ -5,19 +5,23 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
-from accelerate.utils import set_seed
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import ProjectConfiguration, set_seed
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.utils.logging import disable_progress_bar
 
+from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
-from drafthead.train.building import build_accelerator, build_head
+from drafthead.heads.target.target import Target
 from drafthead.train.features import load_target
-from drafthead.train.loop import Trainer, TrainingTask
+from drafthead.train.loop import Trainer
 from drafthead.train.packing import load_packed
 from drafthead.train.run_config import RunConfig, load_run_config
+from drafthead.train.step import TrainingTask
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +29,11 @@ SECONDS_FOR_MAIN = 15
 
 
 def train(config: RunConfig) -> bool:
-    """Train a head as configured; False when it was interrupted and can be continued."""
+    """Train a head as configured; False when it was stopped and can be continued."""
     accelerator = build_accelerator(config)
     folder = config.folder()
     if folder.status(config.train.overwrite) == "finished":
-        logger.info("%s holds this very run, finished: nothing to do", folder.path)
+        logger.info("%s holds this run, finished: nothing to do", folder.path)
         return True
     set_seed(config.train.seed)
     data, precision = config.data, config.train.mixed_precision
@@ -37,7 +41,7 @@ def train(config: RunConfig) -> bool:
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
     rows = load_packed(data.train, tokenizer, data, config.train.seed)
-    head = build_head(config.family, config.head, target, rows.token_counts(target.vocab_size))
+    head = new_head(config.family, config.head, target, rows.token_counts(target.vocab_size))
     held_out = None
     if data.validation is not None:
         held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)
@@ -48,26 +52,67 @@ def train(config: RunConfig) -> bool:
     return finished
 
 
+def build_accelerator(config: RunConfig) -> Accelerator:
+    """accelerate as the launcher set it up; UserError for settings that cannot be combined."""
+    output = config.train.output
+    accelerator = Accelerator(
+        # Without this, processes on a machine without a GPU would not find each other.
+        cpu=config.train.cpu or not torch.accelerator.is_available(),
+        mixed_precision=config.train.mixed_precision,
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(output, logging_dir=f"{output}/tensorboard"),
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise UserError(
+            f"{launched} processes were launched, accelerate joined {accelerator.num_processes}: "
+            "launch with one of the files in configs/accelerate/"
+        )
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if sharded and config.optimizer.name == "muon":
+        raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = config.train.micro_batch_rows
+        settings["gradient_clipping"] = config.optimizer.max_grad_norm
+    config.train.accumulation(accelerator.num_processes)
+    return accelerator
+
+
+def new_head(family: str, config: Any, target: Target, token_counts: torch.Tensor) -> DraftHead:
+    """A fresh head of the target's sizes; token v is supervised token_counts[v] times, [V].
+
+    Raises UserError when the head cannot have the configured sizes.
+    """
+    cls = head_family(family)
+    head = cls(cls.sized(config, target))
+    head.prepare(token_counts)
+    head.initialize(target)
+    return head
+
+
 def main(
-    config: Annotated[Path, typer.Option(help="The run, such as configs/demo_medusa.yaml.")],
+    config: Annotated[
+        Path, typer.Option(help="Configuration file, such as configs/demo_medusa.yaml.")
+    ],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """Train draft heads on the hidden states of a frozen target.
 
     \b
     One process:        drafthead train --config configs/demo_medusa.yaml
-    As accelerate says: accelerate launch train/train_heads.py --config FILE
+    With accelerate:    accelerate launch train/train_heads.py --config FILE
     Two CPU processes:  accelerate launch --config_file configs/accelerate/cpu2.yaml
                         train/train_heads.py --config FILE
     Other settings:     ... --config FILE optimizer.lr=3e-4 train.max_minutes=10
 
-    A file has the sections target, head, data, optimizer and train. Settings behind it win over it.
-    The same command continues a run that was stopped, and does nothing when it is finished.
+    A file has the sections target, head, data, optimizer and train. Settings after it override it.
+    The same command continues a stopped run, and does nothing when the run is finished.
     """
-    first = int(os.environ.get("RANK", "0")) == 0
-    logging.getLogger("drafthead").setLevel(logging.INFO if first else logging.ERROR)
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    logging.getLogger("drafthead").setLevel(logging.INFO if is_main else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.WARNING)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line a retry otherwise
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # else one line per retry
     disable_progress_bar()
     if not train(load_run_config(config, settings or [])):
         print("stopped; the state is saved, the same command continues", file=sys.stderr)
@@ -75,11 +120,9 @@ def main(
 
 
 def fail(error: UserError) -> int:
-    """Print one sentence and return the exit status.
-
-    The launcher kills all processes once one has ended, so the others leave the first word to the
-    main process, which mostly has the same to say.
-    """
+    """Print one sentence and return the exit status."""
+    # The launcher kills all processes once one has ended. The others wait, so that the main process
+    # can print its error first, which mostly is the same.
     if int(os.environ.get("RANK", "0")) != 0:
         time.sleep(SECONDS_FOR_MAIN)
     print(f"drafthead: {error}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""drafthead.scripts.demo: how the demo's models, prompts and figures are made."""
+"""drafthead.scripts.demo: how the models and prompts of the demo are made."""

@@ -1,4 +1,4 @@
-"""Train the demo target and the demo draft model from Python sources; rerun it to resume.
+"""Trains the demo target and the demo draft model on Python sources; run it again to resume.
 
     python -m drafthead.scripts.demo.build_models --work runs/demo-models --output assets
 
@@ -58,7 +58,7 @@ PROMPTS = {"train": 3000, "validation": 300, "test": 300}
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One demo model: its shape, its pretraining, and how often it learns from its own answers."""
+    """One demo model: its shape, its pretraining, and its rounds of learning from own answers."""
 
     hidden_size: int
     intermediate_size: int
@@ -93,7 +93,7 @@ BLUEPRINTS = {
 
 
 def train_tokenizer(pairs: list[Pair]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on the training pairs, with the chat template inside."""
+    """Byte-level BPE trained on the training pairs, with the chat template."""
     specials = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -120,7 +120,7 @@ def train_tokenizer(pairs: list[Pair]) -> PreTrainedTokenizerFast:
 def encode(
     tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], answers_only: bool = False
 ) -> list[Example]:
-    """Each pair as a two-message conversation, of which all or the answer alone is learnt."""
+    """Each pair as a two-message conversation; all of it or only the answer is learnt."""
     answer_begins = tokenizer.get_vocab()["<|assistant|>"]
     examples = []
     for pair in pairs:
@@ -157,7 +157,7 @@ def fresh_model(blueprint: Blueprint, tokenizer: PreTrainedTokenizerBase) -> Lla
 
 
 def write_prompts(pairs: list[Pair], output: Path) -> None:
-    """Write questions as conversations: training files for distillation, held-out for reports."""
+    """Write questions as conversations: for distillation, and held-out ones for reports."""
     output.mkdir(parents=True, exist_ok=True)
     for split, limit in PROMPTS.items():
         chosen = [p for p in pairs if p.split == split]
@@ -176,8 +176,8 @@ def polish(
     work: Path,
     save_every: int,
 ) -> list[dict[str, float]]:
-    """Rounds of answering and learning from the answers; returns what each round saw."""
-    blueprint, seen = BLUEPRINTS[name], []
+    """Rounds of answering and learning from the answers; returns the figures of each round."""
+    blueprint, rounds = BLUEPRINTS[name], []
     for number in range(blueprint.polishing_rounds):
         assert blueprint.polishing is not None
         chosen = random.Random(number).sample(pairs, blueprint.questions_per_round)
@@ -185,7 +185,7 @@ def polish(
         rollouts = roll_out(model, tokenizer, [pair.question for pair in chosen], path)
         lessons = [example for rollout in rollouts if (example := lesson(rollout)) is not None]
         good = sum(LEARN in example.signs for example in lessons)
-        seen.append({
+        rounds.append({
             "answers": len(rollouts),
             "ended": sum(r.finished for r in rollouts) / len(rollouts),
             "learnt": good / len(rollouts),
@@ -193,13 +193,13 @@ def polish(
         })  # fmt: skip
         run = TrainingRun(f"{name}_polish_{number}", model, lessons, blueprint.polishing, work)
         run.train(save_every)
-    return seen
+    return rounds
 
 
 def greedy_behaviour(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, validation: list[Pair]
 ) -> dict[str, float]:
-    """Whether greedy answers to held-out questions end, and how much of them are loops."""
+    """How many greedy answers to held-out questions end, and how much of them repeats."""
     decoder, questions = Decoder(Target(model, tokenizer)), [p.question for p in validation[:64]]
     result = decoder.generate(questions, max_new_tokens=128)
     return {
@@ -256,7 +256,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder of models and prompts.")] = Path("assets"),
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
 ) -> None:
-    """Train the demo target and the demo draft model; rerun the same command to resume."""
+    """Train the demo target and the demo draft model; run the same command again to resume."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     work.mkdir(parents=True, exist_ok=True)
     pairs = read_corpus()

@@ -23,7 +23,7 @@ DATA = """## Data
 Functions with a docstring from the Python standard library and from the packages listed below:
 the user's message is signature and docstring, the assistant's answer the function without the
 docstring. Files are split by a hash of their name: 92 % train, 4 % validation, 4 % test. Held-out
-functions of which more than half of the lines stand in training files are left out. The sources
+functions that share more than half of their lines with training files are left out. The sources
 are under the PSF, BSD, MIT, Apache-2.0, HPND and similar permissive licences; the weights are under
 Apache-2.0.
 """
@@ -34,7 +34,7 @@ measured offline, with the proportions of a larger model.
 
 
 def recipe_line(recipe: Recipe) -> str:
-    """A recipe in words."""
+    """A recipe as a sentence."""
     optimizer = recipe.optimizer
     return (
         f"{recipe.epochs:g} epochs in batches of {recipe.batch_tokens} tokens, Muon "
@@ -44,7 +44,7 @@ def recipe_line(recipe: Recipe) -> str:
 
 
 def polishing_lines(rounds: list[dict[str, float]]) -> list[str]:
-    """What the model learnt from its own answers, round by round."""
+    """What the model learnt from its own answers, one table row per round."""
     if not rounds:
         return []
     lines = [
@@ -55,9 +55,9 @@ def polishing_lines(rounds: list[dict[str, float]]) -> list[str]:
         "| round | answers | ended | learnt | with repetitions |",
         "|---|---|---|---|---|",
     ]
-    for number, seen in enumerate(rounds, start=1):
-        shares = " | ".join(f"{seen[key]:.0%}" for key in ("ended", "learnt", "with_repetitions"))
-        lines.append(f"| {number} | {seen['answers']:.0f} | {shares} |")
+    for number, share in enumerate(rounds, start=1):
+        shares = " | ".join(f"{share[key]:.0%}" for key in ("ended", "learnt", "with_repetitions"))
+        lines.append(f"| {number} | {share['answers']:.0f} | {shares} |")
     return lines
 
 

@@ -45,14 +45,14 @@ SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "site-packages", "lib2
 MAX_QUESTION_CHARS = 640
 MAX_ANSWER_CHARS = 1000
 MIN_BODY_CHARS = 20
-# Above this share of lines already seen in training files, a held-out answer counts as a copy.
+# A held-out answer with more than this share of its lines in training files counts as a copy.
 MAX_SEEN_LINE_SHARE = 0.5
 MIN_TELLING_LINE_CHARS = 16
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One documented function, cut into what is asked and what is answered."""
+    """One documented function, cut into a question and its answer."""
 
     source: str  # "package/relative/path.py:line"
     split: Split
@@ -86,7 +86,7 @@ def source_files() -> Iterator[tuple[str, Path]]:
 
 
 def cut_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str] | None:
-    """Cut a documented function into (question, answer); None when it does not make a good pair.
+    """Cut a documented function into (question, answer); None when it makes no good pair.
 
     The docstring is the first statement of the body, so for::
 
@@ -118,7 +118,7 @@ def pairs_in_file(name: str, path: Path) -> Iterator[Pair]:
     try:
         text = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # SyntaxWarnings of other people's sources
+            warnings.simplefilter("ignore")  # SyntaxWarnings in these sources
             tree = ast.parse(text)
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return
@@ -138,11 +138,11 @@ def read_corpus() -> list[Pair]:
     """All pairs, without repeated answers and without held-out pairs that training files contain.
 
     Files of one project copy from each other, so a held-out pair is dropped when more than half of
-    its telling lines stand in training answers.
+    its telling lines are in training answers.
     """
     pairs = [pair for name, path in source_files() for pair in pairs_in_file(name, path)]
     pairs.sort(key=lambda pair: pair.split != "train")  # stable: training files first
-    kept: list[Pair] = []
+    distinct: list[Pair] = []
     seen_answers: set[str] = set()
     seen_lines: set[str] = set()
     for pair in pairs:
@@ -153,5 +153,5 @@ def read_corpus() -> list[Pair]:
         seen_answers.add(pair.answer)
         if pair.split == "train":
             seen_lines.update(lines)
-        kept.append(pair)
-    return kept
+        distinct.append(pair)
+    return distinct

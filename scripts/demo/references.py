@@ -1,8 +1,8 @@
 """Conversations whose answers are the corpus's own functions, for prompts of the demo.
 
 `python -m drafthead.scripts.demo.references CONVERSATIONS OUTPUT` keeps the questions of
-CONVERSATIONS and replaces each answer by the function that the question was cut from. What the
-installed packages no longer have is left out.
+CONVERSATIONS and replaces each answer by the function that the question was cut from. Questions
+whose function the installed packages no longer contain are left out.
 """
 
 import json
@@ -20,14 +20,14 @@ from drafthead.scripts.demo.corpus import Pair, read_corpus
 def references(lines: list[str], pairs: list[Pair]) -> list[str]:
     """The conversations in `lines`, as JSON, whose question is one of `pairs`, with its answer."""
     answers = {pair.question: pair.answer for pair in pairs}
-    found = []
+    answered = []
     for line in lines:
         conversation = json.loads(line)
         question = conversation["messages"][0]
         if question["content"] in answers:
             answer = {"role": "assistant", "content": answers[question["content"]]}
-            found.append(json.dumps({"id": conversation["id"], "messages": [question, answer]}))
-    return found
+            answered.append(json.dumps({"id": conversation["id"], "messages": [question, answer]}))
+    return answered
 
 
 def main(
@@ -39,9 +39,9 @@ def main(
         lines = conversations.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {conversations}: {error.strerror}") from error
-    found = references(lines, read_corpus())
-    write_text(output, "\n".join(found) + "\n")
-    print(f"{len(found)} of {len(lines)} questions answered by the installed sources: {output}")
+    answered = references(lines, read_corpus())
+    write_text(output, "\n".join(answered) + "\n")
+    print(f"{len(answered)} of {len(lines)} questions answered by the installed sources: {output}")
 
 
 if __name__ == "__main__":

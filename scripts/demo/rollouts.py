@@ -1,7 +1,7 @@
 """The target's own answers as lessons: good ones are learnt, repetitions in the others unlearnt.
 
-A small model decoded greedily falls into loops, and loops flatter every drafter that copies the
-past. After pretraining the target answers training questions itself, greedily and at a temperature.
+A small model decoded greedily falls into loops, and loops are easy for drafters that copy earlier
+text. After pretraining the target answers training questions, greedily and at a temperature.
 Answers that end and do not repeat themselves are learnt (rejection-sampling fine-tuning); tokens
 that complete a repeated 8-gram are unlearnt (Welleck et al., 2020, arXiv 1908.04319).
 """
@@ -55,20 +55,19 @@ def roll_out(
 ) -> list[Rollout]:
     """Answers to the questions, the first half greedily, the others at temperature 0.8.
 
-    They are kept in `path`: a second call reads them.
+    They are stored in `path`; a second call reads them from there.
     """
     if not path.exists():
         served = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[arg-type]
         decoder = Decoder(Target(served, tokenizer))
-        rollouts = []
+        rollouts: list[tuple[str, list[int], bool]] = []
         for start in tqdm(range(0, len(questions), BATCH), desc=path.stem):
             batch = questions[start : start + BATCH]
             temperature = 0.0 if start < len(questions) // 2 else 0.8
             result = decoder.generate(
                 batch, max_new_tokens=MAX_ANSWER_TOKENS, temperature=temperature, seed=start
             )
-            both = zip(batch, result.sequences, result.finished, strict=True)
-            rollouts += [[question, answer, finished] for question, answer, finished in both]
+            rollouts += zip(batch, result.sequences, result.finished, strict=True)
         write_text(path, json.dumps(rollouts))
     return [
         Rollout(encode_one(question, tokenizer), answer, finished)

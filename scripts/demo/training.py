@@ -40,7 +40,7 @@ class Recipe:
 
 @dataclass
 class Batches:
-    """Example indices of every batch of a run, in order: a function of the recipe alone."""
+    """Example indices of every batch of a run, in order; they depend on the recipe alone."""
 
     examples: list[Example]
     recipe: Recipe
@@ -79,7 +79,7 @@ def batches_of_epoch(
 def pad_batch(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids [B, T] and signs [B, T], 0 and IGNORE on padding.
 
-    No attention mask is needed: a causal model never looks right, where the padding is.
+    No attention mask is needed: the padding is on the right, where a causal model never looks.
     """
     longest = max(len(example.ids) for example in examples)
     ids = [example.ids + [0] * (longest - len(example.ids)) for example in examples]
@@ -103,13 +103,13 @@ def token_loss(
         logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
     ).view_as(signs)  # -log p
     learn = surprise[signs == LEARN].sum()
-    # 1 - p, kept off zero: a token that is certain would have an infinite loss.
+    # 1 - p, at least 1e-4: a certain token would have an infinite loss.
     unlearn = -torch.log((-torch.expm1(-surprise[signs == UNLEARN])).clamp_min(1e-4)).sum()
     return learn + unlearn, int((signs != IGNORE).sum())
 
 
 class TrainingRun:
-    """One training run whose whole state fits in a file, so that it can be resumed exactly."""
+    """One training run; its whole state is in one file, so that it resumes exactly."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TrainingRun:
         recipe: Recipe,
         work: Path,
     ):
-        """`name` is that of the checkpoint and the log in `work`."""
+        """`name` names the checkpoint and the log in `work`."""
         self.name, self.model, self.examples, self.recipe = name, model, examples, recipe
         self.batches = Batches(examples, recipe).steps
         self.optimizers = build_optimizers(model.named_parameters(), recipe.optimizer)
@@ -130,7 +130,7 @@ class TrainingRun:
         self.log = work / f"{name}_log.jsonl"
 
     def train_step(self) -> float:
-        """One optimiser step; returns the batch's loss in nats a token."""
+        """One optimiser step; returns the batch's loss in nats per token."""
         examples = [self.examples[i] for i in self.batches[self.step]]
         loss, count = token_loss(self.model, *pad_batch(examples))
         (loss / count).backward()
@@ -190,7 +190,7 @@ class TrainingRun:
 
 @torch.no_grad()
 def mean_loss(model: LlamaForCausalLM, examples: list[Example]) -> float:
-    """Nats for each token that the examples mark."""
+    """Mean loss in nats per marked token."""
     model.eval()
     total, tokens = 0.0, 0
     for batch in batches_of_epoch(examples, 8192, seed=0, epoch=0):

@@ -1,4 +1,4 @@
-"""The file of a leaderboard: what is trained on what for how long, and how it is raced."""
+"""The file of a leaderboard: which heads are trained, on what, how long, and how they race."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -18,14 +18,14 @@ from drafthead.train.run_config import (
     read_yaml,
 )
 
-# What an entry may not set for itself: it is the same for everybody.
-OF_ALL = ("train.max_minutes", "train.max_steps", "train.epochs", "train.output", "target.name")
+# Settings that an entry may not have: they are the same for all.
+SHARED = ("train.max_minutes", "train.max_steps", "train.epochs", "train.output", "target.name")
 ENTRIES = "entries"
 
 
 @dataclass(frozen=True)
 class BoardTarget:
-    """The model that drafts are made for; `dtype` is that of the race, training has its own."""
+    """The model that drafts are made for; `dtype` is used in the race, training has its own."""
 
     name: str
     dtype: str = "auto"
@@ -33,7 +33,7 @@ class BoardTarget:
 
 @dataclass(frozen=True)
 class BoardData:
-    """What every entry is trained on and measured with, unless its own settings say otherwise."""
+    """The data of every entry, unless its own settings override it."""
 
     train: str
     validation: str
@@ -41,7 +41,7 @@ class BoardData:
 
 @dataclass(frozen=True)
 class BoardTraining:
-    """The budget of each entry, and the folder of heads and results."""
+    """The duration of each training, and the folder of heads and results."""
 
     output: str
     minutes: float = 6.0
@@ -57,7 +57,7 @@ class BoardRace:
 
     prompts: str
     draft_model: str | None = None
-    draft_tokens: int = DEFAULT_CHAIN  # that the draft model and prompt lookup draft at most
+    draft_tokens: int = DEFAULT_CHAIN  # most tokens that the draft model and prompt lookup draft
     temperatures: tuple[float, ...] = (0.0, 1.0)
     limit: int = 20  # prompts
     max_new_tokens: int = 128
@@ -78,7 +78,7 @@ class BoardRace:
         self.terms()
 
     def terms(self) -> RaceTerms:
-        """What everybody decodes; raises UserError for what makes no race."""
+        """What everybody decodes; raises UserError for settings without a race."""
         return RaceTerms(self.temperatures, self.max_new_tokens, self.rounds, seed=self.seed)
 
     def sizes(self) -> tuple[int | None, ...]:
@@ -88,16 +88,16 @@ class BoardRace:
 
 @dataclass(frozen=True)
 class EntryConfig:
-    """One head: a training file and settings that win over it."""
+    """One head: a training file and settings that override it."""
 
     config: str
     overrides: tuple[str, ...] = ()
-    baseline: str | None = None  # the entry that this one differs from in just one thing
+    baseline: str | None = None  # the entry from which this one differs in one thing
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry with all that its training is told."""
+    """An entry with all settings of its training."""
 
     name: str
     config: Path
@@ -146,8 +146,8 @@ SECTIONS = {
 def load_board(path: Path, overrides: Iterable[str] = ()) -> Board:
     """Read a leaderboard's file and apply overrides such as `train.minutes=2`.
 
-    Raises UserError that names the file or the override and the setting, also for what is wrong in
-    the training files that it names.
+    Raises UserError that names the file or the override and the setting, also for errors in the
+    training files that it names.
     """
     given = read_yaml(path)
     for override in overrides:
@@ -165,7 +165,7 @@ def load_board(path: Path, overrides: Iterable[str] = ()) -> Board:
         chosen = read_entry(name, value, path)
         if chosen.baseline is not None and chosen.baseline not in listed:
             raise UserError(
-                f"{path}: the baseline {chosen.baseline!r} of {name} is no entry; entries are "
+                f"{path}: the baseline {chosen.baseline!r} of {name} is not an entry; entries are "
                 f"{', '.join(listed)}"
             )
         entries.append(resolve(name, chosen, target, data, training))
@@ -173,7 +173,7 @@ def load_board(path: Path, overrides: Iterable[str] = ()) -> Board:
 
 
 def read_entry(name: str, value: Given, path: Path) -> EntryConfig:
-    """One entry as it stands in the file."""
+    """One entry as it is in the file."""
     section = f"{ENTRIES}.{name}"
     if not isinstance(value.value, dict):
         raise UserError(f"{value.origin}: {section} must hold config:, got {value.value!r}")
@@ -183,18 +183,15 @@ def read_entry(name: str, value: Given, path: Path) -> EntryConfig:
     check_names(given, {section: EntryConfig})
     entry = build_section(section, EntryConfig, given, path)
     for override in entry.overrides:
-        if (setting := override.partition("=")[0]) in OF_ALL:
-            raise UserError(f"{value.origin}: {section} sets {setting}, which is one for all")
+        if (setting := override.partition("=")[0]) in SHARED:
+            raise UserError(f"{value.origin}: {section} sets {setting}, which is the same for all")
     return entry
 
 
 def resolve(
     name: str, entry: EntryConfig, target: BoardTarget, data: BoardData, training: BoardTraining
 ) -> Entry:
-    """The entry's training as the trainer will be told it; raises UserError when it makes no sense.
-
-    Nothing is loaded.
-    """
+    """The entry's training configuration; raises UserError if it is wrong. Nothing is loaded."""
     settings = (
         f"target.name={target.name}",
         f"data.train={data.train}",

@@ -16,7 +16,9 @@ from drafthead.infer.measuring.comparison import PLAIN, ComparisonRow
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.speedup_model import speedup_bound
 from drafthead.scripts.racing import DRAFT_MODEL, LOOKUP
-from drafthead.scripts.reporting import OURS, THEIRS, print_table, save_figure
+from drafthead.scripts.reports.comparison import SPEED_COLUMNS, speed_cells
+from drafthead.scripts.reports.figures import OURS, THEIRS, save_figure
+from drafthead.scripts.reports.tables import markdown_table, number, print_table
 from drafthead.train.run_summary import RunSummary
 
 RESULT = "leaderboard.json"
@@ -25,21 +27,18 @@ TRAINING_COLUMNS = (
     "entry", "family", "parameters", "steps", "seconds", "tokens seen", "tokens/s",
     "in the target", "backward / target", "tau: chain", "16 nodes", "32 nodes",
 )  # fmt: skip
-RACE_COLUMNS = (
-    "mode", "nodes", "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency",
-    "8-grams again",
-)  # fmt: skip
+RACE_COLUMNS = ("mode", "nodes", *SPEED_COLUMNS)
 PAIR_COLUMNS = ("entry", "tau", "alpha 1, 2, ...", "tokens/s", "speedup", "c")
 
 
 @dataclass(frozen=True)
 class EntryReport:
-    """What is known of a head beside how it races."""
+    """What is known of a head apart from the race."""
 
     name: str
     family: str
     baseline: str | None
-    parameters: int  # that training changes
+    parameters: int  # that are trained
     training: RunSummary
 
 
@@ -54,7 +53,7 @@ class Lap:
 
     @property
     def title(self) -> str:
-        """What sets this lap apart."""
+        """Engine and temperature."""
         return f"{self.engine} engine, temperature {self.temperature:g}"
 
     def ranked(self) -> list[ComparisonRow]:
@@ -64,7 +63,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class BoardReport:
-    """Everything that was measured; `about` says machine, versions, command and settings."""
+    """Everything that was measured; `about` holds machine, versions, command and settings."""
 
     about: dict[str, Any]
     entries: list[EntryReport]
@@ -77,11 +76,6 @@ class BoardReport:
             for base in self.entries
         ]
         return [(base, others) for base, others in by_baseline if others]
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A number as text; a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def training_cells(entry: EntryReport) -> list[str]:
@@ -107,23 +101,12 @@ def training_cells(entry: EntryReport) -> list[str]:
 
 def race_cells(row: ComparisonRow) -> list[str]:
     """A row of the table of a lap."""
-    low, high = row.speedup_range
-    return [
-        row.mode,
-        "-" if row.draft_cost is None else number(row.tree_nodes, 1),
-        number(row.tokens_per_second, 1),
-        f"{row.speedup:.2f} ({low:.2f} to {high:.2f})",
-        number(row.speedup_hf),
-        number(row.tau),
-        number(row.draft_cost),
-        number(row.speedup_bound),
-        number(row.efficiency),
-        f"{100 * row.repeated_8gram_share:.0f} %",
-    ]
+    nodes = None if row.draft_cost is None else row.tree_nodes
+    return [row.mode, number(nodes, 1), *speed_cells(row, ranges=True)]
 
 
 def acceptance_table(lap: Lap) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the acceptance by depth of whatever drafts."""
+    """Columns and rows of the acceptance by depth, for all that draft."""
     drafting = [row for row in lap.ranked() if row.acceptance_by_depth]
     deepest = max((len(row.acceptance_by_depth) for row in drafting), default=0)
     columns = ["mode", *(f"alpha {depth}" for depth in range(1, deepest + 1))]
@@ -159,21 +142,15 @@ def pair_table(report: BoardReport, lap: Lap) -> list[list[str]]:
 
 def divergence_note(laps: Sequence[Lap]) -> str:
     """A sentence about greedy answers that differ from plain decoding's."""
-    found = [divergence for lap in laps for divergence in lap.divergences]
-    if not found:
+    divergences = [divergence for lap in laps for divergence in lap.divergences]
+    if not divergences:
         return "Greedy answers: all equal to plain decoding's."
-    worst = max(found, key=lambda d: d.token_gap / d.rounding_step)
+    worst = max(divergences, key=lambda d: d.token_gap / d.rounding_step)
     return (
-        f"Greedy answers: {len(found)} differ from plain decoding's on the same engine. Where they "
-        f"first differ, the token said lies at most {worst.token_gap:.4f} below the largest logit "
-        f"({worst.token_gap / worst.rounding_step:.1f} rounding steps of the target's type)."
+        f"Greedy answers: {len(divergences)} differ from plain decoding's on the same engine. "
+        f"Where they first differ, the chosen token lies at most {worst.token_gap:.4f} below the "
+        f"largest logit ({worst.token_gap / worst.rounding_step:.1f} rounding steps of its type)."
     )
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def markdown(report: BoardReport) -> str:
@@ -187,8 +164,8 @@ def markdown(report: BoardReport) -> str:
         f"`{about['command']}`",
         "### Training",
         "Seconds are those of optimiser steps, the target's passes included, and of saving; "
-        "loading and the last evaluation are outside. tau on held-out answers: of the best chain, "
-        "and of the best fixed trees.",
+        "loading and the last evaluation are not counted. tau on held-out answers: of the best "
+        "chain, and of the best fixed trees.",
         markdown_table(TRAINING_COLUMNS, [training_cells(entry) for entry in report.entries]),
     ]
     for lap in report.laps:
@@ -214,7 +191,7 @@ def print_board(report: BoardReport) -> None:
 
 
 def write_board(report: BoardReport, folder: Path) -> None:
-    """Write picture, Markdown and, last, the JSON, which marks the race as done."""
+    """Write picture, Markdown and, last, the JSON: it marks the race as done."""
     folder.mkdir(parents=True, exist_ok=True)
     draw(report, folder / "leaderboard.png")
     write_text(folder / "leaderboard.md", markdown(report))
@@ -224,6 +201,7 @@ def write_board(report: BoardReport, folder: Path) -> None:
         "laps": [asdict(lap) for lap in report.laps],
     }
     write_text(folder / RESULT, json.dumps(content, indent=2) + "\n")
+    print(f"written: {folder / RESULT}, leaderboard.md, leaderboard.png")
 
 
 @dataclass(frozen=True)
@@ -236,7 +214,7 @@ class StepShares:
 
 
 def step_shares(row: ComparisonRow, plain: ComparisonRow) -> StepShares:
-    """What the phases of a row's average step take, in plain steps."""
+    """The phases of a row's average step, in units of a plain step."""
     t_1 = plain.seconds / max(1, plain.tokens)
     steps = max(1, sum(row.accept_length_counts.values()))
     seconds = {phase: total / steps / t_1 for phase, total in row.phase_seconds.items()}
@@ -244,7 +222,7 @@ def step_shares(row: ComparisonRow, plain: ComparisonRow) -> StepShares:
 
 
 def draw(report: BoardReport, path: Path) -> None:
-    """tau against draft cost, a panel for each lap, with lines of equal speedup."""
+    """tau against draft cost, one panel per lap, with lines of equal speedup."""
     engines = list(dict.fromkeys(lap.engine for lap in report.laps))
     temperatures = list(dict.fromkeys(lap.temperature for lap in report.laps))
     figure, axes = plt.subplots(
@@ -267,7 +245,7 @@ def draw(report: BoardReport, path: Path) -> None:
 
 
 def draw_lap(axes: Axes, lap: Lap) -> None:
-    """One point for each drafter; lines show the bound for the lap's median verification step."""
+    """One point per drafter; the lines are the bound at the lap's median verification time."""
     plain = next(row for row in lap.rows if row.mode == PLAIN)
     drafting = [row for row in lap.rows if row.draft_cost is not None]
     shares = {row.mode: step_shares(row, plain) for row in drafting}
@@ -287,7 +265,7 @@ def draw_lap(axes: Axes, lap: Lap) -> None:
             label, (row.draft_cost or 0, row.tau or 1), xytext=(5, 4),
             textcoords="offset points", fontsize=8,
         )  # fmt: skip
-    axes.set_xlabel("c: time of drafting a step / time of plain decoding a token")
+    axes.set_xlabel("c: drafting time of a step / time of plain decoding a token")
     axes.set_ylabel("tau: tokens per pass of the target")
     axes.set_title(
         f"{lap.title}\nlines: speedup if verifying takes {verify:.2f} and the rest {host:.2f} "

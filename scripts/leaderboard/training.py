@@ -1,9 +1,9 @@
-"""Training the entries of a leaderboard, each in a process of its own, after all were checked."""
+"""Checks all entries of a leaderboard, then trains each in its own process."""
 
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,14 +25,14 @@ STOPPED = 130  # exit status of a training that was stopped and can be continued
 def check_board(board: Board) -> dict[str, int]:
     """Raise UserError for whatever could stop a leaderboard after hours of training.
 
-    Models, prompts and data are read, and each head is made with the target's sizes but without
-    memory. Gives the number of trained parameters of each entry.
+    Models, prompts and data are read, and each head is made with the target's sizes, but without
+    memory. Returns the number of trained parameters of each entry.
     """
     sources = {board.data.train, board.data.validation}
     if board.race.prompts in sources:
         raise UserError(
-            f"race.prompts is {board.race.prompts}, which heads are trained or measured on: race "
-            "on a file of its own"
+            f"race.prompts is {board.race.prompts}, which heads are trained or measured on: "
+            "race on another file"
         )
     target = Target.from_pretrained(board.target.name, board.target.dtype)
     prompt_ids(
@@ -68,35 +68,37 @@ def check_entry(entry: Entry, target: Target) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of training all entries."""
+    """The outcome of training all entries."""
 
-    anew: bool  # whether any of them was not finished before
-    stopped: bool  # whether a stop was asked for before the last was finished
+    any_new: bool  # whether any entry was not finished before
+    stopped: bool  # whether training was stopped before the last entry was finished
 
 
-def train_entries(board: Board, say: Callable[[str], None]) -> Trained:
-    """Train what is not finished, one after the other; `say` is told what begins."""
-    anew = False
+def train_entries(board: Board) -> Trained:
+    """Train the entries that are not finished, one after the other, and print which begins."""
+    minutes = board.train.minutes
+    total = f"{minutes * len(board.entries):g} minutes of training in all"
+    print(f"{len(board.entries)} heads, {total}, then the race", flush=True)
+    any_new = False
     for number, entry in enumerate(board.entries, 1):
         folder = entry.run.folder()
         status = folder.status(entry.run.train.overwrite)
         about = f"entry {number} of {len(board.entries)}, {entry.name}"
         if status == "finished":
-            say(f"{about}: trained already")
+            print(f"{about}: trained already", flush=True)
             continue
-        anew = True
-        minutes = f"{board.train.minutes:g} minutes"
+        any_new = True
         begins = "continues" if status == "resumable" else "begins"
-        say(f"{about}: training of {minutes} {begins}")
-        if not train_apart(entry):
-            return Trained(anew, stopped=True)
-    return Trained(anew, stopped=False)
+        print(f"{about}: training of {minutes:g} minutes {begins}", flush=True)
+        if not train_in_process(entry):
+            return Trained(any_new, stopped=True)
+    return Trained(any_new, stopped=False)
 
 
-def train_apart(entry: Entry) -> bool:
-    """Train one entry in a process of its own; False when it was stopped and can be continued.
+def train_in_process(entry: Entry) -> bool:
+    """Train one entry in its own process; False when it was stopped and can be continued.
 
-    Raises UserError when training failed; what was wrong stands above it in the terminal.
+    Raises UserError when training failed; the process has printed why.
     """
     module = "drafthead.train.train_heads"
     command = [sys.executable, "-m", module, "--config", str(entry.config), *entry.settings]
@@ -106,21 +108,21 @@ def train_apart(entry: Entry) -> bool:
                 status = process.wait()
                 break
             except KeyboardInterrupt:
-                # A terminal has told the child already; asked twice it still stops once, saving.
+                # A terminal has signalled the child already; a second signal does no harm.
                 process.send_signal(signal.SIGINT)
     if status == STOPPED:
         return False
     if status != 0:
         raise UserError(
-            f"training {entry.name} failed, for the reason above; heads that are finished are "
-            "kept, and the same command goes on"
+            f"training {entry.name} failed, for the reason above; finished heads are kept, and the "
+            "same command continues"
         )
     return True
 
 
 @contextmanager
 def interrupting_terminate() -> Iterator[None]:
-    """Treat a polite kill as Ctrl-C, so that it is passed on to the training process."""
+    """Treat SIGTERM as Ctrl-C, so that it is passed on to the training process."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

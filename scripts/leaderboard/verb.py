@@ -24,10 +24,12 @@ from drafthead.train.run_summary import summarize
 
 
 def main(
-    config: Annotated[Path, typer.Option(help="Such as configs/leaderboard_demo.yaml.")],
+    config: Annotated[
+        Path, typer.Option(help="Leaderboard file, such as configs/leaderboard_demo.yaml.")
+    ],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
-    """Train every listed head with one budget, then race them, and write a table and a picture.
+    """Train every listed head for the same time, then race them, and write a table and a picture.
 
     \b
     A file has the sections
@@ -37,40 +39,42 @@ def main(
       race      prompts, draft_model, temperatures, limit, max_new_tokens, rounds,
                 engines [eager, compiled], tree_nodes [planned, 16]
       entries   NAME: {config: a training file, overrides: [SECTION.KEY=VALUE], baseline: NAME}
-    Settings behind it win over it: ... --config FILE train.minutes=2 race.engines=[eager]
+    Settings after it override it: ... --config FILE train.minutes=2 race.engines=[eager]
 
-    Minutes count optimiser steps, the target's forward passes included, and saving; loading models
-    and data, and the evaluation at the end, are outside, for every head alike. An entry with a
-    baseline is shown beside it. Everything is checked before anything is trained.
+    Minutes count optimiser steps, with the target's forward passes, and saving; they do not count
+    loading and the last evaluation, for any head. An entry with a baseline is shown next to it.
+    Everything is checked before anything is trained.
 
-    Ctrl-C at any time: the same command goes on where it was. Finished heads are not trained again,
-    and the race is run again only if something changed or leaderboard.json is gone.
+    Ctrl-C is safe at any time: the same command continues. Finished heads are not trained again,
+    and the race is run again only if a setting changed or leaderboard.json is missing.
     """
     board = load_board(config, settings or [])
     parameters = check_board(board)
-    minutes = board.train.minutes * len(board.entries)
-    print(f"{len(board.entries)} heads, {minutes:g} minutes of training in all, then the race")
-    trained = train_entries(board, lambda text: print(text, flush=True))
+    trained = train_entries(board)
     if trained.stopped:
-        print("stopped; what was trained is kept, the same command goes on")
+        print("stopped; all that was trained is kept, the same command continues")
         raise typer.Exit(130)
-    if not trained.anew and is_raced(board):
-        print(f"{board.output / RESULT} holds this very race: nothing to do")
+    if not trained.any_new and is_raced(board):
+        print(f"{board.output / RESULT} holds this race: nothing to do")
         return
+    report = raced_report(board, parameters)
+    print_board(report)
+    write_board(report, board.output)
+
+
+def raced_report(board: Board, parameters: dict[str, int]) -> BoardReport:
+    """Race the trained heads; `parameters` is the number that training changes, by entry."""
     entries = [
         EntryReport(entry.name, entry.run.family, entry.baseline, parameters[entry.name],
                     summarize(entry.folder))
         for entry in board.entries
     ]  # fmt: skip
     about, laps = race_board(board)
-    report = BoardReport({**about, "settings": board.settings()}, entries, laps)
-    print_board(report)
-    write_board(report, board.output)
-    print(f"written: {board.output / RESULT}, leaderboard.md, leaderboard.png")
+    return BoardReport({**about, "settings": board.settings()}, entries, laps)
 
 
 def race_board(board: Board) -> tuple[dict[str, Any], list[Lap]]:
-    """One lap for each engine and temperature, and what a reader needs to judge the numbers."""
+    """Machine, versions and settings, and one lap per engine and temperature."""
     race = board.race
     target = Target.from_pretrained(board.target.name, board.target.dtype)
     assistant = (

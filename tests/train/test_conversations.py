@@ -17,12 +17,9 @@ from drafthead.train import conversations as module
 from drafthead.train.conversations import (
     Conversation,
     Message,
-    SupervisedTokens,
-    encode_prompt,
     read_conversations,
-    supervise,
-    supervise_rows,
 )
+from drafthead.train.supervision import SupervisedTokens, encode_prompt, supervise, supervise_rows
 
 SPECIALS = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"),
@@ -440,7 +437,7 @@ FAULTS = {
     "only blank lines": ("\n\n", "data.jsonl holds no conversation"),
     "other columns": (
         '{"code": 1, "lang": 2}\n',
-        "line 1: .*found are `code`, `lang`, understood are `messages`.*`question`",
+        "line 1: .*in `code`, `lang`; known columns are `messages`.*`question`",
     ),
     "unknown role": (
         '{"conversations": [{"from": "cat", "value": "a"}]}\n',
@@ -461,7 +458,7 @@ def test_faults_name_file_and_line(tmp_path: Path, fault: str) -> None:
 
 
 def test_faults_of_files_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no column `task`; found are `prompt`"):
+    with pytest.raises(UserError, match="no column `task`, but `prompt`"):
         read_conversations(write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}]), "task")
     with pytest.raises(UserError, match=r"missing.jsonl does not exist"):
         read_conversations(tmp_path / "missing.jsonl")

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.scripts import distill as distill_verb
-from drafthead.train.conversations import Conversation, Message, read_conversations, supervise
+from drafthead.train.conversations import Conversation, Message, read_conversations
 from drafthead.train.distillation import (
     DistillReport,
     DistillSettings,
@@ -32,6 +32,7 @@ from drafthead.train.distillation import (
     row_seed,
     user_turns,
 )
+from drafthead.train.supervision import supervise
 
 SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.train.budget import Duration, TrainConfig
+from drafthead.train.duration import Duration
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
@@ -12,6 +12,7 @@ from drafthead.train.optimizers import (
     lr_share,
     set_learning_rates,
 )
+from drafthead.train.run_config import TrainConfig
 from drafthead.train.run_folder import Progress
 
 

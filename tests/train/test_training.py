@@ -25,7 +25,6 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.building import build_head
 from drafthead.train.evaluation import count_paths, expected_tau, measure
 from drafthead.train.features import check_row_length, positions_in_segments, read_features
 from drafthead.train.packing import (
@@ -40,7 +39,7 @@ from drafthead.train.packing import (
 )
 from drafthead.train.run_config import load_run_config
 from drafthead.train.run_folder import RunFolder, cut_log, first_difference
-from drafthead.train.train_heads import train
+from drafthead.train.train_heads import new_head, train
 
 ROOT = Path(__file__).parents[2]
 ENTRY = ROOT / "train" / "train_heads.py"
@@ -155,7 +154,7 @@ def features(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> HeadBatch
 def fresh_head(family: str, target: Target) -> DraftHead:
     torch.manual_seed(0)
     counts = torch.ones(target.vocab_size, dtype=torch.long)
-    return build_head(family, HEADS[family].config_class(), target, counts)
+    return new_head(family, HEADS[family].config_class(), target, counts)
 
 
 # Data
@@ -252,7 +251,7 @@ def test_a_fresh_medusa_head_says_what_the_targets_output_head_says(target: Targ
 def test_a_head_of_another_size_than_the_target_is_refused(target: Target):
     config = HEADS["medusa"].config_class(hidden_size=64)
     with pytest.raises(UserError, match=r"head.hidden_size is 64, but the target's is 32"):
-        build_head("medusa", config, target, torch.ones(target.vocab_size))
+        new_head("medusa", config, target, torch.ones(target.vocab_size))
 
 
 # Evaluation
@@ -453,7 +452,7 @@ def test_resuming_on_changed_data_is_refused(configure, files: Path, tmp_path: P
 
 
 def test_rows_that_do_not_divide_among_processes_are_refused(configure):
-    with pytest.raises(UserError, match="does not divide"):
+    with pytest.raises(UserError, match="is not divisible"):
         run(configure(batch_rows=5))
 
 

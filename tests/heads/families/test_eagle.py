@@ -27,7 +27,7 @@ from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.measuring.oracle import OracleDecoder
-from drafthead.train.building import build_head
+from drafthead.train.train_heads import new_head
 
 VARIANTS = {
     "eagle": ("eagle", {}),
@@ -196,7 +196,7 @@ def test_a_fresh_eagle3_head_reads_its_outputs_as_the_target_would(target) -> No
     config = HEADS["eagle3"].config_class(draft_vocab_size=5)
     counts = torch.zeros(target.vocab_size)
     counts[[3, 9, 20, 21, 60]] = 1
-    head = build_head("eagle3", config, target, counts)
+    head = new_head("eagle3", config, target, counts)
     hidden = torch.randn(4, target.hidden_size)
     expected = target.project(target.final_norm(hidden))[:, [3, 9, 20, 21, 60]]
     torch.testing.assert_close(head.logits(hidden, target), expected)
@@ -423,7 +423,7 @@ def test_what_a_draft_vocabulary_is_taught() -> None:
 def test_a_draft_vocabulary_larger_than_the_vocabulary_is_refused(target) -> None:
     config = HEADS["eagle3"].config_class(draft_vocab_size=VOCAB + 1)
     with pytest.raises(UserError, match=f"draft_vocab_size is {VOCAB + 1}.* {VOCAB} tokens"):
-        build_head("eagle3", config, target, torch.ones(VOCAB))
+        new_head("eagle3", config, target, torch.ones(VOCAB))
 
 
 def prepared(target, make_head, counts: torch.Tensor, size: int):

@@ -12,7 +12,7 @@ from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.infer.measuring.comparison import divergences, race, rows_of
 from drafthead.infer.measuring.contestants import Answer, Contestant, Ours, Transformers
 from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
-from drafthead.scripts.comparison_report import markdown_table, write_report
+from drafthead.scripts.reports.comparison import comparison_table, write_report
 
 
 def test_tau_counts_returned_tokens_per_pass() -> None:
@@ -120,7 +120,7 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
         "speedup_bound", "efficiency", "repeated_8gram_share", "peak_memory_bytes",
     }  # fmt: skip
     assert all(wanted <= set(row) for row in content["rows"])
-    assert markdown_table(rows) in (tmp_path / "out" / "comparison.md").read_text()
+    assert comparison_table(rows) in (tmp_path / "out" / "comparison.md").read_text()
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 

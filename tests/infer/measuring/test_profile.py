@@ -24,7 +24,8 @@ from drafthead.infer.measuring.bandwidth import (
 from drafthead.infer.measuring.ledger import HOST, ledger_of, measure_ledgers
 from drafthead.infer.measuring.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
 from drafthead.infer.measuring.plan_table import plan_rows, reason
-from drafthead.scripts import plan_tree, profile_decoding
+from drafthead.scripts import profile_decoding
+from drafthead.scripts.reports.plan import write_plan
 
 PROMPTS = [[9, 10, 11], [20, 21]]
 CPU = torch.device("cpu")
@@ -164,7 +165,7 @@ def test_the_last_batch_is_filled_from_the_start() -> None:
 def test_a_plan_is_written_as_json_and_picture(tmp_path) -> None:
     rows = plan_rows(plan(0.004, 0.005, 0.0051))
     about = {"head": "h", "target": "t", "dtype": "float32"}
-    plan_tree.write_plan(rows, "because", about, tmp_path / "new" / "plan.json")
+    write_plan(rows, "because", about, tmp_path / "new" / "plan.json")
     content = json.loads((tmp_path / "new" / "plan.json").read_text())
     assert content["choice"] == {"nodes": 8, "depth": 3} and content["reason"] == "because"
     assert [size["nodes"] for size in content["sizes"] if size["chosen"]] == [8]

@@ -128,7 +128,7 @@ REFUSALS = {
     "rows beyond the context": (["data.max_length=4096"], "entries.bad: data.max_length is 4096"),
     "portions that do not divide": (["train.batch_rows=3"], "entries.bad: train.batch_rows=3"),
     "no data": (["data.train=nowhere.jsonl"], "nowhere.jsonl"),
-    "a budget of its own": (["train.max_minutes=9"], "train.max_minutes, which is one for all"),
+    "its own duration": (["train.max_minutes=9"], "train.max_minutes, which is the same for all"),
 }  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_an_entry_that_cannot_work_is_refused_before_anything_is_trained(
         ({}, "lacks entries.bad.config"),
         ({"config": "nowhere.yaml"}, "entries.bad: cannot read.*nowhere.yaml"),
         ({"config": "run.yaml", "overides": []}, "unknown setting.*overrides"),
-        ({"config": "@run.yaml", "baseline": "good"}, "'good' of bad is no entry"),
+        ({"config": "@run.yaml", "baseline": "good"}, "'good' of bad is not an entry"),
     ],
 )
 def test_a_wrong_entry_is_told_what_is_wrong(folder, tmp_path, entry, sentence) -> None:

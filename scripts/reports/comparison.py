@@ -11,31 +11,24 @@ from matplotlib.axes import Axes
 
 from drafthead.heads.files import write_text
 from drafthead.infer.measuring.comparison import ComparisonRow
-from drafthead.scripts.reporting import BASELINE, OURS, THEIRS, print_table, save_figure
+from drafthead.infer.measuring.divergence import Divergence
+from drafthead.scripts.reports.figures import BASELINE, OURS, THEIRS, save_figure
+from drafthead.scripts.reports.tables import markdown_table, number, print_table
 
-COLUMNS = (
-    "mode", "T", "nodes", "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency",
-    "8-grams again",
+LISTED_DIVERGENCES = 10
+SPEED_COLUMNS = (
+    "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency", "8-grams again",
 )  # fmt: skip
+COLUMNS = ("mode", "T", "nodes", *SPEED_COLUMNS)
 
 
-def cells(row: ComparisonRow, ranges: bool) -> list[str]:
-    """One row of the table as text; a dash where a number does not exist.
-
-    `ranges` adds the extremes over the rounds to the speedup.
-    """
-    extremes = f" ({row.speedup_range[0]:.2f} to {row.speedup_range[1]:.2f})" if ranges else ""
-
-    def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
+def speed_cells(row: ComparisonRow, ranges: bool) -> list[str]:
+    """The cells under SPEED_COLUMNS; `ranges` adds the extremes over rounds to the speedup."""
+    low, high = row.speedup_range
     return [
-        row.mode,
-        f"{row.temperature:g}",
-        f"{row.tree_nodes:.1f}" if row.tree_nodes else "-",
-        f"{row.tokens_per_second:.1f}",
-        f"{row.speedup:.2f}{extremes}",
-        f"{row.speedup_hf:.2f}",
+        number(row.tokens_per_second, 1),
+        number(row.speedup) + (f" ({low:.2f} to {high:.2f})" if ranges else ""),
+        number(row.speedup_hf),
         number(row.tau),
         number(row.draft_cost),
         number(row.speedup_bound),
@@ -44,16 +37,21 @@ def cells(row: ComparisonRow, ranges: bool) -> list[str]:
     ]
 
 
-def markdown_table(rows: Sequence[ComparisonRow]) -> str:
+def cells(row: ComparisonRow, ranges: bool) -> list[str]:
+    """One row of the table as text."""
+    nodes = number(row.tree_nodes or None, 1)
+    return [row.mode, f"{row.temperature:g}", nodes, *speed_cells(row, ranges)]
+
+
+def comparison_table(rows: Sequence[ComparisonRow]) -> str:
     """The comparison as a Markdown table."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(cells(row, ranges=True)) + " |" for row in rows])
+    return markdown_table(COLUMNS, [cells(row, ranges=True) for row in rows])
 
 
 def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
-    """A sentence for each chain: Leviathan's prediction and the best length."""
+    """A sentence for each chain: the speedup that Leviathan et al. predict, and its best length."""
     return [
-        f"{row.mode}, T {row.temperature:g}: alpha {p.alpha:.2f}, c {p.cost:.3f} a token; the "
+        f"{row.mode}, T {row.temperature:g}: alpha {p.alpha:.2f}, c {p.cost:.3f} per token; the "
         f"formula predicts {p.speedup:.2f}x (measured {row.speedup:.2f}x), "
         f"and {p.best_speedup:.2f}x for its best length {p.best_length}"
         for row in rows
@@ -61,14 +59,27 @@ def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
 
 
+def divergence_notes(divergences: Sequence[Divergence], prompts: int) -> list[str]:
+    """Sentences about greedy answers that differ from plain decoding's."""
+    if not divergences:
+        return [f"greedy answers: all equal to plain decoding's on {prompts} prompts"]
+    notes = [f"greedy answers: {len(divergences)} differ from plain decoding's; first differences:"]
+    notes += [
+        f"- {d.mode}, prompt {d.prompt}, token {d.position}: {d.token} instead of {d.plain_token}, "
+        f"top-2 logit gap {d.top2_gap:.4f}"
+        for d in sorted(divergences, key=lambda d: -d.top2_gap)[:LISTED_DIVERGENCES]
+    ]
+    return notes
+
+
 def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:
     """Show the table and the notes in the terminal."""
-    title = "speedup is over plain decoding on the same engine"
+    title = "speedup over plain decoding on the same engine"
     print_table(title, COLUMNS, [cells(row, ranges=False) for row in rows], notes)
 
 
 def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
-    """Bars of tokens/s beside the shares of a step, one group a temperature."""
+    """Bars of tokens/s, and beside them the phases of a step; one row of axes per temperature."""
     temperatures = sorted({row.temperature for row in rows})
     figure, axes = plt.subplots(
         len(temperatures), 2, figsize=(12, 0.7 + 0.5 * len(rows) + len(temperatures)), squeeze=False
@@ -105,7 +116,7 @@ def _draw_phases(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         width = [1000 * row.phase_seconds[phase] / max(1, _steps(row)) for row in rows]
         axes.barh([row.mode for row in rows], width, left=left, color=colour, label=phase)
         left = [a + b for a, b in zip(left, width, strict=True)]
-    axes.set_xlabel("milliseconds of a step")
+    axes.set_xlabel("milliseconds per step")
     axes.legend(fontsize=8)
 
 
@@ -116,7 +127,7 @@ def _steps(row: ComparisonRow) -> int:
 def write_report(
     rows: Sequence[ComparisonRow], notes: Sequence[str], about: dict[str, Any], folder: Path
 ) -> None:
-    """Write JSON, Markdown and picture; `about` says machine, versions, command and settings."""
+    """Write JSON, Markdown and picture; `about` holds machine, versions, command and settings."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {**about, "rows": [asdict(row) for row in rows], "notes": list(notes)}
     write_text(folder / "comparison.json", json.dumps(content, indent=2) + "\n")
@@ -126,9 +137,10 @@ def write_report(
         f"{about['prompts']} prompts, up to {about['max_new_tokens']} new tokens, "
         f"{about['rounds']} rounds.",
         f"`{about['command']}`",
-        markdown_table(rows),
+        comparison_table(rows),
         *notes,
     ]
     write_text(folder / "comparison.md", "\n\n".join(text) + "\n")
     title = f"{about['target']} on {machine['processor']}, {about['dtype']}"
     draw(rows, title, folder / "comparison.png")
+    print(f"written: {folder / 'comparison.json'}, comparison.md, comparison.png")

@@ -10,7 +10,7 @@ from drafthead.heads.files import write_text
 from drafthead.infer.measuring.bandwidth import BandwidthBound
 from drafthead.infer.measuring.ledger import HOST, STEP_PHASES, StepLedger
 from drafthead.infer.measuring.pass_times import PassTimes, StepOverhead
-from drafthead.scripts.reporting import print_table
+from drafthead.scripts.reports.tables import print_table
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Profile:
     passes: PassTimes
     overhead: StepOverhead | None  # None without a drafter
     bandwidth: BandwidthBound
-    weight_bytes: Mapping[str, int]  # that a verify pass reads, by decoder
+    weight_bytes: Mapping[str, int]  # read by a verify pass, by decoder
     warm_up_seconds: float
     compile_seconds: float  # of the target's passes
     on_gpu: bool
 
     def weight_rate(self, name: str) -> float | None:
-        """Bytes of weights per second of the verify phase; None where that ends too early."""
+        """Bytes of weights per second of verifying; None on a GPU, where kernels end later."""
         verify = self.ledgers[name].seconds["verify"]
         return None if self.on_gpu else self.weight_bytes[name] / verify
 
@@ -48,7 +48,7 @@ def print_profile(profile: Profile) -> None:
 
 
 def ledger_rows(profile: Profile) -> list[list[str]]:
-    """Milliseconds and share of each phase, then what a step brings; two cells a decoder."""
+    """Milliseconds and share of each phase, then the yield of a step; two cells per decoder."""
     ledgers = list(profile.ledgers.values())
 
     def row(label: str, cells: list[tuple[str, str]]) -> list[str]:
@@ -70,19 +70,19 @@ def ledger_rows(profile: Profile) -> list[list[str]]:
 
 
 def ledger_notes(profile: Profile) -> list[str]:
-    """What lies outside the ledger."""
+    """What the ledger does not count."""
     notes = [
-        f"host is the step's wall clock less its phases; warm-up took "
+        f"host is the step's wall clock minus its phases; warm-up took "
         f"{profile.warm_up_seconds:.1f} s, of which compiling the target's passes "
         f"{profile.compile_seconds:.1f} s"
     ]
     if profile.compile_seconds:
         notes.append(
-            "compiled greedy steps accept and move within the pass, and make small drafts there: "
-            "it is all verify"
+            "compiled greedy steps accept, move and make small drafts within one pass: all of that "
+            "counts as verify"
         )
     if profile.on_gpu:
-        notes.append("on a GPU a phase ends before its kernels do: accept waits for verify's")
+        notes.append("on a GPU a phase ends before its kernels: accept waits for those of verify")
     return notes
 
 
@@ -117,11 +117,11 @@ def overhead_notes(overhead: StepOverhead | None) -> list[str]:
 
 
 def bandwidth_notes(bound: BandwidthBound) -> list[str]:
-    """The bound, how near plain decoding comes to it, and what was counted."""
-    experts = "; all experts, so less is read" if bound.all_experts_counted else ""
+    """The bound, how close plain decoding comes to it, and what was counted."""
+    experts = "; all experts, in fact less is read" if bound.all_experts_counted else ""
     return [
         f"memory: a plain step reads {bound.weight_bytes / 1e6:.1f} MB of weights (decoder and "
-        f"output head once, of tables that are only looked up the rows, no cache{experts}); this "
+        f"output head once, only the used rows of embeddings, no cache{experts}); this "
         f"machine copies {bound.copy_bytes_per_second / 1e9:.1f} GB/s (median copy of a buffer "
         "larger than its caches, bytes read plus bytes written as STREAM counts)",
         f"plain decoding reaches {100 * bound.reached:.0f} % of the bandwidth bound: "
@@ -130,7 +130,7 @@ def bandwidth_notes(bound: BandwidthBound) -> list[str]:
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds as text; a tiny model's keep more digits."""
+    """Milliseconds as text, with more digits below 1 ms."""
     return f"{1000 * seconds:.2f}" if seconds >= 1e-3 else f"{1000 * seconds:.3f}"
 
 

@@ -1,0 +1,1 @@
+"""drafthead.scripts.reports: what verbs measured, as tables, files and pictures."""

@@ -1,0 +1,233 @@
+"""The tokens of a conversation that training supervises: those that the assistant wrote.
+
+The tokenizer's chat template is rendered with and without each answer, so any template works,
+without `{% generation %}` tags.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.train.conversations import Conversation, Message
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SupervisedTokens:
+    """Token ids [T] of one rendered conversation, and which of them are supervised [T]."""
+
+    input_ids: list[int]
+    mask: list[bool]
+
+
+@dataclass(frozen=True)
+class SupervisedRows:
+    """What is left of a data set after truncation."""
+
+    rows: list[SupervisedTokens]
+    truncated: int  # rows that were cut, the dropped ones included
+    dropped: tuple[str, ...]  # places of rows that were left without a supervised token
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use "
+            "the instruction-tuned model, or set tokenizer.chat_template and save the tokenizer"
+        )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The text of a conversation under the tokenizer's chat template.
+
+    Raises UserError that names `where`, if there is no template or it refuses the messages.
+    """
+    require_chat_template(tokenizer)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(
+            f"{where}: the chat template refuses the roles {roles} ({error}); "
+            "remove or merge the messages that it does not accept"
+        ) from error
+    return str(text)
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str
+) -> list[int]:
+    """Token ids [T] that ask the target for the next answer; errors as `render`."""
+    text = render(tokenizer, messages, where, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of control tokens: the named special tokens, and added tokens with the special flag."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added.union(tokenizer.all_special_ids))
+
+
+def mark_answers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
+) -> SupervisedTokens:
+    """The whole conversation's ids [T] and a mask [T] of those that the assistant has to emit.
+
+    An answer is what the template adds to the prompt of its turn, up to and including the first
+    control token after the text (the end-of-turn; a line break after it is never generated). An
+    answer that the full rendering does not show as it was generated (a template that drops earlier
+    reasoning, or moves the system text to the last turn) is not supervised.
+
+    Raises UserError if the template refuses the messages or the tokenizer has no offsets.
+    """
+    text = render(tokenizer, messages, where)
+    ids, bounds = _encode(tokenizer, messages, text, where)
+    blank = [not text[start:end].strip() for start, end in bounds]
+    controls = special_ids(tokenizer)
+    mask = [False] * len(ids)
+    for index, message in enumerate(messages):
+        span = _answer_span(tokenizer, messages, index, text, where)
+        if span is None:
+            continue
+        # A token that crosses a border also holds text that the assistant does not write. In
+        # decoding the prompt is tokenised alone, so such a token does not occur.
+        inside = [i for i, (s, e) in enumerate(bounds) if s >= span[0] and e <= span[1]]
+        control = [ids[i] in controls for i in inside]
+        finished = message.get("finished", True)
+        for i in inside[: _answer_length(control, [blank[i] for i in inside], finished)]:
+            mask[i] = True
+    return SupervisedTokens(ids, mask)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str, where: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids [T] of the rendered messages and the characters that each token covers."""
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    if encoded["input_ids"] != tokenizer.apply_chat_template(messages, return_dict=False):
+        raise UserError(f"{where}: the tokenizer's own chat encoding differs from that of the text")
+    return encoded["input_ids"], _contiguous(encoded["offset_mapping"])
+
+
+def _contiguous(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Character bounds of tokens, without gaps.
+
+    Byte-level tokenizers report " the" without its space: in "of the" the offsets are (0, 2),
+    (3, 6) and the bounds (0, 2), (2, 6).
+    """
+    reached = 0
+    bounds = []
+    for start, end in offsets:
+        bounds.append((min(start, reached), end))
+        reached = max(reached, end)
+    return bounds
+
+
+def _answer_span(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    index: int,
+    text: str,
+    where: str,
+) -> tuple[int, int] | None:
+    """Where message `index` is in the full rendering; None if it answers no prompt."""
+    if messages[index]["role"] != "assistant" or index == 0:
+        return None
+    before, upto = messages[:index], messages[: index + 1]
+    prompt = render(tokenizer, before, where, add_generation_prompt=True)
+    shown = text if len(upto) == len(messages) else render(tokenizer, upto, where)
+    start, end = _common(prompt, text), _common(shown, text)
+    if start < len(prompt):
+        # The full text may lack the end of the generation prompt (an opened <think>), but not its
+        # beginning: then the user's part differs, and the span would include some of it.
+        history = _common(prompt, render(tokenizer, before, where))
+        if start <= history:
+            return None
+    if end < len(shown) and messages[index]["content"].strip() not in text[start:end]:
+        return None
+    return (start, end) if start < end else None
+
+
+def _common(left: str, right: str) -> int:
+    """Length of the longest common prefix."""
+    if right.startswith(left):
+        return len(left)
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), len(right))
+
+
+def _answer_length(control: list[bool], blank: list[bool], finished: bool) -> int:
+    """How many tokens of a span the assistant emits.
+
+    With the tokens  Hello  .  <|end|>  "\\n"  the tail starts at 2, and 3 tokens are emitted;
+    2 if the answer was cut before its end-of-turn.
+    """
+    tail = len(control)
+    while tail > 0 and (control[tail - 1] or blank[tail - 1]):
+        tail -= 1
+    if not finished:
+        return tail
+    return control.index(True, tail) + 1 if True in control[tail:] else len(control)
+
+
+def supervise(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
+) -> SupervisedTokens:
+    """As `mark_answers`, but a conversation without a supervised token is a UserError."""
+    marked = mark_answers(tokenizer, messages, where)
+    if not any(marked.mask):
+        answered = any(message["role"] == "assistant" for message in messages[1:])
+        reason = (
+            "the template shows no answer as the prompt of its turn asks for it"
+            if answered
+            else "no assistant answers a message; distill the prompts first"
+        )
+        raise UserError(f"0 supervised tokens in {where}: {reason}")
+    return marked
+
+
+def supervise_rows(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation], max_length: int
+) -> SupervisedRows:
+    """`supervise` each conversation and cut it to `max_length` tokens.
+
+    Rows that are left without a supervised token are dropped and logged. Raises UserError as
+    `supervise` does, and if no row is left.
+    """
+    rows: list[SupervisedTokens] = []
+    truncated, dropped = 0, []
+    for conversation in conversations:
+        marked = supervise(tokenizer, conversation.messages, conversation.where)
+        truncated += len(marked.input_ids) > max_length
+        if any(marked.mask[:max_length]):
+            rows.append(SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length]))
+        else:
+            dropped.append(conversation.where)
+    if not rows:
+        raise UserError(
+            f"no answer of {len(conversations)} rows begins within {max_length} tokens: "
+            "raise the maximum length"
+        )
+    if truncated:
+        first = f" (the first is {dropped[0]})" if dropped else ""
+        logger.info(
+            f"{truncated} of {len(conversations)} rows cut to {max_length} tokens, {len(dropped)} "
+            f"of them dropped because no answer was left{first}"
+        )
+    return SupervisedRows(rows, truncated, tuple(dropped))
