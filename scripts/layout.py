@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafthead.heads.files import write_text
-
 ROOT = Path(__file__).parent.parent
 LAYERS = ("scripts", "train", "infer", "heads")  # imports point down this list
 PAGE = ROOT / "docs" / "layout.md"
@@ -58,4 +56,4 @@ def layout() -> str:
 
 
 if __name__ == "__main__":
-    write_text(PAGE, layout())
+    PAGE.write_text(layout(), encoding="utf-8")
