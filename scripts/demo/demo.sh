@@ -1,5 +1,5 @@
 #!/bin/sh
-# The whole way, offline: the demo target answers prompts, a block-parallel head learns from them, and
+# The whole demo, offline: the demo target answers prompts, a block-parallel head learns from them, and
 # every way of decoding runs on held-out prompts. A second run continues where the first one stopped.
 set -eu
 run=${1:-runs/demo}

@@ -1,0 +1,62 @@
+"""The Python in README.md and docs/ runs, and what it adds decodes."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafthead.heads.base import HEADS, DraftHead
+from drafthead.heads.target.target import Target
+from drafthead.infer import Decoder
+from drafthead.infer.decoder import head_drafter
+from drafthead.infer.verifiers import VERIFIERS
+
+ROOT = Path(__file__).parent.parent
+PROMPT = [3, 9, 4, 12]
+
+
+def python_of(page: str) -> list[str]:
+    """The Python blocks of a page, in order."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def _registries() -> Iterator[None]:
+    """What a page registers is forgotten after its test."""
+    known = [(registry, set(registry)) for registry in (HEADS, VERIFIERS)]
+    yield
+    for registry, names in known:
+        for name in registry.keys() - names:
+            del registry[name]
+
+
+def test_the_readmes_python_runs() -> None:
+    scope: dict[str, object] = {}
+    for block in python_of("README.md"):
+        block = block.replace(
+            ', head="runs/demo/parallel"', ""
+        )  # plain decoding: nothing is trained
+        exec(block.replace("max_new_tokens=64", "max_new_tokens=4"), scope)
+
+
+def test_the_head_of_the_docs_drafts(target: Target) -> None:
+    exec(python_of("docs/adding_a_head.md")[0], {"__name__": "residual"})
+    torch.manual_seed(0)
+    cls: type[DraftHead] = HEADS["residual"]
+    head = cls(cls.sized(cls.config_class(), target))
+    head.initialize(target)
+    decoder = Decoder(target, head_drafter(head.eval(), target))
+    answer = decoder.generate([PROMPT], max_new_tokens=12).sequences
+    assert answer == Decoder(target).generate([PROMPT], max_new_tokens=12).sequences
+
+
+def test_the_verifier_of_the_docs_takes_longer_steps(target: Target, make_drafter) -> None:
+    rule, use = python_of("docs/adding_a_verifier.md")
+    exec(rule, {"__name__": "near"})
+    exec(use, {})
+    decoder = Decoder(target, make_drafter("draft-model", target))
+    greedy = decoder.generate([PROMPT], max_new_tokens=40)
+    near = decoder.generate([PROMPT], max_new_tokens=40, verifier="near")
+    assert near.stats.tau >= greedy.stats.tau
