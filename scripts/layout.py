@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("scripts", "train", "infer", "heads")  # imports point down this list
 PAGE = ROOT / "docs" / "layout.md"
 HEADER = """# Layout

@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ runs, and what it adds decodes."""
+"""README.md and docs/: pages name files that exist, and their Python runs."""
 
 import re
 from collections.abc import Iterator
@@ -12,9 +12,27 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.decoder import head_drafter
 from drafthead.infer.verifiers import VERIFIERS
+from drafthead.scripts.layout import PAGE, layout
 
 ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "assets").glob("*/*.md")]
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+FILE = re.compile(  # in code quotes
+    r"`((?:assets|benchmarks|configs|docs|heads|infer|scripts|tests|train)/[\w/.-]+\.\w+)`"
+)
 PROMPT = [3, 9, 4, 12]
+
+
+def test_the_layout_page_is_what_its_command_writes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == layout(), "run `make layout`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_no_missing_file(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {page.parent / link for link in LINK.findall(text)}
+    named |= {ROOT / path for path in FILE.findall(text)}
+    assert not [str(path) for path in named if not path.exists()]
 
 
 def python_of(page: str) -> list[str]:
