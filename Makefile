@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 RUN ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types format models clean
+.PHONY: help install demo test check lint types format layout models clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
@@ -39,7 +39,10 @@ format: $(READY)  ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-models: $(READY)  ## Train the demo models again: hours on 2 cores, minutes on a GPU; resumable.
+layout: $(READY)  ## Write docs/layout.md from the docstrings of the modules.
+	$(BIN)/python -m drafthead.scripts.layout
+
+models: $(READY)  ## Train the demo models again: hours on 2 cores, minutes on a GPU. Resumable.
 	$(BIN)/python -m drafthead.scripts.demo.build_models
 
 clean:  ## Remove the virtual environment and all runs.
