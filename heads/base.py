@@ -1,7 +1,7 @@
 """What every draft head is: a module with a loss for training and a session for decoding.
 
-A head family is one file that defines a config dataclass and a `DraftHead` registered under the
-family's name; training, decoding, tests and comparison find it in `HEADS`.
+A head family is a config dataclass and a `DraftHead` registered under the family's name; training,
+decoding, tests and comparison find it in `HEADS`.
 """
 
 from abc import ABC, abstractmethod
@@ -30,23 +30,23 @@ class HeadBatch:
 
     input_ids: torch.Tensor  # [B, T]
     segments: torch.Tensor  # [B, T]
-    supervised: torch.Tensor  # [B, T] bool: this token is to be learnt
+    supervised: torch.Tensor  # [B, T] bool: this token is a training target
     features: Features  # [B, T, D] of the target at these positions
-    # [B, T] bool: of the supervised tokens, those that the head drafts behind; None for all.
+    # [B, T] bool: the supervised tokens after which the head drafts; None for all of them.
     roots: torch.Tensor | None = None
 
     def num_supervised(self) -> torch.Tensor:
-        """Number of supervised tokens, the unit in which losses are averaged."""
+        """Number [] of supervised tokens, by which losses are averaged."""
         return self.supervised.sum()
 
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """The loss of a batch and what it says of each depth.
+    """The loss of a batch, in total and by depth.
 
-    Depth k guesses the k-th token behind the root. `ranks` are the head's ranks of the true tokens,
-    0 for its best guess and MAX_RANK for any rank from MAX_RANK on, a position past the end or a
-    depth that this loss does not look at.
+    Depth k guesses the k-th token after the root. `ranks` are the head's ranks of the true tokens:
+    0 for its best guess, and MAX_RANK for any rank from MAX_RANK on, for a position past the end,
+    and for a depth that this loss does not use.
     """
 
     total: torch.Tensor  # scalar, summed over positions and weighted over depths
@@ -64,15 +64,15 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        # How often each path of guesses was right on held-out answers, the empty path being right
-        # everywhere; None for a head that was never measured.
+        # How often each path of guesses was right on held-out answers; the empty path, always
+        # right, counts the positions. None for a head that was never measured.
         self.path_counts: dict[Path, int] | None = None
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:
-        """`config` with the sizes that it leaves open, as 0, filled in from the target.
+        """`config` with its open sizes, those that are 0, filled in from the target.
 
-        Raises UserError when it asks for another width or vocabulary than the target's.
+        Raises UserError when a size that is set differs from the target's.
         """
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         sizes = {f.name: sizes[f.name] for f in fields(config) if f.name in sizes}
@@ -91,17 +91,17 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Number K of tokens that the head drafts behind the root."""
+        """Number K of tokens that the head drafts after the root."""
 
     def prepare(self, token_counts: torch.Tensor) -> None:
-        """Take note of how often each token [V] is to be learnt; called before `initialize`.
+        """Receive how often each token [V] occurs in training; called before `initialize`.
 
-        For heads that guess among the frequent tokens only; the others need not know.
+        For heads that guess among frequent tokens only; others ignore it.
         """
 
     @abstractmethod
     def initialize(self, target: Target) -> None:
-        """Give a fresh head the start that its family trains from, such as copied weights."""
+        """Set a new head's initial weights, such as copies of the target's."""
 
     @abstractmethod
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:

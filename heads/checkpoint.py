@@ -1,8 +1,8 @@
 """A trained head on disk: `config.json`, `model.safetensors` and `acceptance.json` in one folder.
 
-Every file is written under a temporary name and renamed, so a folder is whole or not there. What a
-head needs of its target is written down and checked when it is loaded: heads of other software are
-loaded as well, see `heads.formats`.
+Every file is written under a temporary name and renamed, so no file is ever half written. What a
+head needs of its target is stored and checked when it is loaded. `load_head` also reads heads of
+other software, see `heads.formats`.
 """
 
 import json
@@ -34,10 +34,10 @@ def save_head(
     provenance: dict[str, Any],
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> None:
-    """Write a head with what it needs of its target and where it came from.
+    """Write a head, the facts about its target and its provenance.
 
     `provenance` is anything JSON can hold: the run's configuration, data, versions. `dtype` None
-    keeps the types that the head has.
+    keeps the head's own types.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {

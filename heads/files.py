@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder of what later runs can use again."""
+"""Writing files atomically, and the folder for what later runs can reuse."""
 
 import os
 from pathlib import Path
@@ -12,5 +12,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Where the user's account keeps what later runs on this machine can use again."""
+    """The user's folder for what later runs on this machine can reuse."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"

@@ -1,7 +1,4 @@
-"""From logits to probabilities, and random draws that belong to one row of a batch.
-
-Each row draws from its own generator, so its tokens do not depend on the rows beside it.
-"""
+"""From logits to probabilities, and random draws that do not depend on other rows of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +17,8 @@ class SamplingConfig:
     """How the target's logits become the distribution that is sampled.
 
     Temperature 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0 and `typical_p` 1 keep the
-    whole vocabulary. They apply after the temperature in the order of the fields, each to what the
-    one before has left, as in transformers.
+    whole vocabulary. As in transformers, they apply after the temperature in the order of the
+    fields, each to the tokens that the one before has left.
     """
 
     temperature: float = 0.0
@@ -49,12 +46,12 @@ class SamplingConfig:
 
     @property
     def whole(self) -> bool:
-        """Whether the temperature is all that changes the target's distribution."""
+        """Whether nothing but the temperature changes the target's distribution."""
         return self == SamplingConfig(self.temperature)
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
-    """The float32 distribution [..., V] that a sampled token follows.
+    """The float32 distribution [..., V] of a token sampled from logits [..., V].
 
     Top-k keeps ties with the k-th logit; top-p keeps the smallest set of most probable tokens
     whose mass reaches `top_p`; min-p keeps tokens at least `min_p` times as probable as the best
@@ -93,11 +90,11 @@ def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 def typical(scores: torch.Tensor, typical_p: float) -> torch.Tensor:
     """Which tokens [..., V] belong to the smallest most typical set of mass `typical_p`.
 
-    A token is the more typical the closer its surprise, -log of its probability, is to the mean
-    surprise, the entropy (Meister et al., 2022, arXiv 2202.00666). Ties with the last one are kept.
+    The closer a token's surprise, -log of its probability, is to the mean surprise, the entropy,
+    the more typical it is (Meister et al., 2022, arXiv 2202.00666). Ties with the last are kept.
 
-    Probabilities (.6, .3, .1) have entropy .90 and lie .39, .31 and 1.40 from it, so typical_p .2
-    keeps the second token alone.
+    Probabilities (.6, .3, .1) have entropy .90, and their surprises differ from it by .39, .31 and
+    1.40, so typical_p .2 keeps the second token only.
     """
     log_probs = scores.log_softmax(-1)
     entropy = -(log_probs * log_probs.exp()).nansum(-1, keepdim=True)  # -inf x 0 counts as 0
@@ -111,34 +108,34 @@ def typical(scores: torch.Tensor, typical_p: float) -> torch.Tensor:
 class RowRandom:
     """Random numbers for each row of a batch and each step of that row.
 
-    They follow from the row's seed and its number of tokens so far. So a row's answer depends
-    neither on the rows beside it nor on how many numbers its earlier steps took.
+    They are a function of the row's seed and its number of tokens so far. So a row's answer depends
+    neither on other rows nor on how many numbers its earlier steps used.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device):
         self.device = device
         self.seeds = list(seeds)
         self.num_tokens = [0] * len(self.seeds)
-        self.streams: list[torch.Generator] = []  # of this step, once one is asked for
+        self.streams: list[torch.Generator] = []  # of this step, made at the first draw
 
     def begin_step(self, num_tokens: Sequence[int]) -> None:
-        """Start the step behind `num_tokens` tokens of each row."""
+        """Start the step that follows `num_tokens` tokens of each row."""
         self.num_tokens, self.streams = list(num_tokens), []
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """The next of the step's uniform numbers in [0, 1), float32 [B, *shape]."""
         if not self.streams:
-            both = zip(self.seeds, self.num_tokens, strict=True)
+            pairs = zip(self.seeds, self.num_tokens, strict=True)
             self.streams = [
-                torch.Generator(self.device).manual_seed(mixed(seed, count)) for seed, count in both
+                torch.Generator(self.device).manual_seed(mixed(*pair)) for pair in pairs
             ]
         draws = [torch.rand(shape, generator=g, device=self.device) for g in self.streams]
         return torch.stack(draws)
 
     def ahead(self, count: int) -> torch.Tensor:
-        """The uniform numbers [B, count] that plain decoding draws each row's next tokens with.
+        """The float64 uniform numbers [B, count] with which plain decoding draws the next tokens.
 
-        Number d is that of the step behind d tokens more, float64. No stream is needed for them.
+        Number d belongs to the step after d more tokens. They need no generator.
         """
         numbers = [
             [(mixed(seed, start + place) >> 11) * 2**-53 for place in range(count)]
@@ -154,7 +151,7 @@ class RowRandom:
 
 
 def mixed(seed: int, count: int) -> int:
-    """64 bits for step `count` that look unrelated to its neighbours' (SplitMix64's finaliser)."""
+    """64 bits for step `count`, unrelated to those of other steps (SplitMix64's finaliser)."""
     mask = 2**64 - 1
     z = (seed * 0x9E3779B97F4A7C15 + (count + 1) * 0xD1B54A32D192ED03) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -163,15 +160,15 @@ def mixed(seed: int, count: int) -> int:
 
 
 def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw tokens [...] from unnormalised probs [..., V], inverting their sums with uniform [...].
+    """Draw tokens [...] from unnormalised probs [..., V] with uniform numbers [...].
 
-    The first token at which the cumulative mass exceeds uniform x total mass; a token without mass
-    is never drawn.
+    Inverts the cumulative sum: the drawn token is the first at which it exceeds uniform x total
+    mass, so a token without mass is never drawn. Probs (.5, .3, .2) and uniform .6 give token 1.
     """
     cumulative = probs.double().cumsum(-1)
     total = cumulative[..., -1:]
     drawn = (cumulative <= uniform.double()[..., None] * total).sum(-1)
-    # uniform just below 1 can round to the total: the last token with mass is meant.
+    # A uniform number just below 1 can round to the total: then the last token with mass is drawn.
     last_with_mass = (cumulative < total).sum(-1)
     return torch.minimum(drawn, last_with_mass)
 
@@ -181,7 +178,7 @@ def draw(
     temperature: torch.Tensor,  # scalar
     uniform: torch.Tensor,  # [...]
 ) -> torch.Tensor:
-    """`sample` from the whole distribution of logits at a temperature above 0: tokens [...]."""
+    """Tokens [...] drawn from the softmax of logits at a temperature above 0."""
     return sample((logits.float() / temperature).softmax(-1), uniform)
 
 
@@ -190,8 +187,8 @@ def draw_without_replacement(
 ) -> torch.Tensor:
     """Indices [..., count] of successive draws from probs [..., k] without replacement.
 
-    Gumbel top-k (Kool et al., 2019, arXiv 1903.06059): adding Gumbel noise to the log-probabilities
-    and sorting gives the order of successive draws. Entries of probability 0 come last.
+    Gumbel top-k (Kool et al., 2019, arXiv 1903.06059): log-probabilities plus Gumbel noise, sorted,
+    are in the order of successive draws. Entries of probability 0 come last.
     """
     tiny = torch.finfo(uniform.dtype).tiny
     gumbel = -torch.log((-torch.log(uniform.clamp_min(tiny))).clamp_min(tiny))

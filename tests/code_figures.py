@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = ["heads", "infer", "train", "scripts"]  # an import may point to the left, never right
 # "[B, N, D]", "[V]", "[]"; not `tree[node]` or `list[int]`, where a word comes before the bracket.
 SHAPE = re.compile(r"(?<![\w\])])\[([\w.,+*/() -]*[A-Za-z.][\w.,+*/() -]*)?\]")
+TENSOR = re.compile(r"\bTensors?\b")  # not `TensorFile`
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -52,7 +53,7 @@ class Function:
     @property
     def takes_tensors(self) -> bool:
         hints = [*(argument.annotation for argument in self.arguments), self.node.returns]
-        return any("Tensor" in ast.unparse(hint) for hint in hints if hint)
+        return any(TENSOR.search(ast.unparse(hint)) for hint in hints if hint)
 
     @property
     def states_shape(self) -> bool:

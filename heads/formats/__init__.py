@@ -1,6 +1,6 @@
 """Checkpoints of other software, and our own: recognised, read, written and checked."""
 
-# In the order in which they are asked: ours says so itself, and others are told by their tensors.
+# Imported in the order in which `recognises` is asked.
 from drafthead.heads.formats import (  # noqa: F401  (they register themselves)
     dflash,
     drafthead,

@@ -1,7 +1,7 @@
-"""What DFlash, DSpark and their `speculators` form have in common: one block in one pass.
+"""The common parts of DFlash, DSpark and their `speculators` form: one block in one pass.
 
-The formats differ in how they number layers, in what they call the parts and in their configuration
-keys. The tensors of the layers have the same names everywhere.
+The formats differ in layer numbers, in names of modules and in configuration keys. Tensors of the
+layers have the same names in all of them.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from drafthead.heads.formats.layers import (
     without_output_bias,
 )
 
-MOST_SLOTS = 256  # of a block: a pass looks from every slot at every other
-# Our names for what the formats call by others.
+MOST_SLOTS = 256  # of a block: in a pass every slot attends to every other
+# The formats' names and ours, where they differ.
 PARTS = {
     "lm_head.": "output.",
     "markov_head.markov_w1.": "correction.embed.",
@@ -50,8 +50,8 @@ def read_block(
 ) -> Foreign:
     """A block-parallel head of any of the formats.
 
-    `taps` are ours; `shape` is the checkpoint with the configuration of the layers, which may be
-    nested. A full output head and full embeddings in the file are copies of the target's.
+    `taps` are in our numbers; `shape` is the checkpoint with the configuration of the layers, which
+    may be nested. A full output head and full embeddings in the file are copies of the target's.
     """
     vocab = shape.integer("vocab_size")
     options = layer_options(shape, "layers.0.")
@@ -87,7 +87,7 @@ def read_block(
 
 
 def our_name(name: str) -> str:
-    """Our name of a tensor."""
+    """Our name of a tensor in the file."""
     for theirs, ours in PARTS.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
@@ -95,7 +95,7 @@ def our_name(name: str) -> str:
 
 
 def block_size_of(checkpoint: Checkpoint) -> int:
-    """The number of slots; raises UserError for one that cannot be meant."""
+    """The number of slots; raises UserError for 0 and for a number that must be a mistake."""
     size = checkpoint.integer("block_size")
     if not 0 < size <= MOST_SLOTS:
         raise UserError(f"{checkpoint.weights.parent}: block_size is {size}")
@@ -103,7 +103,7 @@ def block_size_of(checkpoint: Checkpoint) -> int:
 
 
 def correction_of(checkpoint: Checkpoint, hidden_size: int) -> dict[str, Any]:
-    """The fields of `ParallelConfig` on the correction and the confidence, by the tensors."""
+    """The correction and confidence fields of `ParallelConfig`, from the tensors."""
     names, found = checkpoint.tensors, {"correction": "none", "correction_rank": 1}
     confident = "confidence_head.proj.weight" in names
     if checkpoint.flag("enable_confidence_head", confident) != confident:
@@ -128,21 +128,21 @@ def correction_of(checkpoint: Checkpoint, hidden_size: int) -> dict[str, Any]:
 
 
 def refuse_unlike(name: str, config: ParallelConfig, wanted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise UserError for the first option that such a format lacks, or that is not as wanted."""
+    """Raise UserError for the first option that the formats lack or that is not in `wanted`."""
     always = {"tap_norm": (False,), "root_feature": (False,), "causal": (False,)}
     for option, values in {**always, **wanted}.items():
         if (value := getattr(config, option)) not in values:
             raise UserError(f"{name} cannot express head.{option} {value!r}")
     if config.mask_token is None:
         raise UserError(
-            f"{name} cannot express head.mask_token null, a mask that is learnt: its reader embeds "
-            "a token of the target's"
+            f"{name} cannot express head.mask_token null, a learned mask: its reader uses the "
+            "embedding of a token"
         )
 
 
 def their_tensors(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """The tensors of our head under the formats' names, each in memory of its own."""
-    return {their_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    """The tensors [...] of our head under the formats' names."""
+    return {their_name(name): tensor for name, tensor in tensors.items()}
 
 
 def their_name(name: str) -> str:
@@ -177,7 +177,7 @@ def replayed(
     mask_token: int,
     root_predicts: bool,
 ) -> torch.Tensor:
-    """The readers' logits [K, V] on stored tensors under their names."""
+    """The readers' logits [K, V], computed from stored tensors under their names."""
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
     layers = PlainLayers(layer_config, tensors)
     features = torch.cat([tap[0] for tap in probe.features.taps], dim=-1)  # [T, taps x D]
@@ -205,7 +205,7 @@ def replayed(
 def markov_bias(
     layers: PlainLayers, config: dict[str, Any], before: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """What DSpark adds to the logits of slots with hidden [K, D] behind tokens [K]."""
+    """DSpark's correction [K, V] of logits for slots with hidden [K, D] after tokens [K]."""
     if "markov_head.markov_w1.weight" not in layers.tensors:
         return torch.zeros(())
     codes = layers.tensors["markov_head.markov_w1.weight"][before]  # [K, rank]

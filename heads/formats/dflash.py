@@ -1,8 +1,8 @@
-"""DFlash as z-lab keeps it, and as transformers' own generation reads it.
+"""DFlash as z-lab stores it, and as transformers' own generation reads it.
 
 **Layer ids** name the OUTPUT of a layer, as ours do, but are read as transformers'
-`hidden_states[id + 1]`, so that the id of the last layer means the state after the final norm. Ours
-for that state is the number of layers.
+`hidden_states[id + 1]`, so the id of the last layer, L - 1, means the state after the final norm.
+Our number of that state is L.
 """
 
 from dataclasses import replace
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
@@ -23,6 +22,7 @@ from drafthead.heads.formats.base import (
     all_tensors,
     register_format,
     write_config,
+    write_tensors,
 )
 from drafthead.heads.formats.block_parallel import (
     read_block,
@@ -36,7 +36,7 @@ from drafthead.heads.target.target import Target
 
 
 def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """The layers that a file without ids means: evenly spaced from 1 to L - 3, or the middle one.
+    """The layer ids of a file without any: evenly spaced from 1 to L - 3, or the middle one.
 
     Three draft layers on a target of 12 read layers 1, 5 and 9.
     """
@@ -47,20 +47,19 @@ def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
 
 
 def our_taps(ids: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
-    """Our layers for ids that are read as `hidden_states[id + 1]`; see above."""
+    """Our layers for ids that are read as `hidden_states[id + 1]`: for 4 layers 0 3 are 0 4."""
     return tuple(num_target_layers if i == num_target_layers - 1 else i for i in ids)
 
 
 def their_ids(name: str, taps: tuple[int, ...], num_target_layers: int, lowest: int) -> list[int]:
-    """The ids for our layers; raises UserError for a layer that has none."""
+    """The ids for our layers; raises UserError for a layer without id."""
     last = num_target_layers - 1
     for tap in taps:
         if tap == last or tap < lowest:
             raise UserError(
                 f"{name} cannot express head.taps {list(taps)}: "
                 + (
-                    f"for layer {tap}, the last one, its reader takes the state after the final "
-                    "norm"
+                    f"for layer {tap}, the last one, its reader uses the state after the final norm"
                     if tap == last
                     else f"its reader cannot tap layer {tap}"
                 )
@@ -69,14 +68,14 @@ def their_ids(name: str, taps: tuple[int, ...], num_target_layers: int, lowest: 
 
 
 def num_layers_known(name: str, facts: TargetFacts) -> int:
-    """How many layers the target has; raises UserError when nobody said."""
+    """The target's number of layers; raises UserError when it is not known."""
     if facts.num_layers is None:
         raise UserError(f"{name} needs to know how many layers the target has: name the target")
     return facts.num_layers
 
 
 def described(config: ParallelConfig, num_target_layers: int) -> dict[str, Any]:
-    """The keys that every form of DFlash and DSpark shares."""
+    """The configuration keys that all forms of DFlash and DSpark share."""
     return {
         "model_type": "qwen3",
         **layer_keys(config, config.num_layers, config.vocab_size),
@@ -116,7 +115,7 @@ class DFlash(WritableFormat):
         )
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head; without ids the layers follow from their number."""
+        """The head; without ids, the taps are `default_ids`."""
         options = checkpoint.config.get("dflash_config") or {}
         nested = replace(checkpoint, config=options if isinstance(options, dict) else {})
         num_layers = checkpoint.integer("num_target_layers", target.num_layers)
@@ -128,12 +127,12 @@ class DFlash(WritableFormat):
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Write the head; raises UserError naming what DFlash lacks."""
+        """Write the head; raises UserError naming an option that DFlash lacks."""
         config, num_layers = head.config, num_layers_known(self.name, facts)
         refuse_unlike(self.name, config, PLAIN)
         ids = their_ids(self.name, config.taps, num_layers, lowest=0)
         tensors = with_output_bias(their_tensors(head.state_dict()))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder, tensors)
         named = {"mask_token_id": config.mask_token, "target_layer_ids": ids}
         content = {
             "architectures": ["DFlashDraftModel"],
@@ -143,7 +142,7 @@ class DFlash(WritableFormat):
         write_config(folder, {**content, "base_model_name_or_path": facts.name})
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """One pass over the block; its first slot says nothing."""
+        """Logits [K, V] of one pass over the block, whose first slot predicts nothing."""
         config = read_json(folder / "config.json")
         mask = config["dflash_config"]["mask_token_id"]
         return replayed(config, config, all_tensors(folder), probe, mask, False)
@@ -156,7 +155,7 @@ def block_with_ids(
     mask_token: int,
     root_predicts: bool,
 ) -> Foreign:
-    """A head whose layers are named as `hidden_states[id + 1]` of a target of so many layers."""
+    """A head that taps `hidden_states[id + 1]` of a target with `num_layers` layers."""
     taps = our_taps(ids, num_layers)
     found = read_block(checkpoint, taps, mask_token, root_predicts, checkpoint)
     return replace(
@@ -167,7 +166,7 @@ def block_with_ids(
     )
 
 
-# What transformers calls the parts between the target's features and the layers.
+# The names in transformers of the modules between the target's features and the layers.
 ENCODER = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 
 
@@ -175,7 +174,8 @@ ENCODER = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 class DFlashTransformers(WritableFormat):
     """The one DFlash drafter that transformers 5.23 can load, with its names and keys.
 
-    `AutoModel.from_pretrained` gives an assistant for `model.generate(speculation_type="dflash")`.
+    `AutoModel.from_pretrained` returns an assistant for
+    `model.generate(speculation_type="dflash")`.
     """
 
     name = "dflash-transformers"
@@ -187,7 +187,7 @@ class DFlashTransformers(WritableFormat):
         return {"encoder.fc.weight", "encoder.output_norm_enc.weight"} <= set(checkpoint.tensors)
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head; a target must tell which of the ids is its last layer."""
+        """The head; the number of target layers decides which id is the last layer."""
         ids = whole_numbers(
             checkpoint, "target_layer_ids", checkpoint.config.get("target_layer_ids")
         )
@@ -207,26 +207,26 @@ class DFlashTransformers(WritableFormat):
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Write the head; raises UserError naming what the reader lacks."""
+        """Write the head; raises UserError naming an option that the reader lacks."""
         config, num_layers = head.config, num_layers_known(self.name, facts)
         refuse_unlike(self.name, config, {**PLAIN, "attention_bias": (False,)})
         ids = their_ids(self.name, config.taps, num_layers, lowest=0)
         tensors = their_tensors(head.state_dict())
         for ours, theirs in ENCODER.items():
             tensors[theirs + "weight"] = tensors.pop(ours + "weight")
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder, tensors)
         content = {
             **described(config, num_layers),
             "architectures": ["MuseGlimmerAssistantModel"],
             "model_type": "muse_glimmer_assistant",
             "mask_token_id": config.mask_token,
             "target_layer_ids": ids,
-            "sliding_window": config.max_position_embeddings,  # of layers that there are none of
+            "sliding_window": config.max_position_embeddings,  # required, but no layer slides
         }
         write_config(folder, {**content, "base_model_name_or_path": facts.name})
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """As of z-lab's files, under other names."""
+        """Logits [K, V], computed as from z-lab's files, under other names."""
         config, tensors = read_json(folder / "config.json"), all_tensors(folder)
         for ours, theirs in ENCODER.items():
             tensors[ours + "weight"] = tensors.pop(theirs + "weight")

@@ -1,7 +1,4 @@
-"""Our own format: `config.json`, `model.safetensors` and `acceptance.json` in one folder.
-
-It is written by `heads.checkpoint.save_head`.
-"""
+"""Our own format, as `heads.checkpoint.save_head` writes it."""
 
 from dataclasses import fields
 from typing import Any
@@ -15,19 +12,19 @@ from drafthead.heads.trees.tree import Path as TreePath
 VERSION = 1
 ACCEPTANCE_FILE = "acceptance.json"
 TAP_CONVENTION = "output of layer"  # see heads.target.FeatureSpec
-MAX_COUNT = 1024  # of heads, layers, blocks, steps: more cannot be meant
+MAX_COUNT = 1024  # of heads, layers, blocks, steps: more would be a mistake
 
 
 @register_format
 class DraftheadFormat(Format):
-    """A head as this project trains and keeps it."""
+    """A head as this project trains and stores it."""
 
     name = "drafthead"
     families = ()  # all; written by save_head
     readers = "drafthead"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """The configuration says so."""
+        """The configuration states the format."""
         return "drafthead_format" in checkpoint.config
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
@@ -60,7 +57,7 @@ class DraftheadFormat(Format):
 
 
 def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` if the config class has a field for each; raises UserError naming the others."""
+    """`values`, if all are fields of the config class; raises UserError naming the others."""
     names = {field.name for field in fields(config_class)}
     unknown = sorted(set(values) - names)
     if unknown:
@@ -69,7 +66,7 @@ def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_counts(values: dict[str, Any]) -> None:
-    """Raise ValueError for counts that would take for ever to build."""
+    """Raise ValueError for counts so large that building the head would never end."""
     for name, value in values.items():
         counts = name.startswith("num_") or name in ("depth", "ttt_steps")
         if counts and not 0 <= value <= MAX_COUNT:
@@ -77,7 +74,7 @@ def check_counts(values: dict[str, Any]) -> None:
 
 
 def read_acceptance(checkpoint: Checkpoint) -> dict[TreePath, int] | None:
-    """How often each path of guesses was right, if it was ever measured."""
+    """How often each path of guesses was right; None if it was never measured."""
     file = checkpoint.weights.parent / ACCEPTANCE_FILE
     if not file.exists() and not file.is_symlink():
         return None

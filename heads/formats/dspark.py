@@ -1,16 +1,14 @@
-"""DSpark as DeepSpec keeps it: DFlash with a correction by the token before, and a confidence.
+"""DSpark as DeepSpec stores it: DFlash with a correction by the token before, and a confidence.
 
-Every slot of a block drafts, the root's too. Layer ids are those of `formats.dflash`, with -1 for
-the embeddings. The file holds copies of the target's embeddings and output head.
+Every slot of a block drafts, including the root's. Layer ids are those of `formats.dflash`, with -1
+for the embeddings. The file holds copies of the target's embeddings and output head.
 """
 
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,
@@ -18,7 +16,9 @@ from drafthead.heads.formats.base import (
     WritableFormat,
     all_tensors,
     register_format,
+    wanted,
     write_config,
+    write_tensors,
 )
 from drafthead.heads.formats.block_parallel import (
     correction_keys,
@@ -50,7 +50,7 @@ class DSpark(WritableFormat):
         )
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head; the copies are compared with the target's weights once there is a target."""
+        """The head, with copies to be compared with the target's weights."""
         ids = whole_numbers(
             checkpoint, "target_layer_ids", checkpoint.config.get("target_layer_ids")
         )
@@ -61,21 +61,16 @@ class DSpark(WritableFormat):
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Write the head and copies of the target's weights, which it must be given for."""
+        """Write the head and copies of weights of the target, which is required."""
         config, num_layers = head.config, num_layers_known(self.name, facts)
         refuse_unlike(self.name, config, {"root_predicts": (True,), "draft_vocab_size": (0,)})
-        if target is None:
-            raise UserError(
-                f"{self.name} holds copies of the target's embeddings and output head: name the "
-                "target"
-            )
+        owner = wanted(target, self.name, "copies of the target's embeddings and output head")
         ids = their_ids(self.name, config.taps, num_layers, lowest=-1)
         tensors = with_output_bias(their_tensors(head.state_dict()))
-        every = torch.arange(target.vocab_size, device=target.device)
         dtype = tensors["fc.weight"].dtype
-        tensors["embed_tokens.weight"] = target.embed(every).to(dtype).contiguous().clone()
-        tensors["lm_head.weight"] = target.output_weight().detach().to(dtype).contiguous().clone()
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors["embed_tokens.weight"] = owner.input_weight().to(dtype)
+        tensors["lm_head.weight"] = owner.output_weight().detach().to(dtype)
+        write_tensors(folder, tensors)
         content = {
             "architectures": ["Qwen3DSparkModel"],
             **described(config, num_layers),
@@ -86,6 +81,6 @@ class DSpark(WritableFormat):
         write_config(folder, {**content, "base_model_name_or_path": facts.name})
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """One pass over the block, every slot corrected by the token before it."""
+        """Logits [K, V] of one pass over the block, each slot corrected by the token before it."""
         config, tensors = read_json(folder / "config.json"), all_tensors(folder)
         return replayed(config, config, tensors, probe, config["mask_token_id"], True)

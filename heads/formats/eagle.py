@@ -1,7 +1,7 @@
 """EAGLE-1 and EAGLE-2 (Li et al., 2024): one layout of weights, the trees make the difference.
 
-`fc` over embedding and feature, then Llama layers of which the first has no norm; no final norm and
-no output head. The embedding in the file is a copy of the target's.
+`fc` over embedding and feature, then Llama layers, the first without its first norm; no final norm
+and no output head. The embedding in the file is a copy of the target's.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ from drafthead.heads.formats.layers import (
 from drafthead.heads.target.target import Target
 
 QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
-DEPTH = 5  # tokens drafted behind the root, of which the file says nothing: the official default
+DEPTH = 5  # tokens drafted after the root; the official default, as the file does not hold it
 
 
 @register_format
@@ -56,7 +56,7 @@ class Eagle(WritableFormat):
         return len(fc) == len(query) == 2 and fc[1] == 2 * fc[0] and query[1] == fc[0]
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """All layers; the embedding is kept unless it is just the target's."""
+        """All layers, and the embedding as a copy of the target's."""
         checkpoint = replace(checkpoint, config=unwrapped(checkpoint.config))
         config = config_of(checkpoint)
         tensors = {name: checkpoint.load(name) for name in checkpoint.tensors if name != EMBEDDING}
@@ -72,7 +72,7 @@ class Eagle(WritableFormat):
             tensors,
             TargetFacts(None, config.hidden_size, vocab or None),
             needs_target="" if vocab else "how large the vocabulary is",
-            notes=(f"the depth of its drafts is not told: {DEPTH} is taken",),
+            notes=(f"the file does not state the draft's depth: {DEPTH} is used",),
             copies=copies,
         )
 
@@ -83,14 +83,13 @@ class Eagle(WritableFormat):
         refuse_inexpressible(head.config)
         stored = {name: t.contiguous() for name, t in head.state_dict().items()}
         if EMBEDDING not in stored:
-            ours = wanted(target, self.name, "a copy of the target's embedding")
-            weight = ours.embed(torch.arange(head.config.vocab_size))
-            stored[EMBEDDING] = copied(weight, stored["fc.weight"].dtype)
+            owner = wanted(target, self.name, "a copy of the target's embedding")
+            stored[EMBEDDING] = copied(owner.input_weight(), stored["fc.weight"].dtype)
         torch.save(stored, folder / "pytorch_model.bin")
         write_config(folder, described(head))
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """Each position mixes its feature with the next token's embedding; outputs are fed back."""
+        """Logits [K, V]: `fc` joins feature and next token's embedding, outputs are fed back."""
         tensors = {name: tensor.float() for name, tensor in all_tensors(folder).items()}
         layers = PlainLayers(read_json(folder / CONFIG_FILE), tensors)
         assert probe.features.last is not None
@@ -107,13 +106,13 @@ class Eagle(WritableFormat):
 
 
 def unwrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """The draft's configuration: older vLLM wants it inside another one."""
+    """The draft's configuration, which older vLLM nests in another one."""
     inner = config.get("model")
     return inner if config.get("model_type") == "eagle" and isinstance(inner, dict) else config
 
 
 def config_of(checkpoint: Checkpoint) -> EagleConfig:
-    """Shape of the head: tensors first, the configuration for what they do not tell."""
+    """Shape of the head, from the tensors as far as possible, else from the configuration."""
     tensors = checkpoint.tensors
     has_bias = "fc.bias" in tensors
     if "bias" in checkpoint.config and checkpoint.flag("bias") != has_bias:
@@ -129,7 +128,7 @@ def config_of(checkpoint: Checkpoint) -> EagleConfig:
 
 
 def refuse_inexpressible(config: EagleConfig) -> None:
-    """Raise UserError for what the official reader cannot be told."""
+    """Raise UserError for options that the official configuration lacks."""
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         raise UserError(
             f"eagle cannot express head_dim {config.head_dim}: its reader divides the hidden size "
@@ -141,7 +140,7 @@ def refuse_inexpressible(config: EagleConfig) -> None:
 
 
 def described(head: DraftHead) -> dict[str, Any]:
-    """The configuration that readers want."""
+    """The configuration that readers expect."""
     config = head.config
     return {
         "architectures": ["LlamaForCausalLM"],

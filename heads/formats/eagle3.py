@@ -1,14 +1,14 @@
-"""EAGLE-3 as its authors, SGLang, vLLM and Model-Optimizer keep it: one Llama-like configuration.
+"""EAGLE-3 as its authors, SGLang, vLLM and Model-Optimizer store it: a Llama-like configuration.
 
 The first layer is called `midlayer` (the authors, SGLang) or `layers.0` (vLLM, Model-Optimizer);
-`d2t` holds how far each guess lies before its token.
+`d2t` holds for each guess the distance to its token.
 
 **Layer ids.** Ours are the OUTPUT of a layer. The authors read the INPUT of layers 2, L/2 and L - 3
-of L, which is our 1, L/2 - 1 and L - 4, and what readers take when a file names none. A file that
-names ids may mean either: Model-Optimizer and SpecForge write outputs, vLLM reads inputs, and
-SGLang adds 1 to what it is told, newer versions only when the first id is 1. Read here: outputs if
-the first id is 1, else inputs, unless the file says that we wrote it. Written: inputs for vLLM; for
-SGLang outputs, and only if the first is 1, on which all its versions agree.
+of L, which is our 1, L/2 - 1 and L - 4; readers use these when a file names no ids. Ids in a file
+are ambiguous: Model-Optimizer and SpecForge write outputs, vLLM reads inputs, and SGLang adds 1 to
+them, in newer versions only when the first id is 1. We read them as outputs if the first id is 1,
+else as inputs, unless a key of ours in the file decides. We write inputs for vLLM; for SGLang
+outputs, and only if the first is 1, where all its versions agree.
 """
 
 from collections.abc import Container
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
@@ -32,6 +31,7 @@ from drafthead.heads.formats.base import (
     check_claims,
     register_format,
     write_config,
+    write_tensors,
 )
 from drafthead.heads.formats.files import Checkpoint, read_json
 from drafthead.heads.formats.layers import (
@@ -49,7 +49,7 @@ from drafthead.heads.formats.layers import (
 from drafthead.heads.target.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers pass over
+CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers ignore
 OUTPUTS, INPUTS = "output of layer", "input of layer"
 NORM_FLAGS = {"fc_norm": "each", "norm_before_fc": "joint"}
 SIDE_TENSORS = ("d2t", "t2d")
@@ -64,8 +64,8 @@ def read_eagle3(
 ) -> Foreign:
     """An EAGLE-3 head whose first layer's tensors begin with `first_layer`.
 
-    `checkpoint.config` is the configuration of the layers; `options` are fields of `Eagle3Config`
-    that it says elsewhere. `taps` are ours, or None where only a target could tell them.
+    `checkpoint.config` is the configuration of the layers; `options` are the other fields of
+    `Eagle3Config`. `taps` are in our numbers, or None where they depend on the target.
     """
     tensors, vocab = checkpoint.tensors, checkpoint.integer("vocab_size")
     shape = layer_options(checkpoint, first_layer)
@@ -112,16 +112,16 @@ def read_eagle3(
 
 
 def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
-    """Which norms of EAGLE-3.1 stand before the projection."""
+    """Which norms of EAGLE-3.1 come before the projection."""
     if "fc_norm.0.weight" in names:
         return "each"
     return "joint" if "input_norm.weight" in names else "none"
 
 
 def check_norms(checkpoint: Checkpoint, config: Eagle3Config, optional: bool) -> None:
-    """Raise UserError when flags tell of other norms before the projection than there are.
+    """Raise UserError when flags and tensors disagree on the norms before the projection.
 
-    An `optional` flag that is missing says nothing, others then say no.
+    A missing flag means false, or, if it is `optional`, nothing.
     """
     for key, norm in NORM_FLAGS.items():
         found = config.tap_norm == norm
@@ -136,34 +136,38 @@ def default_inputs(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({2, num_layers // 2, num_layers - 3}))
 
 
-def told_taps(
+def stated_taps(
     checkpoint: Checkpoint, target: TargetFacts
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Our layers of a configuration that may name ids in either convention, and notes on that."""
+    """Our layers for the ids of a configuration, in either convention, and notes on that."""
     config = checkpoint.config
     nested = config.get("eagle_config")
     ids = config.get(IDS) or (nested.get(IDS) if isinstance(nested, dict) else None)
-    told = whole_numbers(checkpoint, IDS, ids)
-    if not told:
+    layers = whole_numbers(checkpoint, IDS, ids)
+    if not layers:
         if target.num_layers is None:
             return None, ()
         taps = tuple(layer - 1 for layer in default_inputs(target.num_layers))
-        return taps, ("no layers are named: those of EAGLE-3's authors were taken",)
+        return taps, ("no layers are named: those of EAGLE-3's authors are used",)
     convention, notes = config.get(CONVENTION), []
     if convention not in (OUTPUTS, INPUTS):
-        convention = OUTPUTS if told[0] == 1 else INPUTS
-        notes.append(f"{list(told)} were taken for {convention}, as SGLang does: nothing says so")
-    return told if convention == OUTPUTS else tuple(layer - 1 for layer in told), tuple(notes)
+        convention = OUTPUTS if layers[0] == 1 else INPUTS
+        notes.append(
+            f"{list(layers)} are read as {convention}, as in SGLang: the file is ambiguous"
+        )
+    if convention == INPUTS:
+        layers = tuple(layer - 1 for layer in layers)
+    return layers, tuple(notes)
 
 
 class Eagle3Files(WritableFormat):
-    """What the two ways of naming the first layer have in common."""
+    """The common part of the two ways to name the first layer."""
 
     families = ("eagle3",)
     first_layer: str
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """The first layer norms the features apart from the embeddings."""
+        """The first layer has its own norm for the features."""
         return (
             self.first_layer + "hidden_norm.weight" in checkpoint.tensors
             and "fc.weight" in checkpoint.tensors
@@ -171,12 +175,12 @@ class Eagle3Files(WritableFormat):
         )
 
     def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
-        """Whether readers take embeddings from the file although the target's would fit."""
+        """Whether readers use embeddings from the file although the target's would fit."""
         return False
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head, with the layers that its readers would tap."""
-        taps, notes = told_taps(checkpoint, target)
+        taps, notes = stated_taps(checkpoint, target)
         flag = checkpoint.flag
         options = {
             "norm_before_residual": flag("norm_before_residual", False),
@@ -188,7 +192,7 @@ class Eagle3Files(WritableFormat):
         return replace(found, notes=notes)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """One pass of the layers a step, each over everything so far."""
+        """Logits [K, V], with one pass of the layers over everything so far for each step."""
         config, tensors = read_json(folder / "config.json"), all_tensors(folder)
         named = {k.replace(self.first_layer, "layers.0.", 1): v for k, v in tensors.items()}
         return replayed(config, config, named, probe)
@@ -200,7 +204,7 @@ class Eagle3Files(WritableFormat):
 def replayed(
     layer_config: dict[str, Any], flags: dict[str, Any], stored: Tensors, probe: Probe
 ) -> torch.Tensor:
-    """EAGLE-3's logits [K, V] on stored tensors, whose layers are called `layers`."""
+    """EAGLE-3's logits [K, V], computed from stored tensors whose layers are called `layers`."""
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
     layers = PlainLayers(layer_config, tensors)
     num_taps = len(probe.features.taps)
@@ -220,13 +224,13 @@ def replayed(
 
 
 def embedded(tensors: Tensors, probe: Probe, ids: torch.Tensor) -> torch.Tensor:
-    """The file's embeddings [T, D] of ids [T], or the target's."""
+    """Embeddings [T, D] of ids [T], from the file if it has any, else the target's."""
     table = tensors.get(EMBEDDINGS)
     return probe.target.embed(ids) if table is None else table[ids]
 
 
 def mixed(layers: PlainLayers, taps: list[torch.Tensor]) -> torch.Tensor:
-    """Taps [T, D] each, normed as the file has norms and mixed into states [T, D]."""
+    """States [T, D] from taps [T, D] each, with the norms that the file has."""
     if "fc_norm.0.weight" in layers.tensors:
         taps = [layers.norm(f"fc_norm.{index}", tap) for index, tap in enumerate(taps)]
     joined = torch.cat(taps, dim=-1)
@@ -258,7 +262,7 @@ def run(
 
 
 def refuse(name: str, config: Eagle3Config, wanted: dict[str, tuple[Any, ...]]) -> None:
-    """Raise UserError for the first option of a head that has another value than those wanted."""
+    """Raise UserError for the first option whose value is not in `wanted`."""
     for option, values in wanted.items():
         if (value := getattr(config, option)) not in values:
             raise UserError(f"{name} cannot express head.{option} {value!r}")
@@ -269,12 +273,12 @@ def refuse_taps(name: str, config: Eagle3Config, num_layers: int | None) -> None
     if num_layers is not None and max(config.taps) >= num_layers - 1:
         raise UserError(
             f"{name} cannot express head.taps {list(config.taps)}: it reads inputs of layers, and "
-            f"what the last layer, {num_layers - 1}, puts out enters none"
+            f"the output of the last layer, {num_layers - 1}, is the input of none"
         )
 
 
 def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
-    """The configuration that both readers understand, less the layer ids."""
+    """The configuration for both readers, without the layer ids."""
     config: Eagle3Config = head.config
     keys = layer_keys(config, config.num_layers, config.vocab_size)
     other_width = config.target_hidden_size != config.hidden_size
@@ -289,16 +293,11 @@ def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
     }
 
 
-def stored_tensors(head: DraftHead) -> Tensors:
-    """The tensors of a head, each in memory of its own."""
-    return {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-
-
 @register_format
 class Eagle3Sglang(Eagle3Files):
     """The authors' own names, which SGLang reads: the first layer is `midlayer`.
 
-    The reader knows one layer of three taps and none of the norms of EAGLE-3.1; embeddings are the
+    The reader supports one layer, three taps and none of the norms of EAGLE-3.1; embeddings are the
     target's unless the head has another width.
     """
 
@@ -309,7 +308,7 @@ class Eagle3Sglang(Eagle3Files):
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Write the head; raises UserError naming what SGLang lacks."""
+        """Write the head; raises UserError naming an option that SGLang lacks."""
         config: Eagle3Config = head.config
         plain = {
             "num_layers": (1,),
@@ -331,9 +330,9 @@ class Eagle3Sglang(Eagle3Files):
             )
         tensors = {
             name.replace("layers.0.", self.first_layer, 1): tensor
-            for name, tensor in stored_tensors(head).items()
+            for name, tensor in head.state_dict().items()
         }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder, tensors)
         ids = {IDS: list(config.taps), "use_aux_hidden_state": True}
         written = common_config(head, facts)
         write_config(folder, {**written, "eagle_config": ids, CONVENTION: OUTPUTS})
@@ -348,18 +347,17 @@ class Eagle3Vllm(Eagle3Files):
     first_layer = "layers.0."
 
     def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
-        """vLLM takes them where there are any."""
+        """vLLM uses them where there are any."""
         return EMBEDDINGS in checkpoint.tensors
 
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Write the head; raises UserError naming what vLLM lacks."""
+        """Write the head; raises UserError naming an option that vLLM lacks."""
         config: Eagle3Config = head.config
         refuse(self.name, config, {"qk_norm": (False,), "mask_token": (None,)})
         refuse_taps(self.name, config, facts.num_layers)
-        tensors = with_output_bias(stored_tensors(head))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder, with_output_bias(head.state_dict()))
         ids = [layer + 1 for layer in config.taps]
         described = {
             **common_config(head, facts),

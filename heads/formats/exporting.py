@@ -1,4 +1,4 @@
-"""Writing a head in a format, and refusing to when its reader would compute something else."""
+"""Exporting a head, and refusing to when the format's readers would compute something else."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -18,14 +18,14 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
-POSITIONS = 12  # of the target, up to the one before the probe's root
+POSITIONS = 12  # of the target before the probe's root
 TOLERANCE = 1e-3  # of log-probabilities in float32, relative to their spread where that is above 1
-# Log-probabilities below it count as it: in float32, exp(-104) is 0 and its logarithm infinite.
+# Smaller log-probabilities are raised to it: in float32 exp(-104) is 0, its logarithm infinite.
 LEAST = -80.0
 
 
 class StandIn(Target):
-    """Random embeddings and a random output head in the place of a target that is not at hand."""
+    """Random embeddings and a random output head that replace a target that was not given."""
 
     def __init__(self, facts: TargetFacts):
         generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ class StandIn(Target):
 
 
 def writable(name: str, family: str) -> WritableFormat:
-    """The format called `name`, which must be able to hold a head of `family`."""
+    """The format called `name`; raises UserError unless it can hold a head of `family`."""
     known = [key for key, value in FORMATS.items() if isinstance(value, WritableFormat)]
     found = FORMATS.get(name)
     if not isinstance(found, WritableFormat):
@@ -75,12 +75,12 @@ def writable(name: str, family: str) -> WritableFormat:
 def export_head(
     head: DraftHead, facts: TargetFacts, target: Target | None, name: str, folder: Path
 ) -> float:
-    """Write a head in the format called `name`, once its reader is seen to compute the same.
+    """Write a head in the format called `name`, after checking that readers compute the same.
 
-    `target`, where given, is in float32 on the CPU; `facts` tell its sizes in any case. Returns the
-    largest difference of log-probabilities, relative to their spread. Raises UserError, and leaves
-    nothing behind, when the format cannot express the head, when what was written does not come
-    back, or when the reader's arithmetic gives something else.
+    `target`, if given, is in float32 on the CPU; `facts` hold its sizes in any case. Returns the
+    largest difference of log-probabilities, relative to their spread. Raises UserError, and writes
+    nothing, when the format cannot express the head, when the files are read back as another head,
+    or when the reader's arithmetic has another result.
     """
     written = writable(name, head.family)
     with fresh_folder(folder) as temporary, torch.no_grad():
@@ -88,7 +88,7 @@ def export_head(
         stand_in = target or StandIn(facts)
         found, foreign = read_foreign(temporary, TargetFacts.of(stand_in))
         if found is not written:
-            raise UserError(f"what {name} wrote is taken for {found.name}: nothing is kept")
+            raise UserError(f"files written as {name} are read as {found.name}: nothing is kept")
         again = build_head(foreign, temporary, stand_in)
         probe, tree = draw_chain(head, stand_in)
         _, tree_again = draw_chain(again, stand_in)
@@ -105,7 +105,7 @@ def export_head(
 
 
 def draw_chain(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
-    """A chain that a head, in float32, draws behind random features of a target."""
+    """A chain that a head, in float32, draws after random features of a target."""
     head = deepcopy(head).float()
     generator = torch.Generator().manual_seed(1)
     shape = (1, POSITIONS, target.hidden_size)
@@ -124,16 +124,17 @@ def draw_chain(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
 
 
 def log_probs_by_token(tree: TokenTree, vocab_size: int) -> torch.Tensor:
-    """What a chain of K tokens was drawn from: log-probabilities [K, V], -inf off the support."""
+    """Log-probabilities [K, V] from which a chain was drawn, -inf outside the support."""
     assert tree.draft_ids is not None and tree.draft_probs is not None
     ids, probs = tree.draft_ids[0, :-1], tree.draft_probs[0, :-1]
     return probs.new_full((len(ids), vocab_size), -torch.inf).scatter(1, ids, probs.log())
 
 
 def difference_of(logits: torch.Tensor, tree: TokenTree) -> float:
-    """How far logits [K, V] are from what the chain was drawn from, on its support.
+    """How far logits [K, V] are from those the chain was drawn from, on its support.
 
-    In log-probabilities, relative to their spread; near 1 when the most probable tokens are others.
+    The largest difference of log-probabilities, relative to their spread; near 1 when other tokens
+    are the most probable.
     """
     assert tree.draft_ids is not None and tree.draft_probs is not None
     ids, probs = tree.draft_ids[0, :-1], tree.draft_probs[0, :-1]

@@ -1,8 +1,8 @@
-"""A checkpoint that may be hostile: looked at without trust, and never executed.
+"""Reading files of a checkpoint that may be hostile: nothing is trusted, nothing is executed.
 
-What a file claims of itself (sizes, shapes, offsets) is compared with its real size before anything
-is allocated, so reading takes a few times the file's size at most. Links and paths that lead out of
-the folder are refused. A pickle is scanned before it is loaded: tensors are allowed, code is not.
+Sizes, shapes and offsets that a file claims are compared with its real size before anything is
+allocated, so reading takes at most a few times the file's size. Links and paths out of the folder
+are refused. A pickle is scanned before it is loaded: tensors are allowed, code is not.
 """
 
 import json
@@ -28,7 +28,7 @@ PICKLES = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
 MAX_JSON, MAX_HEADER = 4 * 2**20, 16 * 2**20  # bytes
 
-# All that a pickle of plain tensors names; anything else might be code.
+# All globals that a pickle of plain tensors needs; any other might be code.
 PLAIN_GLOBALS = frozenset(
     {
         "collections OrderedDict",
@@ -54,7 +54,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """What is known of a tensor before it is loaded."""
+    """Shape and type of a tensor, known before it is loaded."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFile:
-    """The tensors of one file by name, known before they are loaded."""
+    """The tensors of one file by name; shapes and types are known before they are loaded."""
 
     stored: dict[str, Stored]
 
@@ -97,12 +97,12 @@ class TensorFile:
         self.path, self.size = path, file_size(path)
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own."""
+        """One tensor [...], in its own memory."""
         raise NotImplementedError
 
 
 class SafetensorsFile(TensorFile):
-    """A safetensors file; the library checks that its header covers just the bytes there are."""
+    """A safetensors file; the library checks that its header matches the number of bytes."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -124,7 +124,8 @@ class SafetensorsFile(TensorFile):
             raise UserError(f"{path} is damaged or truncated: {error}") from error
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own: what the library gives is the file itself."""
+        """One tensor [...], in its own memory."""
+        # Without the copy it would be a view of the mapped file.
         return self.opened.get_tensor(name).clone()
 
 
@@ -144,7 +145,7 @@ class PickledFile(TensorFile):
         self.stored = {name: self._checked(name, t) for name, t in content.items()}
 
     def _check_archive(self) -> None:
-        """Entries lie uncompressed within the file, and the pickle names nothing but tensors."""
+        """Raise UserError unless all entries are uncompressed and the pickle is only tensors."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 entries = archive.infolist()
@@ -159,7 +160,7 @@ class PickledFile(TensorFile):
                 self._check_pickle(archive.read(pickles[0]))
         except UserError:
             raise
-        except Exception as error:  # damage shows in many ways
+        except Exception as error:  # damaged archives raise many kinds
             raise UserError(
                 f"{self.path} is damaged or truncated, or written by torch before 1.6: {error}"
             ) from error
@@ -185,12 +186,13 @@ class PickledFile(TensorFile):
         return Stored(tuple(tensor.shape), tensor.dtype)
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own: what is held is the file itself."""
+        """One tensor [...], in its own memory."""
+        # Without the copy it would be a view of the mapped file.
         return self.content[name].detach().clone(memory_format=torch.contiguous_format)
 
 
 class ShardedFile(TensorFile):
-    """Tensors spread over several files of a folder, as an index file tells."""
+    """Tensors in several files of a folder, which an index file lists."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -205,16 +207,16 @@ class ShardedFile(TensorFile):
         self.places: dict[str, str] = places
         for name, file in places.items():
             if name not in self.shards[file].stored:
-                raise UserError(f"{path} says that {file} holds {name}, but it does not")
+                raise UserError(f"{path} lists {name} in {file}, which does not hold it")
         self.stored = {name: self.shards[file].stored[name] for name, file in places.items()}
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor from its shard."""
+        """One tensor [...] from its shard."""
         return self.shards[self.places[name]].load(name)
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """The tensors of a file of any kind, known by its suffix."""
+    """The tensors of a file whose kind is known by its suffix."""
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in PICKLES:
@@ -224,7 +226,7 @@ def open_tensors(path: Path) -> TensorFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A configuration and one set of weights beside it; the weights are opened when asked for."""
+    """A configuration and one set of weights in its folder, which is opened at first use."""
 
     path: Path  # as the user named it
     weights: Path  # a file of tensors, or an index of several
@@ -248,13 +250,13 @@ class Checkpoint:
         return self.file.size
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU, as stored; raises UserError when there is none."""
+        """One tensor [...] on the CPU, as stored; raises UserError when there is none."""
         if name not in self.tensors:
             raise UserError(f"{self.weights} lacks the tensor {name}")
         return self.file.load(name)
 
     def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
-        """Shape of a tensor of so many dimensions; raises UserError for another number of them."""
+        """Shape of a tensor; raises UserError when it has another number of dimensions."""
         if name not in self.tensors:
             raise UserError(f"{self.weights} lacks the tensor {name}")
         shape = self.tensors[name].shape
@@ -263,11 +265,11 @@ class Checkpoint:
         return shape
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number, 0 or above, of the configuration."""
+        """A whole number, 0 or above, from the configuration."""
         return cast(int, self._value(key, default, lambda v: type(v) is int and v >= 0, "a count"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number of the configuration."""
+        """A finite number from the configuration."""
 
         def finite(value: object) -> bool:
             return type(value) in (int, float) and abs(cast(float, value)) < float("inf")
@@ -275,7 +277,7 @@ class Checkpoint:
         return float(self._value(key, default, finite, "a finite number"))
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false of the configuration."""
+        """True or false from the configuration."""
         return bool(self._value(key, default, lambda v: type(v) is bool, "true or false"))
 
     def _value(self, key: str, default: Any, fits: Callable[[object], bool], wanted: str) -> Any:
@@ -289,9 +291,9 @@ class Checkpoint:
 
 
 def checkpoints_at(path: Path) -> Iterator[Checkpoint]:
-    """Every set of weights in a folder, or the one file, each with the configuration beside it.
+    """Every set of weights in a folder, or the one file, each with the folder's configuration.
 
-    Raises UserError when there is nothing at all.
+    Raises UserError when there are no weights at all.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist: is it a trained head?")
@@ -308,7 +310,7 @@ def checkpoints_at(path: Path) -> Iterator[Checkpoint]:
 def weight_files(folder: Path) -> list[Path]:
     """The files of a folder that may hold weights, the most likely first.
 
-    An index stands for the files that it names; safetensors go before pickles.
+    An index replaces the files that it lists; safetensors come before pickles.
     """
     names = sorted(entry.name for entry in folder.iterdir())
     kinds = (".safetensors" + INDEX, ".bin" + INDEX, ".safetensors", *PICKLES)
@@ -320,15 +322,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows its first line."""
+    """The first line of an error's message."""
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `folder` at the end, or removed when that fails.
+    """A temporary folder that is renamed to `folder` at the end, or removed after an error.
 
-    Raises UserError when there is something at `folder`; an empty folder is taken.
+    Raises UserError when `folder` is a file or is not empty.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"{folder} exists and is not a folder")
@@ -338,7 +340,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
     temporary = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp's is for its owner alone
+        temporary.chmod(0o755)  # mkdtemp makes it readable for its owner only
         temporary.replace(folder)
     finally:
         rmtree(temporary, ignore_errors=True)

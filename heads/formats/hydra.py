@@ -1,7 +1,7 @@
 """Hydra and Hydra++ (Ankner et al., 2024): `hydra_lm_head.pt`.
 
-All but a head's first block are one module in the official code, which writes it once for each time
-it is applied. Whatever the prefix layer of Hydra++ is not told by its tensors is the target's.
+After its first block a head is one module in the official code, which is stored once for each time
+it is applied. Options of the prefix layer of Hydra++ that its tensors do not show are the target's.
 """
 
 import re
@@ -48,18 +48,18 @@ LAYER_TENSORS = (
 
 
 def block_name(config: HydraConfig, head: int, block: int) -> str:
-    """A block's place among the modules of a head: Hydra++ counts a dropout before each."""
-    place = 2 * block + 1 if config.prefix_layer else block
+    """A block's name: its place among the modules of its head."""
+    place = 2 * block + 1 if config.prefix_layer else block  # Hydra++ has a dropout before each
     return f"hydra_mlp.{head}.{place}"
 
 
 def output_name(config: HydraConfig, head: int) -> str:
-    """A head's output, in Hydra++ behind a dropout."""
+    """The name of a head's output, which in Hydra++ comes after a dropout."""
     return f"hydra_lm_head.{head}" + (".1" if config.prefix_layer else "")
 
 
 def renamed(config: HydraConfig) -> dict[str, str]:
-    """The tensors of our head by their names in the file."""
+    """The file's names of the tensors of our head, by our names."""
     modules = {}
     for head in range(config.num_heads):
         ours, first = f"branches.{head}", block_name(config, head, 0)
@@ -81,7 +81,7 @@ def renamed(config: HydraConfig) -> dict[str, str]:
 
 
 def repeated(config: HydraConfig) -> dict[str, str]:
-    """Tensors that must be equal to another one, whose name is given."""
+    """Names of tensors, each with the name of the tensor that it must equal."""
     return {
         f"{block_name(config, head, block)}.linear.{kind}": (
             f"{block_name(config, head, 1)}.linear.{kind}"
@@ -101,11 +101,11 @@ class Hydra(WritableFormat):
     readers = "Hydra"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Named after Hydra's modules."""
+        """Some tensor is named after Hydra's first module."""
         return any(name.startswith("hydra_mlp.0.") for name in checkpoint.tensors)
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """Heads by what is there; embedding and unused tensors are left out."""
+        """The heads; the embedding is a copy of the target's, unused tensors are ignored."""
         if checkpoint.integer("hidden_state_offset", 0) != 0:
             raise UserError(f"{checkpoint.weights}: only hidden_state_offset 0 is supported")
         config = config_of(checkpoint)
@@ -126,7 +126,7 @@ class Hydra(WritableFormat):
             {name: checkpoint.load(other) for name, other in theirs.items()},
             TargetFacts(base_name(checkpoint), size, vocab),
             needs_target="the shape of its prefix layer" if config.prefix_layer else "",
-            notes=("its embedding is left out: the target's own is read",) * has_embedding,
+            notes=("its embedding is ignored: the target's own is used",) * has_embedding,
             copies={"embedding": checkpoint.load(EMBEDDING)} if has_embedding else {},
         )
 
@@ -135,10 +135,9 @@ class Hydra(WritableFormat):
     ) -> None:
         """Every tensor that the official code writes, with the target's embedding."""
         config, tensors = head.config, head.state_dict()
-        ours = wanted(target, self.name, "a copy of the target's embedding")
-        refuse_inexpressible(config, ours)
-        dtype = next(head.parameters()).dtype
-        embedding = copied(ours.embed(torch.arange(config.vocab_size)), dtype)
+        owner = wanted(target, self.name, "a copy of the target's embedding")
+        refuse_inexpressible(config, owner)
+        embedding = copied(owner.input_weight(), next(head.parameters()).dtype)
         stored = {theirs: tensors[name].contiguous() for name, theirs in renamed(config).items()}
         stored |= {name: stored[other] for name, other in repeated(config).items()}
         stored[EMBEDDING] = embedding
@@ -157,7 +156,7 @@ class Hydra(WritableFormat):
         write_config(folder, described)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """The prefix layer over all positions, then heads that read the path behind the last."""
+        """Logits [K, V]: the prefix layer over all positions, then heads that read the path."""
         tensors: Tensors = {name: t.float() for name, t in all_tensors(folder).items()}
         about = read_json(folder / CONFIG_FILE)
         config = HydraConfig(
@@ -186,7 +185,7 @@ class Hydra(WritableFormat):
 
 
 def config_of(checkpoint: Checkpoint) -> HydraConfig:
-    """Shape of the heads, all from the tensors but for what the prefix layer leaves open."""
+    """Shape of the heads, from the tensors; some options of the prefix layer stay open."""
     names = checkpoint.tensors
     prefix_layer = LAYER + LAYER_TENSORS[0] in names
     config = HydraConfig(
@@ -200,7 +199,7 @@ def config_of(checkpoint: Checkpoint) -> HydraConfig:
     config = replace(config, grounded=width != size, hidden_size=size, vocab_size=vocab)
     check_claims(checkpoint, hydra_num_heads=config.num_heads, hydra_num_layers=config.num_blocks)
     if checkpoint.flag("grounded_heads", config.grounded) != config.grounded:
-        raise UserError(f"{checkpoint.weights}: heads of width {width} belie grounded_heads")
+        raise UserError(f"{checkpoint.weights}: heads of width {width} contradict grounded_heads")
     if not prefix_layer:
         return config
     inner = checkpoint.shape(LAYER + "mlp.gate_proj.weight", 2)[0]
@@ -208,7 +207,8 @@ def config_of(checkpoint: Checkpoint) -> HydraConfig:
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """How many numbers stand at the group of the pattern; at least 1, which is then missed."""
+    """How many numbers match the group of the pattern."""
+    # At least 1: if there is none, the error names the missing tensor of the first.
     return len({m[1] for name in names if (m := re.fullmatch(pattern, name))}) or 1
 
 
@@ -233,6 +233,6 @@ def inverse_frequencies(config: HydraConfig) -> torch.Tensor:
 
 
 def prefix_pass(hidden: torch.Tensor, tensors: Tensors, target: Target) -> torch.Tensor:
-    """What the prefix layer and its norm make of hidden states [T, D], shaped as the target's."""
+    """Hidden states [T, D] after the prefix layer, shaped as the target's layers, and its norm."""
     layers = PlainLayers(asdict(HydraConfig().like(target)), tensors)
     return layers.norm(PREFIX + "norm", layers.decoder_layer(LAYER, hidden))

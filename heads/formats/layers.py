@@ -1,8 +1,8 @@
-"""Draft transformers in foreign checkpoints: their configuration keys, and their arithmetic.
+"""Draft transformers in other projects' checkpoints: configuration keys and arithmetic.
 
 Configurations are those of transformers for Llama and Qwen3, of version 4 (`rope_theta` beside
 `rope_scaling`) and of version 5 (`rope_parameters`); both are read and both are written. Tensors
-need no renaming: see `heads.draft_layers`.
+need no renaming: see `heads.layers.decoder_layer`.
 """
 
 import math
@@ -23,17 +23,17 @@ from drafthead.heads.layers.decoder_layer import ROPE_TYPES, LayerConfig
 Tensors = dict[str, torch.Tensor]
 
 MOST_TOKENS = 2**20  # of a vocabulary
-DEFAULT_THETA = 10000.0  # of transformers, for a configuration that names none
-OUTPUT_BIAS = "self_attn.o_proj.bias"  # which our layers do without
+DEFAULT_THETA = 10000.0  # of transformers, for a configuration without one
+OUTPUT_BIAS = "self_attn.o_proj.bias"  # which our layers do not have
 
 
 # Reading
 
 
 def layer_options(checkpoint: Checkpoint, first_layer: str) -> dict[str, Any]:
-    """The fields of `LayerConfig` as a configuration gives them.
+    """The fields of `LayerConfig` from a checkpoint's configuration.
 
-    `first_layer` is how the names of the first layer's tensors begin. Raises UserError for options
+    The first layer's tensors have names that begin with `first_layer`. Raises UserError for options
     that our layers do not have.
     """
     refuse_options(checkpoint)
@@ -65,7 +65,7 @@ def layer_options(checkpoint: Checkpoint, first_layer: str) -> dict[str, Any]:
 
 
 def positive(checkpoint: Checkpoint, key: str, default: float) -> float:
-    """A number above 0 of the configuration."""
+    """A number above 0 from the configuration."""
     value = checkpoint.number(key, default)
     if value <= 0:
         raise UserError(f"{checkpoint.weights.parent}: {key} is {value}")
@@ -73,7 +73,7 @@ def positive(checkpoint: Checkpoint, key: str, default: float) -> float:
 
 
 def refuse_options(checkpoint: Checkpoint) -> None:
-    """Raise UserError for what a configuration asks for and our layers do not do."""
+    """Raise UserError for options that our layers do not implement."""
     config = checkpoint.config
     asked = [
         ("hidden_act", config.get("hidden_act", "silu") not in ("silu", "swish")),
@@ -89,7 +89,7 @@ def refuse_options(checkpoint: Checkpoint) -> None:
 
 
 def has_short_windows(checkpoint: Checkpoint) -> bool:
-    """Whether some layer sees less than what lies before it."""
+    """Whether some layer does not see everything before it."""
     kinds = checkpoint.config.get("layer_types") or []
     if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
         return False
@@ -100,15 +100,14 @@ def has_short_windows(checkpoint: Checkpoint) -> bool:
 def rope_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Rotary parameters in the form of transformers 5, from those of 4 or 5.
 
-    Raises UserError when both forms are there and disagree: what reads one would then compute
-    something else than what reads the other.
+    Raises UserError for unsupported parameters, and when both forms are there and disagree.
     """
     config, where = checkpoint.config, checkpoint.weights.parent
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for given in (new, old):
         if given is not None and not isinstance(given, dict):
             raise UserError(f"{where}: rotary parameters are {given!r}, not an object")
-    new = (new or {}).get("full_attention", new)  # some models rotate their kinds of layers apart
+    new = (new or {}).get("full_attention", new)  # some models have one for each kind of layer
     chosen = dict(new or old or {})
     chosen["rope_type"] = chosen.get("rope_type") or chosen.pop("type", None) or "default"
     chosen.pop("type", None)
@@ -124,7 +123,7 @@ def rope_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def without_output_bias(tensors: Tensors) -> Tensors:
-    """The tensors less biases of 0 behind the attention, which add nothing.
+    """The tensors [...] without attention output biases that are 0.
 
     Other such biases stay, and are refused as unknown when the head is built.
     """
@@ -136,13 +135,16 @@ def without_output_bias(tensors: Tensors) -> Tensors:
 
 
 def num_layers_of(names: Iterable[str], prefix: str = "layers.") -> int:
-    """How many layers are numbered in the names of tensors."""
+    """The number of layers in the names of tensors."""
     numbers = {name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)}
     return len({number for number in numbers if number.isdigit()})
 
 
 def whole_numbers(checkpoint: Checkpoint, key: str, value: Any) -> tuple[int, ...] | None:
-    """A list of whole numbers that a configuration may hold, such as layer ids."""
+    """A list of whole numbers such as layer ids, or None if the configuration has none.
+
+    Raises UserError for any other value.
+    """
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(v) is int and -1 <= v < 2**16 for v in value):
@@ -153,8 +155,10 @@ def whole_numbers(checkpoint: Checkpoint, key: str, value: Any) -> tuple[int, ..
 def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Tensors:
     """The tables `d2t` [Vd] and `t2d` [V] of a draft vocabulary, or nothing without one.
 
-    `t2d` is worked out where it is missing. Raises UserError when a guess stands for no token, two
-    guesses for the same one, or the tables disagree.
+    `d2t` holds for each guess the distance to its token, `t2d` whether a token can be guessed: for
+    4 tokens of which 1 and 3 can be guessed they are 1 2 and F T F T. A missing `t2d` is computed.
+    Raises UserError when a guess has no token, two guesses have the same one, or the tables
+    disagree.
     """
     if "d2t" not in checkpoint.tensors:
         check_claims(checkpoint, draft_vocab_size=vocab_size)
@@ -165,15 +169,15 @@ def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Tensors:
     d2t = checkpoint.load("d2t").long()
     ids = torch.arange(len(d2t)) + d2t
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise UserError(f"{checkpoint.weights}: d2t leads out of a vocabulary of {vocab_size}")
+        raise UserError(f"{checkpoint.weights}: d2t points outside the vocabulary of {vocab_size}")
     known = torch.zeros(vocab_size, dtype=torch.bool)
     known[ids] = True
     if int(known.sum()) != len(ids):
-        raise UserError(f"{checkpoint.weights}: d2t leads to some token twice")
+        raise UserError(f"{checkpoint.weights}: d2t points to some token twice")
     if "t2d" in checkpoint.tensors:
         stored = checkpoint.load("t2d").bool()
         if stored.shape != known.shape or not torch.equal(stored, known):
-            raise UserError(f"{checkpoint.weights}: t2d marks other tokens than d2t leads to")
+            raise UserError(f"{checkpoint.weights}: t2d marks other tokens than d2t points to")
     return {"d2t": d2t, "t2d": known}
 
 
@@ -181,7 +185,7 @@ def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Tensors:
 
 
 def layer_keys(config: LayerConfig, num_layers: int, vocab_size: int) -> dict[str, Any]:
-    """The keys of a configuration that describe draft layers, for transformers 4 and 5."""
+    """The configuration keys that describe draft layers, for transformers 4 and 5."""
     rope = dict(config.rope_parameters or {})
     theta = float(rope.setdefault("rope_theta", DEFAULT_THETA))
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -206,10 +210,8 @@ def layer_keys(config: LayerConfig, num_layers: int, vocab_size: int) -> dict[st
 
 
 def with_output_bias(tensors: Tensors) -> Tensors:
-    """The tensors and, where queries have a bias, one of 0 behind the attention.
-
-    Readers that know a single `attention_bias` expect both or neither.
-    """
+    """The tensors [...] and, where queries have a bias, an attention output bias of 0."""
+    # Readers with a single option `attention_bias` expect both biases or neither.
     added = {}
     for name in tensors:
         if name.endswith("self_attn.q_proj.bias"):
@@ -236,11 +238,11 @@ class PlainLayers:
         self.head_dim = config["head_dim"]
 
     def norm(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        """The norm of that name, of hidden [..., D]."""
+        """The norm called `name` of hidden [..., D]."""
         return rms_normed(hidden, self.tensors[name + ".weight"], self.eps)
 
     def linear(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        """The linear map of that name, of hidden [..., D]."""
+        """The linear map called `name` of hidden [..., D]."""
         product = hidden @ self.tensors[name + ".weight"].T
         bias = self.tensors.get(name + ".bias")
         return product if bias is None else product + bias
@@ -253,7 +255,7 @@ class PlainLayers:
         return hidden + self.linear(layer + "mlp.down_proj", inner)
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Heads [T, H, head_dim] turned to positions [T], halves paired as transformers does."""
+        """Heads [T, H, head_dim] rotated to positions [T]; halves are paired as in transformers."""
         frequencies, scaling = self._frequencies()
         angles = torch.outer(positions.float(), frequencies)[:, None]  # [T, 1, head_dim / 2]
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
@@ -270,7 +272,7 @@ class PlainLayers:
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](shape, torch.device("cpu"))
 
     def heads(self, layer: str, part: str, hidden: torch.Tensor) -> torch.Tensor:
-        """Queries, keys or values [T, H, head_dim] of hidden [T, D], with the norms there are."""
+        """Queries, keys or values [T, H, head_dim] of hidden [T, D], normed if there is a norm."""
         found = self.linear(f"{layer}self_attn.{part}_proj", hidden)
         found = found.unflatten(-1, (-1, self.head_dim))
         name = f"{layer}self_attn.{part}_norm"
@@ -279,13 +281,13 @@ class PlainLayers:
     def attention(
         self,
         layer: str,
-        seen: torch.Tensor,  # [S, D] what keys and values are made of
-        places: torch.Tensor,  # [S]
-        hidden: torch.Tensor,  # [T, D] what queries are made of
+        seen: torch.Tensor,  # [S, D] input of keys and values
+        places: torch.Tensor,  # [S] their positions
+        hidden: torch.Tensor,  # [T, D] input of queries
         positions: torch.Tensor,  # [T]
         mask: torch.Tensor,  # [T, S] bool
     ) -> torch.Tensor:
-        """What a layer's attention puts out, [T, D]."""
+        """The output [T, D] of a layer's attention."""
         queries = self.rotate(self.heads(layer, "q", hidden), positions)
         keys = self.rotate(self.heads(layer, "k", seen), places)
         values = self.heads(layer, "v", seen)
@@ -297,10 +299,8 @@ class PlainLayers:
         return self.linear(layer + "self_attn.o_proj", found)
 
     def decoder_layer(self, layer: str, hidden: torch.Tensor) -> torch.Tensor:
-        """A whole layer over hidden [T, D] at positions 0 to T - 1, each seeing those before it.
-
-        Without the tensor of its first norm it has none, as EAGLE's first layer.
-        """
+        """A whole causal layer over hidden [T, D] at positions 0 to T - 1."""
+        # EAGLE's first layer has no first norm.
         has_norm = layer + "input_layernorm.weight" in self.tensors
         normed = self.norm(layer + "input_layernorm", hidden) if has_norm else hidden
         places = torch.arange(len(hidden))
@@ -310,7 +310,7 @@ class PlainLayers:
 
 
 def spread_over(logits: torch.Tensor, tensors: Tensors, vocab_size: int) -> torch.Tensor:
-    """Logits [..., Vd] of a draft vocabulary as [..., V], -inf for what it lacks."""
+    """Logits [..., Vd] of a draft vocabulary as [..., V], -inf for tokens outside it."""
     if "d2t" not in tensors:
         return logits
     ids = torch.arange(logits.shape[-1]) + tensors["d2t"].long()

@@ -1,4 +1,4 @@
-"""From a checkpoint of any known format to a head."""
+"""Loading a head from a checkpoint of any known format."""
 
 import logging
 from dataclasses import replace
@@ -14,16 +14,16 @@ from drafthead.heads.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# A file may hold one tensor under several names, but not so that reading it takes all memory.
+# A file may hold one tensor under several names, but not so often that memory runs out.
 MOST_REPEATED = 2
-# Copies of the target's weights may be rounded to 16 bits: difference over norm.
+# Copies of the target's weights may be rounded to 16 bits: the difference relative to the norm.
 ROUNDING = 0.01
 
 
 def recognised(path: Path) -> tuple[Format, Checkpoint]:
-    """The format of a checkpoint, by its content, and the checkpoint opened.
+    """The format of a checkpoint, judged by its content, and the opened checkpoint.
 
-    Raises UserError when there is none, when it is damaged, or when no format knows it.
+    Raises UserError when there is none, when it is damaged, or when its format is not known.
     """
     problem: UserError | None = None
     for checkpoint in checkpoints_at(path):
@@ -40,7 +40,11 @@ def recognised(path: Path) -> tuple[Format, Checkpoint]:
 
 
 def read_foreign(path: Path, target: TargetFacts) -> tuple[Format, Foreign]:
-    """What the checkpoint at `path` holds, with what it costs to keep checked against its size."""
+    """The format and the head of the checkpoint at `path`.
+
+    Raises UserError as `recognised` does, when the head is not understood, and when its tensors
+    would take much more memory than the file.
+    """
     known, checkpoint = recognised(path)
     try:
         foreign = known.read(checkpoint, target)
@@ -60,9 +64,9 @@ def read_foreign(path: Path, target: TargetFacts) -> tuple[Format, Foreign]:
 def build_head(foreign: Foreign, path: Path, target: Target | None = None) -> DraftHead:
     """A head with the tensors of `foreign`, in their types and on the CPU.
 
-    `path` is named in errors. With a target, open sizes are filled in from it and the head must fit
-    it. Raises UserError when it does not, when the target is needed and missing, or when names,
-    shapes, types or values of tensors are not what the head needs.
+    `path` is named in errors. A target fills in open sizes, and the head must fit it. Raises
+    UserError when it does not, when a target is needed and missing, or when names, shapes, types or
+    values of tensors are wrong.
     """
     if target is None and foreign.needs_target:
         raise UserError(
@@ -78,7 +82,7 @@ def build_head(foreign: Foreign, path: Path, target: Target | None = None) -> Dr
             config = family.sized(config, target)
         with torch.device("meta"):  # sizes are compared before anything is allocated
             head = family(config)
-    except Exception as error:  # a configuration that lies can fail in any way
+    except Exception as error:  # a wrong configuration can fail in any way
         raise UserError(
             f"the configuration of {path} does not describe a head: {first_line(error)}"
         ) from error
@@ -91,7 +95,7 @@ def build_head(foreign: Foreign, path: Path, target: Target | None = None) -> Dr
 def load_head(path: Path, target: Target) -> DraftHead:
     """Read a head of any known format for `target`, in its type and on its device.
 
-    Raises UserError, with the file and the value, when a file is missing or damaged, the format or
+    Raises UserError with the file and the value when a file is missing or damaged, the format or
     the family is unknown, or the head was trained for another kind of target.
     """
     _, foreign = read_foreign(path, TargetFacts.of(target))
@@ -99,7 +103,7 @@ def load_head(path: Path, target: Target) -> DraftHead:
 
 
 def check_target(path: Path, made_for: TargetFacts, target: Target) -> None:
-    """Raise UserError when the head was made for another kind of target, as far as it says."""
+    """Raise UserError when known facts about the head's target are not true of `target`."""
     for name in ("hidden_size", "vocab_size", "num_layers"):
         expected, found = getattr(made_for, name), getattr(target, name)
         if expected is not None and expected != found:
@@ -110,10 +114,10 @@ def check_target(path: Path, made_for: TargetFacts, target: Target) -> None:
 
 
 def settled(path: Path, foreign: Foreign, target: Target | None) -> Foreign:
-    """The same with copies of the target's weights compared with them, and left out where equal.
+    """`foreign` after comparing its copies of the target's weights; equal copies are dropped.
 
     An embedding that differs, or cannot be compared, becomes the head's own if its family can have
-    one; a copy may then differ by rounding alone. Raises UserError where it differs by more.
+    one. Raises UserError for any other copy that differs by more than rounding.
     """
     for name, copy in foreign.copies.items():
         weight = None if target is None else own_weight(target, name).detach().cpu()
@@ -123,15 +127,15 @@ def settled(path: Path, foreign: Foreign, target: Target | None) -> Foreign:
         if name == "embedding" and hasattr(foreign.config, "embeddings"):
             if not distance <= ROUNDING:
                 logger.warning(
-                    "%s brings an embedding unlike the target's: is it for another?", path
+                    "%s has another embedding than the target: is it for another target?", path
                 )
             config = replace(foreign.config, embeddings="own")
             tensors = {**foreign.tensors, "embed_tokens.weight": copy}
             foreign = replace(foreign, config=config, tensors=tensors)
         elif not distance <= ROUNDING:
             raise UserError(
-                f"{path} brings an {name} of its own that differs from the target's: it was "
-                "trained for another target"
+                f"{path} holds an {name} that differs from the target's: it was trained for "
+                "another target"
             )
     return replace(foreign, copies={})
 
@@ -140,23 +144,23 @@ def own_weight(target: Target, name: str) -> torch.Tensor:
     """The target's `embedding` or `output` [V, D]."""
     if name == "output":
         return target.output_weight()
-    return target.embed(torch.arange(target.vocab_size, device=target.device))
+    return target.input_weight()
 
 
 def equal(weight: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a copy is the very same, but for a type that loses nothing."""
+    """Whether a copy [V, D] equals a weight [V, D], perhaps in a type that loses nothing."""
     return torch.equal(copy.to(weight.dtype), weight) and torch.equal(weight.to(copy.dtype), copy)
 
 
 def difference(weight: torch.Tensor, copy: torch.Tensor) -> float:
-    """How far a copy is from the target's weight, relative to its norm."""
+    """How far a copy [V, D] is from a weight [V, D], relative to its norm."""
     if weight.shape != copy.shape:
         return float("inf")
     return float((weight.float() - copy.float()).norm() / weight.float().norm())
 
 
 def check_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Raise UserError unless `tensors` are just those of the head, finite and in their shapes."""
+    """Raise UserError unless `tensors` [...] are exactly those of the head, finite, as shaped."""
     expected = head.state_dict()
     if missing := sorted(set(expected) - set(tensors)):
         raise UserError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]}")

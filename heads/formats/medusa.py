@@ -1,8 +1,8 @@
 """Medusa's formats (Cai et al., 2024): heads alone, heads in a whole model, and vLLM's names.
 
-The number of heads is counted, for published configurations name another. The official code makes a
-head of one block applied again and again and writes it as many blocks that are equal; here they are
-as many blocks, which computes the same.
+The number of heads is counted, because published configurations state another. The official code
+applies one block several times and stores it as several equal blocks; ours has several blocks,
+which computes the same.
 """
 
 import re
@@ -18,7 +18,6 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.medusa import MedusaConfig
 from drafthead.heads.formats.base import (
-    WEIGHTS,
     Foreign,
     Format,
     Probe,
@@ -33,6 +32,7 @@ from drafthead.heads.formats.base import (
     register_format,
     wanted,
     write_config,
+    write_tensors,
 )
 from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.target.target import Target
@@ -41,7 +41,7 @@ MERGED = "medusa_head."
 
 
 class Names:
-    """The tensors of Medusa heads under the names of a format."""
+    """A format's names of the tensors of Medusa heads."""
 
     def __init__(self, block: str, output: str, prefix: str = ""):
         """Patterns with {i} for the head, {j} for the block and {n} for the number of blocks."""
@@ -60,7 +60,7 @@ class Names:
         return self.prefix + self.output.format(i=head, n=num_blocks) + ".weight"
 
     def count(self, names: Iterable[str]) -> tuple[int, int]:
-        """Numbers of heads and of blocks among the names, 0 and 0 when there are none."""
+        """The numbers of heads and of blocks among the names, 0 and 0 when there are none."""
         pattern = re.escape(self.weight(0, 0)).replace("0", r"(\d{1,3})")
         found = [match for name in names if (match := re.fullmatch(pattern, name))]
         heads = {int(match[1]) for match in found}
@@ -78,7 +78,7 @@ FIRST_BLOCK = "branches.0.blocks.0.weight"
 def read_heads(checkpoint: Checkpoint, names: Names, shared_output: str | None = None) -> Foreign:
     """Medusa heads under the given names; without projections they use the target's output head.
 
-    `shared_output` names a copy of that in the file.
+    `shared_output` is the name of a copy of the target's output head in the file.
     """
     num_heads, num_blocks = names.count(checkpoint.tensors)
     own = shared_output is None and names.projection(0, num_blocks) in checkpoint.tensors
@@ -109,7 +109,7 @@ def read_heads(checkpoint: Checkpoint, names: Names, shared_output: str | None =
 
 
 def renamed(config: MedusaConfig, names: Names) -> dict[str, str]:
-    """The tensors of our head by their names in a format."""
+    """A format's names of the tensors of our head, by our names."""
     found = {}
     for head in range(config.num_heads):
         for block in range(config.num_blocks):
@@ -122,7 +122,7 @@ def renamed(config: MedusaConfig, names: Names) -> dict[str, str]:
 
 
 def miscounted(checkpoint: Checkpoint, num_heads: int) -> tuple[str, ...]:
-    """A note when the configuration tells another number of heads than there are."""
+    """A note when the configuration states another number of heads than there are."""
     for key in ("medusa_num_heads", "num_heads"):
         claimed = checkpoint.config.get(key, num_heads)
         if claimed != num_heads:
@@ -131,7 +131,7 @@ def miscounted(checkpoint: Checkpoint, num_heads: int) -> tuple[str, ...]:
 
 
 def replayed(tensors: dict[str, torch.Tensor], names: Names, probe: Probe) -> torch.Tensor:
-    """Medusa's arithmetic on stored tensors: logits [K, V]."""
+    """Medusa's logits [K, V], computed from stored tensors."""
     num_heads, num_blocks = names.count(tensors)
     rows = []
     for head in range(num_heads):
@@ -149,7 +149,7 @@ def replayed(tensors: dict[str, torch.Tensor], names: Names, probe: Probe) -> to
 
 
 def refuse_different_blocks(config: MedusaConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UserError for a head whose blocks are not one and the same."""
+    """Raise UserError for a head whose blocks have different weights [D, D] or biases [D]."""
     for head in range(config.num_heads):
         for block in range(1, config.num_blocks):
             for kind in ("weight", "bias")[: 1 + config.bias]:
@@ -172,17 +172,17 @@ class Medusa(WritableFormat):
     names = OFFICIAL
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Tensors named after head and block."""
+        """Some tensor is named after a head and a block."""
         return self.names.count(checkpoint.tensors)[0] > 0
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """All heads there are."""
+        """All heads in the file."""
         return read_heads(checkpoint, self.names)
 
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Heads with projections of their own as v1, with the target's output head as v2.
+        """Heads with their own projections as v1, with the target's output head as v2.
 
         Raises UserError for blocks that differ: the reader applies one block again and again.
         """
@@ -210,7 +210,7 @@ class Medusa(WritableFormat):
         write_config(folder, described)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """Residual blocks, then a head's own projection or the target's."""
+        """Logits [K, V]: residual blocks, then the head's own projection or the target's."""
         return replayed(all_tensors(folder), OFFICIAL, probe)
 
 
@@ -223,11 +223,11 @@ class MergedMedusa(Format):
     readers = "Medusa 1.0"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Heads among other weights."""
+        """Some tensors under a prefix are named after a head and a block."""
         return IN_MODEL.count(checkpoint.tensors)[0] > 0
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The heads; the rest is the target, which is loaded as a target."""
+        """The heads; the other weights are the target's, which is loaded separately."""
         foreign = read_heads(checkpoint, IN_MODEL)
         names = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight"}
         layers = checkpoint.integer("num_hidden_layers", 0) or None
@@ -241,25 +241,25 @@ class MergedMedusa(Format):
             },
             notes=(
                 *foreign.notes,
-                "the weights of the target in it are left out: name it --target",
+                "the target's weights in it are ignored: pass it as --target too",
             ),
         )
 
 
 @register_format
 class VllmMedusa(WritableFormat):
-    """vLLM's names, which it alone reads; it drafts a chain, whatever the heads could do."""
+    """vLLM's names, which only vLLM reads; it drafts chains only."""
 
     name = "vllm-medusa"
     families = ("medusa",)
     readers = "vLLM"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Tensors named after blocks and layers, with or without a prefix."""
+        """Some tensors are named after blocks and layers, with or without a prefix."""
         return any(names.count(checkpoint.tensors)[0] for names in (VLLM, VLLM_PREFIXED))
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """All heads; one projection for them all is the target's output head."""
+        """All heads; a projection that all share is the target's output head."""
         names = VLLM if VLLM.count(checkpoint.tensors)[0] else VLLM_PREFIXED
         if names.prefix + "token_map" in checkpoint.tensors:
             raise UserError(f"{checkpoint.weights} has a token_map: heads here know every token")
@@ -276,14 +276,14 @@ class VllmMedusa(WritableFormat):
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Everything that our head can be; a shared output head is written once."""
+        """Any Medusa head of ours; a shared output head is written once."""
         config, tensors = head.config, head.state_dict()
         stored = {theirs: tensors[ours] for ours, theirs in renamed(config, VLLM).items()}
         shared = config.output == "shared"
         if shared:
             ours = wanted(target, self.name, "the output head that the heads share")
             stored[VLLM.projection(0, 0)] = copied(ours.output_weight(), tensors[FIRST_BLOCK].dtype)
-        save_file({name: t.contiguous() for name, t in stored.items()}, folder / WEIGHTS)
+        write_tensors(folder, stored)
         described = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -301,7 +301,7 @@ class VllmMedusa(WritableFormat):
         write_config(folder, described)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """As Medusa's; one projection serves all heads if there is but one."""
+        """Logits [K, V] as Medusa's; a single projection is used by all heads."""
         tensors = all_tensors(folder)
         for head in range(VLLM.count(tensors)[0]):
             tensors.setdefault(VLLM.projection(head, 0), tensors[VLLM.projection(0, 0)])

@@ -4,14 +4,12 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch.nn.functional import gelu
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
 from drafthead.heads.formats.base import (
-    WEIGHTS,
     Foreign,
     Probe,
     TargetFacts,
@@ -22,13 +20,14 @@ from drafthead.heads.formats.base import (
     refuse_others,
     register_format,
     write_config,
+    write_tensors,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
 from drafthead.heads.formats.layers import Tensors, rms_normed
 from drafthead.heads.target.target import Target
 
 PREFIX = "speculator."
-# Our modules by their names; of tied steps the first projection is still its own.
+# Our modules and their names in the file.
 PARTS = {"embeddings": "emb", "projections": "proj", "norms": "ln", "outputs": "head"}
 
 
@@ -38,7 +37,7 @@ def stored_name(part: str, step: int, kind: str) -> str:
 
 
 def kinds_of(part: str) -> tuple[str, ...]:
-    """Tensors of a module."""
+    """The kinds of tensors that a module has."""
     return ("weight", "bias") if part == "norms" else ("weight",)
 
 
@@ -51,11 +50,11 @@ class MlpSpeculatorFormat(WritableFormat):
     readers = "vLLM, text-generation-inference, fms-extras"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """A first embedding, projection, norm and head."""
+        """It has the first embedding, projection, norm and head."""
         return all(stored_name(p, 0, "weight") in checkpoint.tensors for p in PARTS)
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The steps; tied ones must be equal where the file holds them all."""
+        """The steps; tied ones must be equal if the file holds all of them."""
         if checkpoint.config.get("method", "sum_rnn") != "sum_rnn":
             raise UserError(f"{checkpoint.weights}: only the method sum_rnn is supported")
         inner, hidden = checkpoint.shape(stored_name("projections", 0, "weight"), 2)
@@ -87,7 +86,7 @@ class MlpSpeculatorFormat(WritableFormat):
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Tied steps are written once each as a pickle, for safetensors cannot hold one twice."""
+        """Tied steps are written as a pickle, because safetensors cannot hold a tensor twice."""
         config, tensors = head.config, head.state_dict()
         stored = {
             stored_name(part, step, kind): tensors[f"{part}.{min(step, own - 1)}.{kind}"]
@@ -99,7 +98,7 @@ class MlpSpeculatorFormat(WritableFormat):
         if config.tie_weights:
             torch.save(stored, folder / "pytorch_model.bin")
         else:
-            save_file({name: t.contiguous() for name, t in stored.items()}, folder / WEIGHTS)
+            write_tensors(folder, stored)
         described = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
@@ -116,7 +115,7 @@ class MlpSpeculatorFormat(WritableFormat):
         write_config(folder, described)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """state <- GELU(norm(W state + scale x embedding(token))), then a head for each step."""
+        """Logits [K, V]: state <- GELU(norm(W state + scale x embedding(token))), then a head."""
         tensors: Tensors = {name: t.float() for name, t in all_tensors(folder).items()}
         config = read_json(folder / CONFIG_FILE)
         steps, inner = config["n_predict"], config["inner_dim"]
@@ -138,7 +137,7 @@ class MlpSpeculatorFormat(WritableFormat):
 
 
 def number_of_steps(checkpoint: Checkpoint) -> int:
-    """As many as there are; tied steps may be written once, so there the configuration counts."""
+    """The number of steps in the file; of tied steps, which may be stored once, in the config."""
     names = checkpoint.tensors
     steps = 1
     while steps < len(names) and stored_name("outputs", steps, "weight") in names:
@@ -153,20 +152,21 @@ def number_of_steps(checkpoint: Checkpoint) -> int:
     return claimed
 
 
-MAX_STEPS = 64  # that one tied step can be meant to stand for
+MAX_STEPS = 64  # for which one tied step may be stored
 
 
 def own_steps(config: MlpSpeculatorConfig, part: str) -> int:
-    """How many modules of a part there are."""
+    """How many different modules of a part there are."""
     if not config.tie_weights:
         return config.num_heads
+    # The first tied projection is separate: the width of its input is the target's.
     return min(config.num_heads, 2) if part == "projections" else 1
 
 
 def refuse_different(
     checkpoint: Checkpoint, part: str, kind: str, own: int, num_steps: int
 ) -> None:
-    """Raise UserError when steps said to be tied differ, or only some of them are there."""
+    """Raise UserError when tied steps differ, or when only some of them are there."""
     names = [stored_name(part, step, kind) for step in range(own, num_steps)]
     stored = [name for name in names if name in checkpoint.tensors]
     if len(stored) not in (0, len(names)):

@@ -1,9 +1,9 @@
-"""Directories of vllm-project/speculators: EAGLE-3, P-EAGLE, DFlash and DSpark in one manner.
+"""Directories of vllm-project/speculators: EAGLE-3, P-EAGLE, DFlash and DSpark in one form.
 
 The layers' configuration is nested, as that of a Llama or Qwen3 model. **Layer ids** are those of
-transformers' `hidden_states`, 0 being the embeddings and i the output of layer i - 1; the data of
-this project's trainer comes from vLLM, where the last of them, i = L, is taken before the final
-norm. Ours are one less.
+transformers' `hidden_states`: 0 is the embeddings and i the output of layer i - 1. Training data of
+that project comes from vLLM, where also the last one, i = L, is the state before the final norm.
+Ours are one less.
 """
 
 from dataclasses import replace
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
@@ -27,6 +26,7 @@ from drafthead.heads.formats.base import (
     check_claims,
     register_format,
     write_config,
+    write_tensors,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
 from drafthead.heads.formats.layers import layer_keys, whole_numbers, with_output_bias
@@ -40,24 +40,24 @@ CLASSES = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
 }
-WRITTEN_LIKE = "0.9.0"  # version of speculators whose files these are
-MOST_TOKENS = 64  # drafted at once, that can be meant
+WRITTEN_LIKE = "0.9.0"  # the version of speculators whose files we write
+MOST_TOKENS = 64  # drafted at once: more would be a mistake
 
 
 @register_format
 class Speculators(WritableFormat):
-    """One format for four kinds of head, told apart by a key."""
+    """One format for four kinds of head, which a key names."""
 
     name = "speculators"
     families = ("eagle3", "parallel")
     readers = "speculators, vLLM"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """The configuration says so."""
+        """The configuration has the key."""
         return KIND in checkpoint.config
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head of whichever kind."""
+        """The head of any of the kinds."""
         config, where = checkpoint.config, checkpoint.weights.parent / CONFIG_FILE
         kind, nested = config[KIND], config.get("transformer_layer_config")
         if kind not in (*EAGLES, *BLOCKS):
@@ -77,7 +77,7 @@ class Speculators(WritableFormat):
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
-        """Write the head; raises UserError naming what speculators lacks."""
+        """Write the head; raises UserError naming an option that speculators lacks."""
         config, eagle = head.config, isinstance(head, Eagle3Head)
         if facts.num_layers is not None and max(config.taps) >= facts.num_layers:
             raise UserError(
@@ -85,17 +85,13 @@ class Speculators(WritableFormat):
                 "final norm has no id"
             )
         content = (describe_eagle if eagle else describe_block)(head)
-        tensors = (
-            eagle3.stored_tensors(head)
-            if eagle
-            else block_parallel.their_tensors(head.state_dict())
-        )
-        if eagle and target is not None and eagle3.EMBEDDINGS not in tensors:
-            every = torch.arange(target.vocab_size, device=target.device)
-            weight = target.embed(every).to(tensors["fc.weight"].dtype)
-            tensors[eagle3.EMBEDDINGS] = weight.contiguous().clone()
-        tensors = with_output_bias(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = head.state_dict()
+        if not eagle:
+            tensors = block_parallel.their_tensors(tensors)
+        elif target is not None and eagle3.EMBEDDINGS not in tensors:
+            weight = target.input_weight().to(tensors["fc.weight"].dtype)
+            tensors = {**tensors, eagle3.EMBEDDINGS: weight}
+        write_tensors(folder, with_output_bias(tensors))
         kind = content[KIND]
         proposal = {
             "proposal_type": "greedy",
@@ -120,7 +116,7 @@ class Speculators(WritableFormat):
         write_config(folder, {**shared, **content})
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """As the kind computes."""
+        """Logits [K, V], computed as the kind of head does."""
         config, tensors = read_json(folder / CONFIG_FILE), all_tensors(folder)
         layers = config["transformer_layer_config"]
         if config[KIND] in EAGLES:
@@ -130,7 +126,7 @@ class Speculators(WritableFormat):
 
 
 def verifier_name(config: dict[str, Any]) -> str | None:
-    """What the file calls the target."""
+    """The target's name in the file."""
     content = config.get("speculators_config")
     verifier = content.get("verifier") if isinstance(content, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
@@ -138,7 +134,7 @@ def verifier_name(config: dict[str, Any]) -> str | None:
 
 
 def speculative_tokens(config: dict[str, Any]) -> int | None:
-    """How many tokens the file would have drafted, if it says so."""
+    """The number of tokens to draft at once, if the file has it."""
     content = config.get("speculators_config")
     methods = content.get("proposal_methods") if isinstance(content, dict) else None
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -147,34 +143,34 @@ def speculative_tokens(config: dict[str, Any]) -> int | None:
 
 
 def architectures_of(target: Target | None) -> list[str]:
-    """The class of the target, as its configuration names it."""
+    """The name of the target's class, from its configuration."""
     model = getattr(target, "model", None)
     return [] if model is None else list(model.config.architectures or [type(model).__name__])
 
 
-def told_taps(
+def stated_taps(
     checkpoint: Checkpoint, key: str, target: TargetFacts
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Our layers, and notes; without ids those that speculators takes by default, if L is known."""
+    """Our layers, and notes; without ids the default of speculators, if L is known."""
     ids = whole_numbers(checkpoint, key, checkpoint.config.get(key))
     if ids:
         return tuple(layer - 1 for layer in ids), ()
     if target.num_layers is None:
         return None, ()
     taps = tuple(layer - 1 for layer in (2, target.num_layers // 2, target.num_layers - 3))
-    return taps, (f"no {key} are named: the default was taken",)
+    return taps, (f"no {key} are named: the default is used",)
 
 
 # EAGLE-3 and P-EAGLE
 
 
 def read_eagle(checkpoint: Checkpoint, layers: Checkpoint, target: TargetFacts) -> Foreign:
-    """An EAGLE-3 head; with P-EAGLE a mask token and learnt taps stand where nothing is known yet.
+    """An EAGLE-3 head; P-EAGLE has a mask token and learned taps for positions not yet known.
 
-    Embeddings that were trained are the head's own; those that were not are the target's.
+    Embeddings that were trained are the head's own; others are the target's.
     """
     flag, parallel = checkpoint.flag, checkpoint.config[KIND] == "peagle"
-    taps, notes = told_taps(checkpoint, eagle3.IDS, target)
+    taps, notes = stated_taps(checkpoint, eagle3.IDS, target)
     depth = speculative_tokens(checkpoint.config) or Eagle3Config.depth
     trained = flag("embed_requires_grad", parallel) and eagle3.EMBEDDINGS in checkpoint.tensors
     options = {
@@ -218,8 +214,8 @@ def describe_eagle(head: DraftHead) -> dict[str, Any]:
 
 
 def read_block(checkpoint: Checkpoint, layers: Checkpoint, target: TargetFacts) -> Foreign:
-    """A DFlash or DSpark head; which slots draft is told by `sample_from_anchor`."""
-    taps, notes = told_taps(checkpoint, "aux_hidden_state_layer_ids", target)
+    """A DFlash or DSpark head; `sample_from_anchor` is whether the root's slot drafts too."""
+    taps, notes = stated_taps(checkpoint, "aux_hidden_state_layer_ids", target)
     if taps is None:
         raise UserError(
             f"{checkpoint.path} does not say which layers it reads: name the target it was made for"
@@ -232,7 +228,7 @@ def read_block(checkpoint: Checkpoint, layers: Checkpoint, target: TargetFacts) 
 
 
 def describe_block(head: DraftHead) -> dict[str, Any]:
-    """The configuration of a DFlash head, or with a correction or a confidence of a DSpark head."""
+    """The configuration of a DFlash head, or, with correction or confidence, of a DSpark head."""
     config: ParallelConfig = head.config
     block_parallel.refuse_unlike("speculators", config, {})
     plain = config.correction == "none" and config.confidence_weight == 0

@@ -1,8 +1,8 @@
-"""ALiBi targets (arXiv 2108.12409), whose scores carry a bias by key position instead of rotations.
+"""ALiBi targets (arXiv 2108.12409): attention scores carry a bias by key position, not rotations.
 
-BLOOM and Falcon build that bias from the columns of the cache, and the nodes of a token tree stand
-in other columns than their positions say. So the models build it as if there were no tree, and
-before each layer runs a hook puts every number where the tree mask says it belongs.
+BLOOM and Falcon compute this bias from cache columns, but the column of a tree node is not its
+position. So the model computes the bias as if there were no tree, and a hook before each layer
+moves every value to the columns that have its position under the tree mask.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,14 @@ from drafthead.heads.target.masks import key_positions
 class AlibiByPosition:
     """Hooks on a model's layers that rearrange its ALiBi bias during one pass.
 
-    The pass itself is run without a mask; `mask` [B, 1, T, S] is what its layers then get.
+    The model is called without a mask, and its layers receive `mask`.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], mask: torch.Tensor):
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        mask: torch.Tensor,  # [B, 1, T, S] additive
+    ):
         self.layers, self.mask = list(layers), mask
         self.arranged: dict[str, torch.Tensor] | None = None
 
@@ -39,7 +43,7 @@ class AlibiByPosition:
     def _arrange(
         self, _layer: nn.Module, inputs: tuple[object, ...], options: dict[str, torch.Tensor]
     ) -> tuple[tuple[object, ...], dict[str, torch.Tensor]]:
-        if self.arranged is None:  # all layers of a pass get the same
+        if self.arranged is None:  # the same for all layers of a pass
             self.arranged = self._by_position(options["alibi"], options["attention_mask"])
         return inputs, options | self.arranged
 
@@ -54,7 +58,7 @@ class AlibiByPosition:
         if alibi.dim() == 3:  # BLOOM: bias [B x H, 1, S] and mask are separate
             bias = arrange(alibi.view(batch, -1, 1, columns))
             return {"alibi": bias.flatten(0, 1), "attention_mask": self.mask}
-        # Falcon: the bias is in the mask [B, H, T, S], whole in the row of the last query.
+        # Falcon adds the bias to the mask [B, H, T, S]; only the last query's row has all of it.
         bias = arrange(by_column[:, :, -1:])
         blocked = torch.finfo(bias.dtype).min
         return {"attention_mask": bias.masked_fill(self.mask < 0, blocked)}

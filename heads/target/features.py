@@ -1,4 +1,4 @@
-"""Which hidden states of the target are read, and what was read."""
+"""Hidden states of the target: which ones a drafter reads, and their values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ class FeatureSpec:
     """Which hidden states a drafter reads.
 
     `layers` are decoder layer indices and mean the OUTPUT of that layer (0 is the first layer), in
-    the order in which they are concatenated. Two ids stand for states that no layer puts out: -1
-    for what enters the first layer, the embeddings, and the number of layers for the state after
-    the final norm. `last` asks for that state beside the others.
+    the order in which they are concatenated. Two ids are not outputs of a layer: -1 is the input of
+    the first layer, the embeddings, and L, the number of layers, is the state after the final norm.
+    `last` asks for that state as well.
 
-    Who else numbers the states of L layers, for i = 0 to L - 1: transformers calls ours ``i``
-    ``hidden_states[i + 1]``, and what it calls ``hidden_states[L]`` comes after the final norm.
+    Our layer ``i`` is ``hidden_states[i + 1]`` in transformers, for i from 0 to L - 2; there
+    ``hidden_states[L]`` comes after the final norm, which is our L.
     """
 
     layers: tuple[int, ...] = ()
@@ -35,6 +35,6 @@ class Features:
     taps: tuple[torch.Tensor, ...] = ()  # one [B, T, D] for each of FeatureSpec.layers
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Features":
-        """The same features with `function` applied to each tensor."""
+        """The same features with `function` applied to each tensor [B, T, D]."""
         last = None if self.last is None else function(self.last)
         return Features(last, tuple(function(tap) for tap in self.taps))

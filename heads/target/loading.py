@@ -1,4 +1,4 @@
-"""From a name to a model and its tokenizer: folders, hub ids, types and devices."""
+"""What loading a target by name needs: its tokenizer, folder or hub id, dtype and device."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
 def load_tokenizer(
     name: str | Path, base_name: str, trust_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; an adapter that brings none is used with its base model's.
+    """The tokenizer stored with a model, or for an adapter without one, its base model's.
 
-    None for a folder that holds no file of a tokenizer: its model takes token ids.
+    None for a folder without tokenizer files: its model takes token ids.
     """
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
@@ -36,12 +36,10 @@ def is_on(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 def refuse_missing_folder(name: str) -> None:
-    """Raise UserError for a name that can only be a folder and is none.
-
-    A hub id has the form NAME or OWNER/NAME; asking the hub for anything else, or for a folder
-    beside existing ones, costs a user many seconds to be told less.
-    """
+    """Raise UserError for a name that can only be a folder, when there is no such folder."""
     path = Path(name)
+    # A hub id has the form NAME or OWNER/NAME. Asking the hub for anything else takes many seconds
+    # and ends in a worse message; so does a misspelt folder within an existing one.
     is_hub_id = len(path.parts) <= 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
     if not path.exists() and not is_hub_id:
         raise UserError(f"cannot load the model {name}: this folder does not exist")
@@ -56,7 +54,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def device_named(name: str) -> torch.device:
-    """The torch device called `name`, `auto` being a GPU if there is one."""
+    """The torch device called `name`; `auto` is a GPU if there is one.
+
+    Raises UserError for an unknown device, or for CUDA where there is none.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

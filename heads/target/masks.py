@@ -1,8 +1,8 @@
-"""What the layers of a target may look at, and which targets cannot hold a token tree.
+"""Attention masks of each kind of layer, and which targets cannot run a token tree.
 
-A pass over a tree comes with one mask: who sees whom where nothing is out of reach. The rest
-follows from it. A node sees all that stands before it and nothing else, so the rank of a key among
-the keys that a node sees is that key's position, in whichever column of the cache it is kept::
+A pass over a tree comes with one mask, for layers of unlimited reach. The masks of other layers
+follow from it: a node sees exactly its ancestors and itself, so the rank of a key among the keys
+that a node sees is that key's position, whatever cache column it is in::
 
     mask of one node    1 1 1 . . 1 . 1    three committed tokens, its parent, itself
     positions           0 1 2 . . 3 . 4
@@ -22,9 +22,9 @@ from drafthead.heads.errors import UserError
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 LAYERS_WITHOUT_ATTENTION = {"moe", "mlp", "sparse", "dense"}
-# Implementations of attention that add any mask to the scores.
+# Attention implementations that add any mask to the scores.
 MASKED_ATTENTION = {"eager", "sdpa"}
-# What transformers' models take: nothing (causal), one mask, or one for each kind of layer.
+# What transformers' models accept: None (causal), one mask, or one for each kind of layer.
 LayerMasks = torch.Tensor | dict[str, torch.Tensor] | None
 
 
@@ -32,8 +32,8 @@ LayerMasks = torch.Tensor | dict[str, torch.Tensor] | None
 class LayerKind:
     """A kind of attention layer, under the name by which transformers' models look up its mask.
 
-    A token sees the last `window` positions, its own among them; or those of its own block of
-    `chunk` positions; or, with neither, all that stands before it.
+    A token sees the last `window` positions, its own included; or the positions of its own block of
+    `chunk` positions; or, with neither, all positions before it.
     """
 
     name: str
@@ -46,9 +46,9 @@ class LayerKind:
         return self.window or self.chunk or float("inf")
 
     def hides(self, positions: torch.Tensor) -> torch.Tensor:
-        """Which keys are out of reach, [..., S], for positions [..., S] of which the last asks.
+        """Which of the keys at positions [..., S] are out of reach of the last one, the query.
 
-        At position 2 of 0 1 2, a window of 2 hides 0, and chunks of 2 hide 0 and 1.
+        For positions 0 1 2 a window of 2 hides 0, and chunks of 2 hide 0 and 1.
         """
         query = positions[..., -1:]
         if self.window is not None:
@@ -66,7 +66,7 @@ def layer_kinds(config: PretrainedConfig, model_name: str) -> tuple[LayerKind, .
     window = getattr(config, "sliding_window", None) or None
     chunk = getattr(config, "attention_chunk_size", None) or None
     names: Iterable[str] | None = getattr(config, "layer_types", None)
-    if names is None:  # read as transformers' own caches read such a configuration
+    if names is None:  # as transformers' own caches read such a configuration
         kind = "sliding" if window else "chunked" if chunk else "full"
         names = [f"{kind}_attention"]
     found = [name for name in dict.fromkeys(names) if name not in LAYERS_WITHOUT_ATTENTION]
@@ -94,7 +94,7 @@ def uses_alibi(config: PretrainedConfig) -> bool:
 def check_forward(
     model: PreTrainedModel, decoder: PreTrainedModel, config: PretrainedConfig
 ) -> None:
-    """Raise UserError, saying why, for a model that cannot run a pass over a token tree."""
+    """Raise UserError with the reason for a model that cannot run a pass over a token tree."""
     takes = inspect.signature(type(decoder).forward).parameters
     implementation = config._attn_implementation
     alibi = uses_alibi(config)
@@ -121,9 +121,10 @@ def check_forward(
 
 
 def key_positions(mask: torch.Tensor) -> torch.Tensor:
-    """Position of each key [..., S] among those that the additive mask [..., S] lets be seen.
+    """Position of each key [..., S] under the additive mask [..., S], where 0 means visible.
 
-    The last number is the query's own position; at hidden keys the numbers mean nothing.
+    The last number is the query's own position; numbers at hidden keys mean nothing.
+    For the mask 0 -inf 0 0 they are 0 0 1 2.
     """
     return (mask == 0).cumsum(-1, dtype=torch.int32) - 1
 
@@ -132,10 +133,8 @@ def masks_by_kind(
     mask: torch.Tensor,  # [B, 1, T, S] additive, 0 where a key is seen
     kinds: tuple[LayerKind, ...],
 ) -> LayerMasks:
-    """The mask in the form that a model with these layers takes: one, or one for each kind.
-
-    Nothing is computed while the whole sequence is within reach of every layer.
-    """
+    """The mask in the form that a model with these layers takes: one, or one for each kind."""
+    # Nothing to compute while the whole sequence is within reach of every layer.
     if mask.shape[-1] <= min(kind.reach for kind in kinds):
         return mask
     positions = key_positions(mask)

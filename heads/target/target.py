@@ -1,8 +1,8 @@
 """The frozen base model behind one interface, whatever its architecture.
 
-Features are read with forward hooks on the model's own modules, so no modelling file is patched
-and quantised or PEFT-wrapped models work alike. Only the asked-for layers are kept; transformers'
-`output_hidden_states=True` would keep them all.
+Features are read with forward hooks on the model's own modules, so no modelling code is patched,
+and quantised or PEFT-wrapped models work too. Only the requested layers are stored; transformers'
+`output_hidden_states=True` would store them all.
 """
 
 import inspect
@@ -47,14 +47,14 @@ NORM_NAMES = (
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one pass of the target gives."""
+    """The result of one forward pass."""
 
     logits: torch.Tensor  # [B, T or logits_to_keep, V]
     features: Features
 
 
 def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
-    """The first attribute of `root` among `names`; raises UserError that says what is missing."""
+    """The first attribute of `root` among `names`; raises UserError naming what is missing."""
     for name in names:
         module = getattr(root, name, None)
         if isinstance(module, nn.Module):
@@ -66,9 +66,9 @@ def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
 
 
 def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside a PEFT wrapper, whose adapters sit in the layers and go on working.
+    """The model inside a PEFT wrapper; adapters within its layers keep working.
 
-    Raises UserError for prompt tuning, which does not sit there.
+    Raises UserError for prompt tuning, which is not within the layers.
     """
     adapter = getattr(model, "active_peft_config", None)
     if adapter is None:
@@ -82,22 +82,18 @@ def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The stack of decoder layers of a causal language model, without its output head.
-
-    For a few models `get_decoder` gives the whole model or the output head.
-    """
+    """The stack of decoder layers of a causal language model, without its output head."""
     decoder = model.get_decoder()
+    # For a few models that is the whole model or the output head.
     if any(hasattr(decoder, name) for name in LAYER_NAMES):
         return decoder
     return getattr(model, "model", decoder)
 
 
 def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
-    """Whether `logits_to_keep` spares logits, and nothing else.
-
-    Gemma 4 also hands it to its decoder, which then drops the other positions' hidden states.
-    """
+    """Whether `logits_to_keep` limits the logits and nothing else."""
     takes = inspect.signature(type(model).forward).parameters
+    # Gemma 4 also passes it to its decoder, which then drops the other positions' hidden states.
     decoder_takes = inspect.signature(type(decoder).forward).parameters
     return "logits_to_keep" in takes and "logits_to_keep" not in decoder_takes
 
@@ -106,16 +102,16 @@ class Target:
     """A frozen causal language model with taps on its hidden states."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
-        """Freeze `model` and find its layers; a PEFT wrapper is taken off, its adapters stay.
+        """Freeze `model` and find its layers; a PEFT wrapper is removed, its adapters stay.
 
-        Raises UserError when the architecture hides its decoder layers, final norm or output head,
-        or when its layers cannot hold a token tree.
+        Raises UserError when decoder layers, final norm or output head are not found, or when the
+        layers cannot run a token tree.
         """
         model = without_wrapper(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
-        # What its layers may look at: decides which masks a pass needs.
+        # They decide which masks a pass needs.
         self.layer_kinds = layer_kinds(self.config, type(model).__name__)
         decoder = find_decoder(model)
         check_forward(model, decoder, self.config)
@@ -136,7 +132,7 @@ class Target:
     def from_pretrained(
         cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
     ) -> "Target":
-        """Load a model and its tokenizer from a folder or a hub id, a PEFT adapter's included.
+        """Load a model, or a PEFT adapter with its base model, from a folder or hub id.
 
         `dtype` is `auto` (as stored), `float32`, `bfloat16` or `float16`; `device` is `auto` (a GPU
         if there is one) or a torch device. Raises UserError naming what could not be loaded.
@@ -158,7 +154,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's inputs belong."""
+        """The device of the model's inputs."""
         return self.model.device
 
     @property
@@ -173,7 +169,7 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
-        """Width D of the features."""
+        """Width D of the hidden states."""
         return int(self.config.hidden_size)
 
     @property
@@ -183,13 +179,11 @@ class Target:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence in tokens that the positions allow; None when unlimited.
-
-        LongRoPE turns to other frequencies behind a certain length, for all tokens at once, so that
-        what the cache holds must be computed anew: sequences end there.
-        """
+        """Longest sequence in tokens that the positions allow; None when unlimited."""
         longest = getattr(self.config, "max_position_embeddings", None)
         rope = getattr(self.config, "rope_parameters", None) or {}
+        # LongRoPE switches frequencies past a threshold, which invalidates the whole cache, so
+        # sequences stop there.
         if rope.get("rope_type") == "longrope":
             return min(longest, rope["original_max_position_embeddings"])
         return longest
@@ -203,27 +197,28 @@ class Target:
         return TreeCache()
 
     def output_weight(self) -> torch.Tensor:
-        """Weight [V, D] of the output head.
-
-        It is read off what the head answers when it is no plain linear layer: quantised, or with an
-        adapter.
-        """
+        """Weight [V, D] of the output head."""
         weight = getattr(self.output_head, "weight", None)
         if type(self.output_head) is nn.Linear and type(weight) is nn.Parameter:
             return weight
+        # Quantised, or with an adapter: the columns are the outputs for unit vectors.
         rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
         return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
+
+    def input_weight(self) -> torch.Tensor:
+        """Input embeddings [V, D] of all tokens."""
+        return self.embed(torch.arange(self.vocab_size, device=self.device))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., D] of token ids [...]."""
         return self.model.get_input_embeddings()(token_ids)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of final hidden states [..., D], as the model itself would give them."""
+        """Logits [..., V] of final hidden states [..., D], as the model itself computes them."""
         return self.finish_logits(self.output_head(hidden))
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The scaling and the cap that the model puts on what its output head says."""
+        """The model's scaling and cap, applied to outputs [..., V] of its output head."""
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
         if self.logit_cap is not None:
@@ -240,11 +235,11 @@ class Target:
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> TargetOutput:
-        """One pass over T tokens, behind what `cache` holds.
+        """One forward pass over T tokens that follow the cached ones.
 
-        The mask says who sees whom; sliding windows, chunks and ALiBi are worked out from it. None
-        means causal. `logits_to_keep=n` gives the logits of the last n positions alone (0: of all).
-        Features are given for all T positions.
+        Sliding windows, chunks and ALiBi are derived from the mask; None means causal.
+        `logits_to_keep=n` returns the logits of the last n positions only (0: of all). Features are
+        returned for all T positions.
         """
         with Taps(self, features) as taps:
             logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
@@ -258,7 +253,7 @@ class Target:
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> torch.Tensor:
-        """The model's own pass, as in `run`; the logits alone."""
+        """The forward pass of `run` without features: logits [B, T or logits_to_keep, V]."""
         options = {"logits_to_keep": logits_to_keep} if self.skips_logits else {}
         masks, alibi = self._layer_masks(attention_mask)
         with alibi:
@@ -275,7 +270,7 @@ class Target:
     def _layer_masks(
         self, mask: torch.Tensor | None
     ) -> tuple[LayerMasks, AbstractContextManager[object]]:
-        """What the model is given as a mask, and what must be in force while it runs."""
+        """The model's `attention_mask`, and a context that must be active while it runs."""
         if mask is None:
             return None, nullcontext()
         if self.has_alibi:
@@ -284,14 +279,14 @@ class Target:
 
 
 def module_at(target: Target, place: int) -> nn.Module:
-    """The module whose output, or at place -1 whose input, `FeatureSpec` calls by that number."""
+    """The module whose output, or for place -1 whose input, has that number in `FeatureSpec`."""
     if place == target.num_layers:
         return target.final_norm
     return target.layers[max(place, 0)]  # type: ignore[index]
 
 
 class Taps:
-    """Forward hooks that keep the outputs of chosen layers during one pass."""
+    """Forward hooks that store the outputs of chosen layers during one pass."""
 
     def __init__(self, target: Target, spec: FeatureSpec):
         """Raises UserError when a layer of `spec` lies outside the model."""
@@ -303,7 +298,7 @@ class Taps:
         self.spec = spec
         places = [*spec.layers, target.num_layers] if spec.last else [*spec.layers]
         self.modules = [module_at(target, place) for place in places]
-        self.before = [place == -1 for place in places]  # what enters the module, not its output
+        self.before = [place == -1 for place in places]  # read the module's input, not its output
         self.kept: list[torch.Tensor | None] = [None] * len(self.modules)
 
     def __enter__(self) -> "Taps":
@@ -337,7 +332,7 @@ class Taps:
         return keep
 
     def features(self) -> Features:
-        """What the hooks kept; raises UserError if a tapped module was not run."""
+        """The stored states; raises UserError if a tapped module did not run."""
         kept = [hidden for hidden in self.kept if hidden is not None]
         if len(kept) != len(self.kept):
             raise UserError("a tapped layer did not run: this architecture cannot be tapped")
