@@ -11,7 +11,7 @@ def move_columns(
     source: torch.Tensor,  # [B, P]
     destination: torch.Tensor,  # [B, P]
 ) -> None:
-    """Copy each row's columns `source` to `destination`, in every layer.
+    """Copy each row's columns `source`, which ascend, to `destination`, none after its source.
 
     Source 4 6 and destination 4 5 turn columns ``. . . . a b c`` into ``. . . . a c c``.
     """

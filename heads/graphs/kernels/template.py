@@ -16,7 +16,7 @@ from torch._inductor.utils import parallel_num_threads
 SOURCE = Path(__file__).parent / "source"
 KERNEL = """
 {{template.header().getvalue()}}
-%s
+{{source}}
 extern "C"
 {{kernel.def_kernel(inputs=inputs, outputs=outputs)}}
 {
@@ -55,8 +55,9 @@ class KernelTemplate(CppTemplate):
         def start(x: Node) -> str:
             return f"&{kernel.index(x, [0] * len(x.get_size()))}"
 
-        return self._template_from_string(KERNEL % (source(f"{self.name}.h"), self.call)).render(
+        return self._template_from_string(KERNEL % self.call).render(
             template=self,
+            source=source(f"{self.name}.h"),
             kernel=kernel,
             inputs=inputs,
             outputs=self.outputs(output),
