@@ -1,9 +1,9 @@
-"""Which operations of a compiled pass on a CPU something faster takes the place of, and where.
+"""What compiled passes on a CPU run instead of operations that can be faster, and where.
 
 `SUBSTITUTIONS`, at the end, is the table: operation, replacement, condition.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +61,8 @@ def can_be_packed(
     bias: torch.Tensor | None = None,  # [N]
 ) -> bool:
     """Whether bfloat16 weights stay as they are, with values that are multiplied in pairs."""
-    dtypes = {input.dtype, weight.dtype}
-    return (
-        isinstance(weight, nn.Parameter) and dtypes == {torch.bfloat16} and weight.shape[1] % 2 == 0
-    )
+    are_pairs = input.dtype == weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return isinstance(weight, nn.Parameter) and are_pairs
 
 
 def top_few(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,17 +84,16 @@ def attend(
     key: torch.Tensor,  # [B, G, S, D], H a multiple of G
     value: torch.Tensor,  # [B, G, S, D]
     attn_mask: torch.Tensor,  # [B, 1 or H, T, S] bool, or added to the scores
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    *_: Any,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    **__: Any,
 ) -> torch.Tensor:
-    """Attention [B, H, T, D] with torch's arguments, by our kernel."""
+    """Attention [B, H, T, D] by our kernel; the mask includes all that is causal."""
     scale = scale or query.shape[-1] ** -0.5
     return torch.ops.drafthead.attend(query, key, value, added(attn_mask, query.dtype), scale)
 
 
-def is_masked(
+def has_mask(
     query: torch.Tensor,  # [B, H, T, D]
     key: torch.Tensor,
     value: torch.Tensor,
@@ -104,7 +101,7 @@ def is_masked(
     *_: Any,
     **__: Any,
 ) -> bool:
-    """Whether there is a mask, which in our passes includes all that is causal."""
+    """Whether there is a mask, and the kernel takes queries of this size."""
     return attn_mask is not None and query.shape[-1] % 32 == 0
 
 
@@ -156,27 +153,18 @@ def added(
     return additive(mask, dtype) if mask.dtype == torch.bool else mask
 
 
-def draw_by_kernel(
-    logits: torch.Tensor,  # [..., V] bfloat16, or float32 where a model caps its logits in it
-    temperature: torch.Tensor,  # scalar
-    uniform: torch.Tensor,  # [...]
-) -> torch.Tensor:
-    """`sampling.draw`: tokens [...]."""
-    return torch.ops.drafthead.draw(logits, temperature, uniform)
+def kernel(name: str) -> Callable[..., Any]:
+    """Our kernel of that name, which takes the arguments of the operation."""
 
+    def call(*arguments: Any) -> Any:
+        # Looked up at the call: torch knows it only where the kernels have been imported.
+        return getattr(torch.ops.drafthead, name)(*arguments)
 
-def move_by_kernel(
-    keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
-    values: Sequence[torch.Tensor],  # as keys
-    source: torch.Tensor,  # [B, P], ascending in a row
-    destination: torch.Tensor,  # [B, P], none of them after its source
-) -> None:
-    """`move_columns`."""
-    torch.ops.drafthead.move_columns([*keys, *values], source, destination)
+    return call
 
 
 def always(*_: Any, **__: Any) -> bool:
-    """Whatever the arguments are."""
+    """For all arguments."""
     return True
 
 
@@ -192,8 +180,8 @@ class Substitution(NamedTuple):
 SUBSTITUTIONS = (
     Substitution(functional.linear, packed_linear, can_be_packed),
     Substitution(torch.Tensor.topk, top_few, are_few),
-    Substitution(functional.scaled_dot_product_attention, attend, is_masked),
+    Substitution(functional.scaled_dot_product_attention, attend, has_mask),
     Substitution(functional.scaled_dot_product_attention, attention, always, is_kernel=False),
-    Substitution(sampling.draw, draw_by_kernel, always),
-    Substitution(move_columns, move_by_kernel, always),
+    Substitution(sampling.draw, kernel("draw"), always),
+    Substitution(move_columns, kernel("move_columns"), always),
 )

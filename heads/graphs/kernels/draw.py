@@ -17,14 +17,7 @@ CALL = """
 """
 
 
-@torch.library.custom_op("drafthead::draw", mutates_args=())
-def draw(
-    logits: torch.Tensor,  # [..., V] float32 or bfloat16
-    temperature: torch.Tensor,  # scalar
-    uniform: torch.Tensor,  # [...]
-) -> torch.Tensor:
-    """`sampling.draw`: tokens [...]."""
-    return sampling.draw(logits, temperature, uniform)
+draw = torch.library.custom_op("drafthead::draw", sampling.draw, mutates_args=())
 
 
 @draw.register_fake

@@ -23,7 +23,7 @@ from drafthead.heads.graphs.kernels.template import Node, call_by_rows
 
 COLUMNS = 32  # of the product, in a block of packed weights
 CALL = """
-    linear({{start(x)}}, {{start(packed)}}, {{start(bias) if bias else "nullptr"}},
+    linear({{start(x)}}, {{start(packed)}}, {{start(bias) if bias is defined else "nullptr"}},
            {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}}, {{size(output, 1)}}, {{threads}});
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from drafthead.heads import cache
+from drafthead.heads.cache import move_columns
 from drafthead.heads.graphs.kernels.template import KernelTemplate, Node
 
 CALL = """
@@ -24,19 +24,9 @@ CALL = """
     {%- endfor %}
     });
 """
-
-
-@torch.library.custom_op("drafthead::move_columns", mutates_args=("layers",))
-def move_columns(
-    layers: Sequence[torch.Tensor],  # of each [B, H, capacity, D], the D numbers side by side
-    source: torch.Tensor,  # [B, P]
-    destination: torch.Tensor,  # [B, P]
-) -> None:
-    """Copy each row's columns `source`, which ascend, to `destination`, none after its source.
-
-    Source 4 6 and destination 4 5 turn columns ``. . . . a b c`` into ``. . . . a c c``.
-    """
-    cache.move_columns(layers, (), source, destination)
+move = torch.library.custom_op(
+    "drafthead::move_columns", move_columns, mutates_args=("keys", "values")
+)
 
 
 class MoveTemplate(KernelTemplate):
@@ -68,12 +58,13 @@ class InPlace(ir.CppTemplateBuffer):
 
 
 @register_lowering(torch.ops.drafthead.move_columns.default, type_promotion_kind=None)
-def _lower(layers: Sequence[Node], source: Node, destination: Node) -> None:
+def _lower(keys: Sequence[Node], values: Sequence[Node], source: Node, destination: Node) -> None:
     """The operation in the code generator's graph."""
-    nodes = [ir.ExternKernel.realize_input(layer) for layer in layers]
-    assert all(layer.get_stride()[-1] == 1 for layer in nodes)
-    inputs = {f"layer{place}": layer for place, layer in enumerate(nodes)}
-    for name, place in (("source", source), ("destination", destination)):
-        inputs[name] = ir.ExternKernel.require_contiguous(place)
+    layers = [ir.ExternKernel.realize_input(layer) for layer in (*keys, *values)]
+    # The numbers of a column are copied as one.
+    assert all(layer.get_stride()[-1] == 1 for layer in layers)
+    inputs = {f"layer{place}": layer for place, layer in enumerate(layers)}
+    for name, columns in (("source", source), ("destination", destination)):
+        inputs[name] = ir.ExternKernel.require_contiguous(columns)
     layout = ir.FixedLayout(source.get_device(), torch.int64, [1], [1])
-    InPlace(MoveTemplate("move_columns", CALL, inputs, layout, {"layers": nodes}), len(nodes))
+    InPlace(MoveTemplate("move_columns", CALL, inputs, layout, {"layers": layers}), len(layers))

@@ -16,7 +16,7 @@ from torch._inductor.utils import parallel_num_threads
 SOURCE = Path(__file__).parent / "source"
 KERNEL = """
 {{template.header().getvalue()}}
-%s
+{{functions}}
 extern "C"
 {{kernel.def_kernel(inputs=inputs, outputs=outputs)}}
 {
@@ -55,8 +55,9 @@ class KernelTemplate(CppTemplate):
         def start(x: Node) -> str:
             return f"&{kernel.index(x, [0] * len(x.get_size()))}"
 
-        return self._template_from_string(KERNEL % (source(f"{self.name}.h"), self.call)).render(
+        return self._template_from_string(KERNEL % self.call).render(
             template=self,
+            functions=text_of(f"{self.name}.h"),
             kernel=kernel,
             inputs=inputs,
             outputs=self.outputs(output),
@@ -74,11 +75,11 @@ class KernelTemplate(CppTemplate):
         return {"output": output}
 
 
-def source(name: str) -> str:
+def text_of(name: str) -> str:
     """The text of a file of `source/`, with that of the files that it includes."""
     # Not the path of a header: torch's cache of compiled code would not notice that it changes.
     text = (SOURCE / name).read_text()
-    return re.sub(r'#include "(.*)"\n', lambda include: source(include[1]), text)
+    return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
 
 
 def call_by_rows(
