@@ -62,6 +62,7 @@ class _Row:
 
     @property
     def place(self) -> str:
+        """Where the row is, for error messages."""
         return f"{self.file}, {self.unit} {self.number}"
 
 

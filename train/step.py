@@ -162,7 +162,7 @@ class StepRunner:
         return StepSums(sums, target_seconds, backward_seconds)
 
     def _at_drafted_roots(self, batch: HeadBatch) -> tuple[HeadBatch, float]:
-        """The batch with the roots of decoding, and how many supervised tokens each stands for."""
+        """The batch with the roots of decoding, and how many supervised tokens each represents."""
         self.model.eval()
         with torch.no_grad():
             _, loss = self.model(batch)

@@ -134,7 +134,7 @@ class NoDrafter(Drafter):
     budgets = ()
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session that is never asked for a tree."""
+        """A session for prompts [B, T] of lengths [B] that is never asked for a tree."""
         return NoDraft()
 
 
@@ -151,4 +151,4 @@ class NoDraft(DraftSession):
         """Nothing to remember."""
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Nothing to drop."""
+        """Nothing to drop, whichever rows [R] stay."""

@@ -1,7 +1,7 @@
 """Compiling what runs once a step: `torch.compile` with the settings that decoding needs.
 
-On a CPU the weights are frozen into the graph and laid out for the processor once; eagerly they are
-laid out anew at every call, which at one row costs more than the multiplication. Calls go through
+On a CPU the weights are frozen into the graph and packed for the processor once; eagerly they are
+packed again at every call, which for one row costs more than the multiplication. Calls go through
 C++, as a step is many short calls. On a GPU the passes are recorded as CUDA graphs.
 """
 
@@ -36,12 +36,12 @@ CPU_OPTIONS: dict[str, Any] = {
     "cpp.min_chunk_size": 4096,
 }
 GPU_OPTIONS = {"triton.cudagraphs": True}
-# A graph that torch makes anew for other arguments is made without our settings, and many times
-# slower. Older versions of torch cannot be told not to.
+# A graph that torch makes again for other arguments is made without our settings and is many times
+# slower. Older versions of torch have no option against it.
 ONE_GRAPH: dict[str, Any] = (
     {"recompile_limit": 1} if "recompile_limit" in signature(torch.compile).parameters else {}
 )
-# Graphs of one kind; a need for more means that arguments differ in ways that kinds do not tell.
+# Graphs of one kind; a need for more means that arguments differ in ways that no kind records.
 MOST_GRAPHS = 8
 
 Graph = Callable[..., Any]

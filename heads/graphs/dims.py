@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 def tensor_at(arguments: Sequence[Any], place: Place) -> torch.Tensor:
-    """The tensor of a place."""
+    """The tensor [...] of a place."""
     found: Any = arguments
     for index in place.path:
         found = found[index]

@@ -1,10 +1,10 @@
 """Calling a compiled graph without what torch does around each call.
 
-At every call of a compiled function torch enters its tracer, finds the graph, takes the arguments
-apart and puts the outputs together: a good part of a pass of a small model, as the pass before has
-emptied the processor's caches. Here the graph is called with what torch recorded of it when it was
-made: the conditions on its arguments, which are checked as torch checks them, and where in the
-arguments its inputs stand.
+At every call of a compiled function torch enters its tracer, finds the graph, flattens the
+arguments and assembles the outputs: a good part of a small model's pass, because the pass before
+has flushed the CPU caches. Here the graph is called with what torch recorded when it was made: the
+conditions on its arguments, which are checked as torch checks them, and the places of its inputs
+among the arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self, options: dict[str, Any]):
         """`options` are Inductor's."""
         self.options = options
-        self.inputs: list[str] = []  # where the graph's inputs stand, as expressions of torch's
+        self.inputs: list[str] = []  # the places of the graph's inputs, as torch's expressions
         self.run: Callable[..., Outputs]
         self.outputs: Outputs = ()  # of the first call
 

@@ -1,6 +1,6 @@
 """A target whose steps run compiled: same inputs, same outputs, less time.
 
-The prompt pass stays eager: it is one pass, of another length each time.
+The prompt pass stays eager: there is one for each request, and its length is seldom the same.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.stepper import Outcome
 
-# Columns that attention reads are rounded up to these. A graph for CPUs takes any number of them; a
-# CUDA graph is recorded for one number, so there are to be few.
+# Columns that attention reads are rounded up to these. A graph for CPUs takes any number of them;
+# a CUDA graph is recorded for one number, so there should be few numbers.
 COLUMNS_A_GRAPH = {False: 1, True: 128}
 
 # Dimensions of the arguments of compiled functions.
@@ -59,7 +59,7 @@ class CompiledTarget(Target):
     def step(
         self, recipe: TreeRecipe, features: FeatureSpec, cache: TreeCache, draws: Draws | None
     ) -> Outcome:
-        """Verify a tree behind a committed prompt and put the accepted path in place."""
+        """Verify a tree after the committed tokens; see `GraphStep`."""
         made_for = features, recipe.filler
         if made_for not in self.steps:
             self.steps[made_for] = GraphStep(self, *made_for)
@@ -75,7 +75,7 @@ class CompiledTarget(Target):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> TargetOutput:
-        """As `Target.run`; passes behind a committed prompt are compiled."""
+        """As `Target.run`; passes after a committed prompt are compiled."""
         if not isinstance(cache, TreeCache) or not cache.keys or attention_mask is None:
             return super().run(
                 input_ids, position_ids, attention_mask, features, cache, logits_to_keep

@@ -1,8 +1,8 @@
-"""What a step does, as one graph: pass, verdict, accepted path in place, and small drafts as well.
+"""A whole step as one graph: the pass, the verdict, the moves in the cache, and small drafts.
 
-Each of these is short, but the pass has just read all weights, so that nothing of the program that
-comes next is left in the processor's caches: a dozen small calls would take longer than their work.
-The graph serves the rules that accept what the target itself says: `greedy` and `match`.
+Each part is short, but the pass has just flushed the CPU caches, so a dozen separate calls would
+cost more than their work. The graph serves the rules that accept the target's own tokens, `greedy`
+and `match`.
 """
 
 from collections.abc import Sequence
@@ -73,13 +73,14 @@ class GraphStep:
         self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
 
     def __call__(self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None) -> Outcome:
-        """Verify the tree behind what the cache has committed, and put the accepted path there.
+        """Verify the tree after the committed tokens, and move the accepted path next to them.
 
-        The target says its most probable token, or with `draws` one that it draws. The cache is not
-        told yet how long the path is.
+        The target's own tokens are its most probable ones, or draws with `draws`. The caller still
+        has to tell the cache how long the path is.
         """
         seen, columns = cache.make_room(recipe.num_nodes)
-        if draws is not None:  # a graph takes as many numbers as nodes
+        if draws is not None:
+            # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
             unused = recipe.num_nodes - draws.uniform.shape[1]
             draws = draws._replace(uniform=pad(draws.uniform, (0, unused)))
         result: StepResult = self.graphs(
@@ -117,10 +118,7 @@ class GraphStep:
         values: Layers,
         draws: Draws | None,
     ) -> StepResult:
-        """What is traced into a graph: the parts of an outcome, some in one table as well.
-
-        All are as long as the tree has nodes, so that one graph serves trees of any depth.
-        """
+        """The traced function; its results have one place for each node, whatever the depth."""
         tokens = self.filler.tokens(*arguments)  # [B, N]
         positions = self.target.legal_positions(lengths[:, None] + depths)
         mask = additive(visible_columns(ancestors, lengths, seen, columns[0]), self.target.dtype)
@@ -129,22 +127,29 @@ class GraphStep:
         features = self.taps.features()
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
-        found = follow(tree, self._target_tokens(logits, depths, draws))
-        if tokens.shape != (1, 1):  # a single root is where it belongs
+        accepted = follow(tree, self._target_tokens(logits, depths, draws))
+        path, length = accepted.path, accepted.length
+        if tokens.shape != (1, 1):  # the column of a single root is the right one
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             places = lengths[:, None] + steps
-            # What lies behind the path stays where it is.
-            source = torch.where(steps < found.length[:, None], columns[found.path], places)
+            # Columns after the path stay where they are.
+            source = torch.where(steps < length[:, None], columns[path], places)
             self.move(keys, values, source, places)
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        kept = features.map(lambda hidden: hidden[rows, found.path])
-        end = found.path.gather(1, found.length[:, None] - 1)
-        hidden = None if features.last is None else features.last[rows, end].squeeze(1)
-        following = following_tokens(tree, found)
-        table = in_one_table(following, found)
-        verdict = found.path, found.length, found.bonus
-        moved = lengths + found.length
-        return StepResult(*verdict, following, table, moved, kept.last, kept.taps, hidden)
+        on_path = features.map(lambda hidden: hidden[rows, path])
+        end = path.gather(1, length[:, None] - 1)
+        following = following_tokens(tree, accepted)
+        return StepResult(
+            path,
+            length,
+            accepted.bonus,
+            following,
+            in_one_table(following, accepted),
+            lengths + length,
+            on_path.last,
+            on_path.taps,
+            None if features.last is None else features.last[rows, end].squeeze(1),
+        )
 
     def _target_tokens(
         self,
@@ -152,8 +157,9 @@ class GraphStep:
         depths: torch.Tensor,  # [B, N]
         draws: Draws | None,
     ) -> torch.Tensor:
-        """The target's own token [B, N] behind each node."""
-        if draws is None:  # as float32: a CPU searches 16-bit numbers four times slower
+        """The target's own token [B, N] after each node."""
+        if draws is None:
+            # As float32: a CPU searches 16-bit numbers four times slower.
             return logits.float().argmax(-1)
         return self.draw(logits, draws.temperature, draws.uniform.gather(1, depths))
 

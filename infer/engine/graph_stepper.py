@@ -39,7 +39,7 @@ class GraphStepper(Stepper):
 
     @cached_property
     def temperature(self) -> torch.Tensor:
-        """The request's temperature as a tensor, so that one graph serves all of them."""
+        """The request's temperature as a scalar tensor []: one graph serves all temperatures."""
         return torch.tensor(float(self.run.request.sampling.temperature), device=self.target.device)
 
     def draws(self, depth: int) -> Draws | None:

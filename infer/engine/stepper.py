@@ -209,7 +209,10 @@ def in_one_table(
 
 
 def to_host(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """Each row's tokens and path as lists of its accept length: the step's one synchronisation."""
+    """Of the table [B, 1 + 2P] each row's tokens and path, as lists of its accept length.
+
+    This is the step's one synchronisation.
+    """
     width = table.shape[1] // 2
     rows = table.tolist()
     answers = [row[1 : 1 + row[0]] for row in rows]

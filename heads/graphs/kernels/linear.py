@@ -60,7 +60,7 @@ def pack(weights: Sequence[torch.Tensor], paired: bool = False) -> torch.Tensor:
 
 
 def checksum(weight: torch.Tensor) -> int:
-    """The sum of a weight's values, read as whole numbers."""
+    """The sum of the values of a weight [N, K], read as whole numbers."""
     return int(weight.view(torch.int16).sum(dtype=torch.int64))
 
 
