@@ -16,7 +16,7 @@ VOCAB, HIDDEN, END = 64, 32, 7
 BUSHY = TreeShape.from_paths(
     [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]
 )
-SPECIALS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+SPECIALS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -63,7 +63,8 @@ def write_target(folder: Path, **settings: Any) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    tiny_llama(vocab_size=len(tokenizer), **ends, **settings).save_pretrained(folder)
+    settings = {"num_attention_heads": 2, **ends, **settings}
+    tiny_llama(vocab_size=len(tokenizer), **settings).save_pretrained(folder)
 
 
 def random_prompts(count: int, vocab: int = VOCAB) -> list[list[int]]:

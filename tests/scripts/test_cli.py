@@ -16,12 +16,12 @@ from drafthead.scripts import cli
 def models_folder(tmp_path_factory, make_target, make_head) -> Path:
     """A target, a draft model, a head, and things that do not fit."""
     folder = tmp_path_factory.mktemp("models")
-    target = make_target(seed=0, vocab=264)
+    target = make_target(seed=0, vocab=260)
     for name, model, tokenizer in (
         ("target", target, byte_tokenizer()),
-        ("draft", make_target(seed=1, layers=1, vocab=264), byte_tokenizer()),
-        ("stranger", make_target(seed=1, vocab=264), byte_tokenizer(SPECIALS[::-1])),
-        ("narrow", make_target(seed=0, vocab=264, hidden=16), byte_tokenizer()),
+        ("draft", make_target(seed=1, layers=1, vocab=260), byte_tokenizer()),
+        ("stranger", make_target(seed=1, vocab=260), byte_tokenizer(SPECIALS[::-1])),
+        ("narrow", make_target(seed=0, vocab=260, hidden=16), byte_tokenizer()),
     ):
         model.model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

@@ -44,7 +44,7 @@ def test_pieces_never_cut_a_character(tokenizer) -> None:
 
 
 def test_a_stream_says_what_generate_says(make_target, tokenizer) -> None:
-    decoder = Decoder(Target(make_target(vocab=264).model, tokenizer))
+    decoder = Decoder(Target(make_target(vocab=260).model, tokenizer))
     whole = decoder.generate("hello", max_new_tokens=30, temperature=1.0, seed=4)
     stream = decoder.stream("hello", max_new_tokens=30, temperature=1.0, seed=4)
     pieces = list(stream)
