@@ -55,6 +55,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Row:
+    """One row of a source, and its place."""
+
     file: str
     number: int  # from 1
     unit: Literal["line", "row"]
@@ -62,6 +64,7 @@ class _Row:
 
     @property
     def place(self) -> str:
+        """The place, for error messages: "FILE, line 17"."""
         return f"{self.file}, {self.unit} {self.number}"
 
 

@@ -60,7 +60,7 @@ def roll_out(
     if not path.exists():
         served = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[arg-type]
         decoder = Decoder(Target(served, tokenizer))
-        rollouts = []
+        rollouts: list[tuple[str, list[int], bool]] = []
         for start in tqdm(range(0, len(questions), BATCH), desc=path.stem):
             batch = questions[start : start + BATCH]
             temperature = 0.0 if start < len(questions) // 2 else 0.8
