@@ -50,7 +50,7 @@ def build_app(requested: str | None) -> typer.Typer:
             app.command(verb, short_help=summary)(module.main)
             quieten_transformers()
         else:
-            app.command(verb, help=summary)(lambda: None)
+            app.command(verb, short_help=summary)(lambda: None)
     return app
 
 

@@ -55,6 +55,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Row:
+    """One row of a source, and its place."""
+
     file: str
     number: int  # from 1
     unit: Literal["line", "row"]

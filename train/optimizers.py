@@ -1,7 +1,7 @@
 """Optimisers and learning-rate schedules, shared by head training and by the demo models."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,11 +81,6 @@ def lr_share(config: OptimizerConfig, progress: float) -> float:
     return 1.0 - (1.0 - config.final_lr_ratio) * fall
 
 
-def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
-    """`lr_share` at the middle of step s of `total_steps`."""
-    return lambda step: lr_share(config, (step + 0.5) / total_steps)
-
-
 def set_learning_rates(
     optimizers: Sequence[torch.optim.Optimizer], peaks: Sequence[float], share: float
 ) -> list[float]:
@@ -95,11 +90,3 @@ def set_learning_rates(
         for group in optimizer.param_groups:
             group["lr"] = rate
     return rates
-
-
-def build_schedulers(
-    optimizers: list[torch.optim.Optimizer], config: OptimizerConfig, total_steps: int
-) -> list[torch.optim.lr_scheduler.LambdaLR]:
-    """One scheduler per optimiser, all following `lr_factor`."""
-    factor = lr_factor(config, total_steps)
-    return [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]

@@ -13,7 +13,12 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from drafthead.train.optimizers import OptimizerConfig, build_optimizers, build_schedulers
+from drafthead.train.optimizers import (
+    OptimizerConfig,
+    build_optimizers,
+    lr_share,
+    set_learning_rates,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +128,7 @@ class TrainingRun:
         self.name, self.model, self.examples, self.recipe = name, model, examples, recipe
         self.batches = Batches(examples, recipe).steps
         self.optimizers = build_optimizers(model.named_parameters(), recipe.optimizer)
-        self.schedulers = build_schedulers(self.optimizers, recipe.optimizer, len(self.batches))
+        self.peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         self.step = 0
         self.tokens = 0
         self.checkpoint = work / f"{name}.pt"
@@ -131,13 +136,14 @@ class TrainingRun:
 
     def train_step(self) -> float:
         """One optimiser step; returns the batch's loss in nats per token."""
+        share = lr_share(self.recipe.optimizer, (self.step + 0.5) / len(self.batches))
+        set_learning_rates(self.optimizers, self.peaks, share)
         examples = [self.examples[i] for i in self.batches[self.step]]
         loss, count = token_loss(self.model, *pad_batch(examples))
         (loss / count).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm)
-        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+        for optimizer in self.optimizers:
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
         self.step += 1
         self.tokens += count
@@ -148,7 +154,6 @@ class TrainingRun:
         state = {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
-            "schedulers": [s.state_dict() for s in self.schedulers],
             "step": self.step,
             "tokens": self.tokens,
         }
@@ -165,8 +170,6 @@ class TrainingRun:
         self.model.load_state_dict(state["model"])
         for owned, saved in zip(self.optimizers, state["optimizers"], strict=True):
             owned.load_state_dict(saved)
-        for owned_schedule, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            owned_schedule.load_state_dict(saved)
         self.step, self.tokens = state["step"], state["tokens"]
         logger.info("%s: resumed at step %d of %d", self.name, self.step, len(self.batches))
 

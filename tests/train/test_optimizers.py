@@ -8,7 +8,6 @@ from drafthead.train.duration import Duration
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
-    lr_factor,
     lr_share,
     set_learning_rates,
 )
@@ -71,8 +70,10 @@ def test_the_rate_warms_up_and_falls_to_its_end():
 
 
 def test_steps_are_taken_at_their_middle():
-    factor = lr_factor(OptimizerConfig(schedule="linear", warmup_ratio=0), total_steps=4)
-    assert [factor(step) for step in range(4)] == pytest.approx([0.875, 0.625, 0.375, 0.125])
+    linear, duration = OptimizerConfig(schedule="linear", warmup_ratio=0), Duration(4, "step")
+    used = [duration.share_at_next_step(Progress(step), step_seconds=9) for step in range(4)]
+    shares = [lr_share(linear, share) for share in used]
+    assert shares == pytest.approx([0.875, 0.625, 0.375, 0.125])
 
 
 def test_each_optimizer_gets_its_own_peak():
