@@ -16,9 +16,9 @@ MAPPING = 256 * 2**20
 
 
 class HugePages:
-    """Hands out memory for tensors, one behind the other.
+    """Hands out memory for tensors, one after the other.
 
-    A mapping is freed with the last of its tensors, but not before the next mapping is begun.
+    A mapping is freed with the last of its tensors, but not before the next one begins.
     """
 
     def __init__(self) -> None:
