@@ -18,7 +18,7 @@ MAPPING = 256 * 2**20
 class HugePages:
     """Hands out memory [bytes] for tensors, one after the other.
 
-    A mapping is freed with the last of its tensors, but not before the next mapping is begun.
+    A mapping is freed with the last of its tensors, but not before the next one begins.
     """
 
     def __init__(self) -> None:

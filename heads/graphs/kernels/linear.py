@@ -3,11 +3,10 @@
 Decoding multiplies each weight matrix with one row, or with one row a tree node, so a pass is as
 fast as weights come from memory. oneDNN, which torch calls by default, spends about 20 us on each
 call and reads at half of the memory's speed. Here weights are packed once in the order in which
-they are read, and one function, which torch's code generator compiles into the graph of a pass,
-multiplies up to twelve rows at a time with a block of 32 columns.
+they are read, and one function multiplies up to twelve rows at a time with a block of 32 columns.
 
-Every row is summed in the same order whatever the number of rows, so a product gives a row the
-same bits in a pass over one token as in a pass over a tree.
+Every row is summed in the same order whatever the number of rows, so that its product has the same
+bits in a pass over one token as in a pass over a tree.
 """
 
 from collections.abc import Sequence
@@ -42,10 +41,10 @@ def has_kernel() -> bool:
 
 @torch.library.custom_op("drafthead::pack", mutates_args=())
 def pack(weights: Sequence[torch.Tensor], paired: bool = False) -> torch.Tensor:
-    """Weights [N, K], one below the other, in the order in which the kernel reads them.
+    """Weights [N, K], stacked, in the order in which the kernel reads them.
 
     [N / 32, K / 2, 32, 2]: blocks of 32 columns of the product, with the values that are
-    multiplied together next to each other. Columns are filled up with zeros. If `paired`, each
+    multiplied together next to each other. The last block is padded with zeros. If `paired`, each
     block of the first half is followed by that of the second half: a b c d becomes a c b d.
     """
     known = packed_weights.setdefault(weights[0], {})

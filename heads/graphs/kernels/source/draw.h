@@ -76,9 +76,9 @@ struct Row {
 };
 
 // tokens [rows] of logits [rows, size], by uniform [rows]
-template <typename logit_t>
-void draw(const logit_t* logits, const float* temperature, const float* uniform, int64_t* tokens,
-          int64_t rows, int64_t size, int threads) {
+template <typename logit_t, typename temperature_t, typename uniform_t>
+void draw(const logit_t* logits, const temperature_t* temperature, const uniform_t* uniform,
+          int64_t* tokens, int64_t rows, int64_t size, int threads) {
     #pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; ++r) {
         const Row<logit_t> row(logits + r * size, size, *temperature);

@@ -93,7 +93,7 @@ def test_a_query_has_the_same_bits_alone_and_among_others(compiled_attention) ->
 
 
 def test_compiled_bfloat16_passes_are_as_near_to_float32_as_eager_ones(make_target) -> None:
-    """Passes over one token and over several, behind the same text."""
+    """Passes over one token and over several, after the same text."""
     exact = make_target(hidden=128)
     rounded = Target(copy.deepcopy(exact.model).to(torch.bfloat16))
     logits = []

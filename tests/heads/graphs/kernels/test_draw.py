@@ -32,7 +32,7 @@ def test_drawn_tokens_are_those_of_torchs_sums(dtype, size, sizes_rendered) -> N
     rendered = sizes_rendered("draw")
     torch.manual_seed(size)
     logits = (3 * torch.randn(600, 2, size)).to(dtype)
-    uniform, temperature = torch.rand(600, 2), torch.tensor(0.7)
+    uniform, temperature = torch.rand(600, 2, dtype=torch.float64), torch.tensor(0.7)
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         found = compiled()(logits, temperature, uniform)
     assert rendered

@@ -41,15 +41,15 @@ def inputs(layers: nn.ModuleList, rows: int) -> list[torch.Tensor]:
     return [torch.randn(rows, layer.in_features).bfloat16() for layer in layers]
 
 
-def made_anew(call) -> None:
-    """Call what compiles, without what torch has kept of earlier times."""
+def compiled_again(call) -> None:
+    """Call what compiles, without the code that torch has stored of earlier times."""
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         call()
 
 
 def test_generated_code_uses_the_kernel(layers, sizes_rendered) -> None:
     made = sizes_rendered("linear")
-    made_anew(lambda: compiled(layers)(inputs(layers, 1)))
+    compiled_again(lambda: compiled(layers)(inputs(layers, 1)))
     assert set(made) == {128, 40, 33}
 
 
@@ -61,7 +61,7 @@ def test_products_of_one_input_are_one_product(layers, sizes_rendered) -> None:
     x = torch.randn(3, 96).bfloat16()
     found: list[torch.Tensor] = []
     made = sizes_rendered("linear")
-    made_anew(lambda: found.extend(compiled(alike)([x] * 4)))
+    compiled_again(lambda: found.extend(compiled(alike)([x] * 4)))
     assert set(made) == {128 + 40, 40 + 8}
     for layer, result in zip(alike, found, strict=True):
         torch.testing.assert_close(result, layer(x), rtol=2**-7, atol=1e-3)
@@ -99,7 +99,7 @@ def test_graphs_share_one_packed_copy_of_a_weight(packed) -> None:
     assert len(product.graphs) == 2 and len(packed) == 1
 
 
-def test_weights_that_were_changed_in_place_are_packed_anew() -> None:
+def test_weights_that_were_changed_in_place_are_packed_again() -> None:
     layers = nn.ModuleList([nn.Linear(64, 32, bias=False)]).bfloat16().requires_grad_(False)
     x = inputs(layers, 1)
     with torch.inference_mode():
