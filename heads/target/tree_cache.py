@@ -1,5 +1,7 @@
 """The column cache as transformers' models see it."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers.cache_utils import Cache
 
@@ -17,6 +19,16 @@ from drafthead.heads.cache import (
 
 class StepCache(CacheColumns, Cache):
     """`CacheColumns` for a model of transformers."""
+
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
+        values: Sequence[torch.Tensor],  # as keys
+        columns: torch.Tensor,  # [N] that the pass writes
+        end: int,  # columns that it sees
+    ):
+        CacheColumns.__init__(self, keys, values, columns, end)
+        Cache.__init__(self, layers=[])
 
     def update(
         self,
