@@ -27,15 +27,19 @@ class GraphStepper(Stepper):
 
     def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
         """Propose a tree or its recipe, and call the graph."""
-        stats = self.run.stats
-        with stats.phase("draft"):
-            recipe = None if budget is None else session.recipe(budget)
-            if recipe is None:
-                recipe = TreeRecipe.of(self.propose(session, budget))
-        stats.verified_nodes += recipe.num_nodes
-        with stats.phase("verify"):
+        recipe = self.recipe(session, budget)
+        self.run.stats.verified_nodes += recipe.num_nodes
+        with self.run.stats.phase("verify"):
             draws = self.draws(recipe.max_depth)
             return self.target.step(recipe, self.features, self.cache, draws)
+
+    def recipe(self, session: DraftSession, budget: Budget | None) -> TreeRecipe:
+        """The session's recipe where it has one, or that of its tree."""
+        recipe = None
+        if budget is not None:
+            with self.run.stats.phase("draft"):
+                recipe = session.recipe(budget)
+        return recipe or TreeRecipe.of(self.propose(session, budget))
 
     @cached_property
     def temperature(self) -> torch.Tensor:

@@ -122,7 +122,8 @@ class Stepper(ABC):
         if budget is None:
             return TokenTree.from_shape(ROOT, self.roots[:, None])
         random = self.run.random if self.verifier.draws_children else None
-        return session.propose(budget, self.run.request.draft_sampling, random)
+        with self.run.stats.phase("draft"):
+            return session.propose(budget, self.run.request.draft_sampling, random)
 
     def commit(self, outcome: Outcome) -> None:
         """Keep the accepted path in the cache; the token after it is the next root."""
@@ -150,8 +151,7 @@ class EagerStepper(Stepper):
     def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
         """Propose a tree, score its nodes in one pass, apply the acceptance rule."""
         stats = self.run.stats
-        with stats.phase("draft"):
-            tree = self.propose(session, budget)
+        tree = self.propose(session, budget)
         stats.verified_nodes += tree.num_nodes
         with stats.phase("verify"):
             output = self.verify(tree)
