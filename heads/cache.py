@@ -72,9 +72,9 @@ class CacheColumns:
 class ColumnCache:
     """Keys and values of all layers: what each row has committed, then what is pending.
 
-    A pass over N nodes asks for its `mask` and for its columns (`make_room`), and writes the nodes
-    there. Then `commit` keeps a path of them, or `keep_pending` keeps all until a later `commit`
-    or `discard`.
+    A pass over N nodes asks for its `mask` and for its columns (`make_room`; both let the cache grow
+    where it must), and writes the nodes there. Then `commit` keeps a path of them, or
+    `keep_pending` keeps all until a later `commit` or `discard`.
     """
 
     def __init__(self, bucket: int = 1, move: Mover = move_columns):
@@ -89,7 +89,7 @@ class ColumnCache:
 
     @property
     def no_gaps(self) -> bool:
-        """Whether every row's nodes directly follow its committed positions."""
+        """Whether gaps are impossible: one row, or nothing committed."""
         return self.longest == 0 or len(self.keys[0]) == 1
 
     def positions(self, num_nodes: int) -> torch.Tensor:
@@ -145,9 +145,9 @@ class ColumnCache:
 
     def commit(
         self,
-        path: torch.Tensor | None,  # [B, P] nodes to keep, in order; anything after a row's length
-        lengths: torch.Tensor,  # [B] of the rows from now on
-        longest: int,  # no row is longer
+        path: torch.Tensor | None,  # [B, P] nodes to keep, in order; the rest of a row is ignored
+        lengths: torch.Tensor,  # [B] committed positions after this commit
+        longest: int,  # no row has more
     ) -> None:
         """Keep the nodes on the accepted path and forget the others.
 

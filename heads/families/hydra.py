@@ -33,7 +33,7 @@ class HydraConfig(LayerConfig):
     prefix_layer: bool = True
     grounded: bool = True  # false: the heads see no drafted tokens, as Medusa's
     dropout: float = 0.0  # before every block and output; 0.2 in the paper's 10 epochs
-    loss: str = "soft"  # a name in heads.losses.TOKEN_LOSSES
+    loss: str = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
     depth_decay: float = 1.0  # head k's loss is weighted by depth_decay ** (k - 1)
     vocab_size: int = 0
 

@@ -27,7 +27,7 @@ class MedusaConfig:
     num_blocks: int = 1
     output: Literal["own", "shared"] = "own"  # shared: the target's frozen output head
     bias: bool = True  # in the residual blocks
-    loss: str = "hard"  # a name in heads.losses.TOKEN_LOSSES
+    loss: str = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
     depth_decay: float = 0.8  # head k's loss is weighted by depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0

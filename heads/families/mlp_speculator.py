@@ -28,7 +28,7 @@ class MlpSpeculatorConfig:
     inner_size: int = 0  # of the state; 0 is the target's hidden size
     tie_weights: bool = False  # one set of weights for all steps; the first projection is its own
     scale_input: bool = False  # normalise the target's hidden state first
-    loss: str = "hard"  # a name in heads.losses.TOKEN_LOSSES
+    loss: str = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
     depth_decay: float = 1.0  # step k's loss is weighted by depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0

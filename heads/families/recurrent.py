@@ -37,7 +37,7 @@ class RecurrentConfig(LayerConfig):
     depth: int = 5  # tokens drafted after the root
     ttt_steps: int = 5  # training-time test: steps that training unrolls, 1 for none
     depth_decay: float = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
-    loss: str = "soft"  # a name in heads.losses.TOKEN_LOSSES
+    loss: str = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.depth < 1:

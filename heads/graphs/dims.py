@@ -20,14 +20,14 @@ class Place(NamedTuple):
     """One dimension of one tensor among the arguments of a call."""
 
     letter: str
-    path: tuple[int, ...]  # indices that lead from the list of arguments to the tensor
+    indices: tuple[int, ...]  # lead from the list of arguments to the tensor
     dim: int
 
 
 def tensor_at(arguments: Sequence[Any], place: Place) -> torch.Tensor:
     """The tensor [...] of a place."""
     found: Any = arguments
-    for index in place.path:
+    for index in place.indices:
         found = found[index]
     return found
 
@@ -54,8 +54,8 @@ class Dims:
             raise ValueError(f"{function} has no argument {sorted(unknown)[0]!r}")
         self.names, self.specs = names, [specs.get(name) for name in names]
         self.constants = [place for place, spec in enumerate(self.specs) if spec is None]
-        # By which arguments are None: where the size of each letter is read at a call.
-        self.readings: dict[tuple[bool, ...], list[Place]] = {}
+        # For each set of arguments that are None: one place to read each letter's size from.
+        self.size_places: dict[tuple[bool, ...], list[Place]] = {}
 
     def places(self, arguments: Sequence[Any]) -> list[Place]:
         """All declared dimensions of the arguments of a call."""
@@ -68,9 +68,9 @@ class Dims:
     def kind(self, arguments: Sequence[Any]) -> Hashable:
         """Which graph a call needs: what is None, which letters have size 1, the constants."""
         missing = tuple([argument is None for argument in arguments])
-        if missing not in self.readings:
-            self.readings[missing] = nearest(self.places(arguments))
-        singles = tuple([size_at(arguments, place) == 1 for place in self.readings[missing]])
+        if missing not in self.size_places:
+            self.size_places[missing] = nearest(self.places(arguments))
+        singles = tuple([size_at(arguments, place) == 1 for place in self.size_places[missing]])
         constants = [arguments[place] for place in self.constants if place < len(arguments)]
         return missing, singles, tuple(constants)
 
@@ -80,10 +80,10 @@ class Dims:
             if spec is None and torch.is_tensor(argument):
                 raise ValueError(f"the dimensions of {name} are not declared")
         for first, *others in by_letter(self.places(arguments)):
-            size, name = size_at(arguments, first), self.names[first.path[0]]
+            size, name = size_at(arguments, first), self.names[first.indices[0]]
             for other in others:
                 if (found := size_at(arguments, other)) != size:
-                    other_name = self.names[other.path[0]]
+                    other_name = self.names[other.indices[0]]
                     raise ValueError(
                         f"{first.letter} is {size} in {name} and {found} in {other_name}"
                     )
@@ -113,5 +113,5 @@ def by_letter(places: Sequence[Place]) -> list[list[Place]]:
 
 
 def nearest(places: Sequence[Place]) -> list[Place]:
-    """For each letter the place that is quickest to reach."""
-    return [min(group, key=lambda place: len(place.path)) for group in by_letter(places)]
+    """For each letter the place with the fewest indices."""
+    return [min(group, key=lambda place: len(place.indices)) for group in by_letter(places)]

@@ -114,14 +114,14 @@ class BatchRun:
         if self.random is not None:
             self.random.begin_step([len(row.tokens) for row in self.batch.running_rows()])
 
-    def take_step(self, answers: list[list[int]]) -> Emitted:
+    def take_step(self, new_tokens: list[list[int]]) -> Emitted:
         """Give each running row the tokens that a step committed; returns what rows kept of them.
 
         An answer is cut at its end token, stop string or limit.
         """
-        pairs = zip(self.batch.running_rows(), answers, strict=True)
-        self.last_lengths = [len(answer) for row, answer in pairs if row.active]
-        emitted = self.batch.take_step(answers)
+        pairs = zip(self.batch.running_rows(), new_tokens, strict=True)
+        self.last_lengths = [len(tokens) for row, tokens in pairs if row.active]
+        emitted = self.batch.take_step(new_tokens)
         for number, tokens in emitted.items():
             self.stats.decoded_tokens[number] += len(tokens)
         return emitted

@@ -26,7 +26,7 @@ from drafthead.infer.verifiers.base import Acceptance, follow
 
 
 class StepResult(NamedTuple):
-    """What the graph of a step returns; all parts are as long as the tree has nodes."""
+    """What the graph of a step returns; paths have N places, whatever the depth of the tree."""
 
     path: torch.Tensor  # [B, N] accepted nodes, see `Acceptance`
     length: torch.Tensor  # [B]
@@ -57,7 +57,7 @@ class Draws(NamedTuple):
     """What the target's own tokens are drawn with."""
 
     temperature: torch.Tensor  # scalar
-    uniform: torch.Tensor  # [B, D + 1], of which place d is for the nodes of depth d
+    uniform: torch.Tensor  # [B, depth + 1], of which place d is for the nodes of depth d
 
 
 class GraphStep:
@@ -99,8 +99,8 @@ class GraphStep:
             acceptance=Acceptance(result.path, result.length, result.bonus),
             tokens=result.tokens,
             features=Features(result.last, result.taps),
-            answers=to_host(result.table)[0],
-            lengths=result.committed,
+            new_tokens=to_host(result.table)[0],
+            committed_lengths=result.committed,
             in_place=True,
             hidden=result.hidden,
         )

@@ -32,15 +32,15 @@ class Outcome:
     acceptance: Acceptance
     tokens: torch.Tensor  # [B, P] after the path's nodes
     features: Features  # [B, P, D] at the path's nodes
-    answers: list[list[int]]  # the tokens as lists of each row's accept length
-    lengths: torch.Tensor  # [B] committed positions, these included
+    new_tokens: list[list[int]]  # the tokens as lists of each row's accept length
+    committed_lengths: torch.Tensor  # [B] committed positions, these included
     in_place: bool  # whether the path's cache columns already follow the committed ones
     hidden: torch.Tensor | None = None  # [B, D] last hidden state at the path's end, where known
 
     @property
     def width(self) -> int:
         """The largest accept length."""
-        return max(map(len, self.answers))
+        return max(map(len, self.new_tokens))
 
     def committed(self) -> Committed:
         """The same as drafters receive it."""
@@ -109,7 +109,7 @@ class Stepper(ABC):
         with self.run.stats.phase("commit"):
             self.commit(outcome)
             session.commit(outcome.committed())
-            emitted = self.run.take_step(outcome.answers)
+            emitted = self.run.take_step(outcome.new_tokens)
             self.keep_active(session)
         return emitted
 
@@ -127,10 +127,10 @@ class Stepper(ABC):
 
     def commit(self, outcome: Outcome) -> None:
         """Keep the accepted path in the cache; the token after it is the next root."""
-        pairs = zip(self.lengths, outcome.answers, strict=True)
+        pairs = zip(self.lengths, outcome.new_tokens, strict=True)
         self.lengths = [old + len(new) for old, new in pairs]
         path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
-        self.cache.commit(path, outcome.lengths, max(self.lengths))
+        self.cache.commit(path, outcome.committed_lengths, max(self.lengths))
         self.roots = outcome.acceptance.bonus
 
     def keep_active(self, session: DraftSession) -> None:
@@ -175,13 +175,13 @@ class EagerStepper(Stepper):
             scores = probabilities(scores, run.request.sampling)
         acceptance = verifier.rule(tree, scores, run.random)
         tokens = following_tokens(tree, acceptance)
-        answers, paths = to_host(in_one_table(tokens, acceptance))
+        new_tokens, paths = to_host(in_one_table(tokens, acceptance))
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
         in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
         assert self.cache.lengths is not None
         lengths = self.cache.lengths + acceptance.length
-        return Outcome(acceptance, tokens, features, answers, lengths, in_place)
+        return Outcome(acceptance, tokens, features, new_tokens, lengths, in_place)
 
     @property
     def plain_rule(self) -> Verifier:
@@ -215,9 +215,9 @@ def to_host(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
     """
     width = table.shape[1] // 2
     rows = table.tolist()
-    answers = [row[1 : 1 + row[0]] for row in rows]
+    new_tokens = [row[1 : 1 + row[0]] for row in rows]
     paths = [row[1 + width : 1 + width + row[0]] for row in rows]
-    return answers, paths
+    return new_tokens, paths
 
 
 def padded(
