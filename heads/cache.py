@@ -72,8 +72,8 @@ class CacheColumns:
 class ColumnCache:
     """Keys and values of all layers: what each row has committed, then what is pending.
 
-    A pass over N nodes asks for its `mask` and for its columns (`make_room`; both let the cache grow
-    where it must), and writes the nodes there. Then `commit` keeps a path of them, or
+    A pass over N nodes asks for its `mask` and for its columns (`make_room`), which let the cache
+    grow where it must, and writes the nodes there. Then `commit` keeps a path of them, or
     `keep_pending` keeps all until a later `commit` or `discard`.
     """
 

@@ -15,7 +15,8 @@ PAGE = ROOT / "docs" / "layout.md"
 HEADER = """# Layout
 
 Written by `make layout` from the first sentence of each module's docstring: change it there.
-Folder `heads/` is imported as `drafthead.heads`, and so on. Between the four top folders, imports point down this page."""
+Folder `heads/` is imported as `drafthead.heads`, and so on. Between the four top folders, imports
+point down this page."""
 # A sentence ends at a full stop, unless the stop belongs to "et al." or the like.
 SENTENCE_END = re.compile(r"(?<!\bal)(?<!\be\.g)(?<!\bi\.e)[.?!](?=\s)")
 

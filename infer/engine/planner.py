@@ -10,7 +10,7 @@ which `AdaptivePlan` sometimes takes steps that are not the best by its estimate
     DRAFT, PROBE         a draft is best                 DRAFT  steps_per_choice
     GLANCE, PLAIN        a draft is best                 DRAFT  steps_per_choice
     DRAFT, PROBE, GLANCE plain decoding is best          PLAIN  first_probe, then twice as many ...
-    PLAIN, its steps over  plain decoding is best        PROBE  probe_steps
+    PLAIN, its steps done plain decoding is best         PROBE  probe_steps
 
 A glance is due after `first_glance` drafted steps, then twice as many, ... up to `longest_wait`.
 """
