@@ -18,7 +18,7 @@ from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
-from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier
+from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
@@ -156,7 +156,7 @@ class EagerStepper(Stepper):
         with stats.phase("verify"):
             output = self.verify(tree)
         with stats.phase("accept"):
-            return self.accept(tree, output, self.verifier if budget else self.plain_rule)
+            return self.accept(tree, output) if budget else self.accept_nothing(output)
 
     def verify(self, tree: TokenTree) -> TargetOutput:
         """One pass of the target over all nodes of a tree."""
@@ -166,9 +166,9 @@ class EagerStepper(Stepper):
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
 
-    def accept(self, tree: TokenTree, output: TargetOutput, verifier: Verifier) -> Outcome:
+    def accept(self, tree: TokenTree, output: TargetOutput) -> Outcome:
         """Apply the rule to the target's scores in the form that it reads."""
-        run, scores = self.run, output.logits
+        run, verifier, scores = self.run, self.verifier, output.logits
         if self.processing is not None:
             scores = self.processing.after_nodes(tree, scores)
         if verifier.reads == "probs":
@@ -183,10 +183,19 @@ class EagerStepper(Stepper):
         lengths = self.cache.lengths + acceptance.length
         return Outcome(acceptance, tokens, features, new_tokens, lengths, in_place)
 
-    @property
-    def plain_rule(self) -> Verifier:
-        """The rule of steps without a draft: the target's own token, as plain decoding picks it."""
-        return VERIFIERS["greedy" if self.run.greedy else "match"]
+    def accept_nothing(self, output: TargetOutput) -> Outcome:
+        """The outcome of a tree of the root alone, under any rule: the target's own next token."""
+        tokens = self.next_tokens(output.logits[:, 0])
+        path, ones = torch.zeros_like(tokens)[:, None], torch.ones_like(tokens)
+        assert self.cache.lengths is not None
+        return Outcome(
+            acceptance=Acceptance(path, ones, bonus=tokens),
+            tokens=tokens[:, None],
+            features=output.features,
+            new_tokens=[[token] for token in tokens.tolist()],
+            committed_lengths=self.cache.lengths + 1,
+            in_place=len(tokens) == 1,
+        )
 
 
 def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
