@@ -153,7 +153,7 @@ class Decoder:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         settings = read_options(options)
         run = BatchRun(self._request(prompts, settings), self.target.device)
-        return run, self._decode(run, settings.verifier)
+        return run, self._decode(run, settings)
 
     def _request(self, prompts: Prompt | Sequence[Prompt], settings: DecodeSettings) -> Request:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
@@ -174,11 +174,12 @@ class Decoder:
             self.draft_temperature,
         )
 
-    def _decode(self, run: BatchRun, verifier: str) -> Iterator[Emitted]:
+    def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
         """The loop for this drafter; checks the verifier's name even where none is needed."""
         temperature = run.request.sampling.temperature
         quick = self.adaptive or can_step_in_graphs(self.target, run)
-        rule = verifier_for(verifier, temperature, follows=quick)
+        rule = verifier_for(settings.verifier, temperature, follows=quick)
+        rule = rule.with_options(settings.rule_options)
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed

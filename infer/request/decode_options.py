@@ -2,7 +2,7 @@
 
 import difflib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -20,6 +20,7 @@ from drafthead.infer.request.stopping import token_ids
 from drafthead.infer.request.token_rows import is_list
 
 DEFAULT_MAX_NEW_TOKENS = 128
+RULE_OPTIONS = ("typical_epsilon", "typical_delta", "lenience")  # of lossy rules
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -41,6 +42,13 @@ class DecodeOptions(TypedDict, total=False):
     # The acceptance rule. "auto" is a lossless one: `greedy` at temperature 0; above it `match`
     # with planned trees and in compiled graphs, else `rejection`. Lossy ones are used only by name.
     verifier: str
+    # Of the lossy `typical`: a token passes above min(epsilon, delta x exp(-entropy)) of the
+    # target. Smaller values accept more; the defaults 0.09 and 0.3 are Medusa's.
+    typical_epsilon: float | None
+    typical_delta: float | None
+    # Of the lossy `lenient`: no token becomes more than 1 / lenience times as probable as it should
+    # be, after any prefix. 0.5 by default; 1 is exact.
+    lenience: float | None
     # A row's answer depends on its own seed alone: one seed for each row, or an int from which the
     # rows count upwards. 0 by default; None takes an int from the operating system.
     seed: int | Sequence[int] | None
@@ -71,6 +79,7 @@ class DecodeSettings:
     stopping_criteria: Sequence[StoppingCriteria]
     logits_processor: Sequence[LogitsProcessor]
     verifier: str
+    rule_options: Mapping[str, float]  # of the verifier, where they are not the defaults
     seed: int | Sequence[int]  # the first row's seed, or one for each row
     attention_mask: object  # of prompts that are token ids; checked with them
 
@@ -129,6 +138,7 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
             raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     stops, ends = given.get("stop_strings") or (), given.get("eos_token_id")
     arguments = {name: options.get(name) for name in ("temperature", "top_k", "top_p")}
+    rule_options = {name: options.get(name) for name in RULE_OPTIONS}
     return DecodeSettings(
         config=config,
         sampling=sampling_from(given, arguments),
@@ -139,6 +149,7 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         stopping_criteria=options.get("stopping_criteria", ()),
         logits_processor=options.get("logits_processor", ()),
         verifier=options.get("verifier", "auto"),
+        rule_options={name: value for name, value in rule_options.items() if value is not None},
         seed=read_seed(options.get("seed", 0)),
         attention_mask=options.get("attention_mask"),
     )
