@@ -20,7 +20,6 @@ from drafthead.infer.request.stopping import token_ids
 from drafthead.infer.request.token_rows import is_list
 
 DEFAULT_MAX_NEW_TOKENS = 128
-RULE_OPTIONS = ("typical_epsilon", "typical_delta", "lenience")  # of lossy rules
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -138,7 +137,11 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
             raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     stops, ends = given.get("stop_strings") or (), given.get("eos_token_id")
     arguments = {name: options.get(name) for name in ("temperature", "top_k", "top_p")}
-    rule_options = {name: options.get(name) for name in RULE_OPTIONS}
+    rule_options = {
+        "typical_epsilon": options.get("typical_epsilon"),
+        "typical_delta": options.get("typical_delta"),
+        "lenience": options.get("lenience"),
+    }
     return DecodeSettings(
         config=config,
         sampling=sampling_from(given, arguments),

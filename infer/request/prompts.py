@@ -86,9 +86,9 @@ class PromptReader:
         if isinstance(prompt, str) or is_chat(prompt):
             return [encode_one(prompt, self.tokenizer)]
         if is_list(prompt) and (len(prompt) == 0 or is_token_ids(prompt)):
-            return token_rows(prompt)
+            return token_rows(prompt, name)
         if isinstance(prompt, ARRAYS) and prompt.ndim in (1, 2):
-            return without_padding(token_rows(prompt), self.pad)
+            return without_padding(token_rows(prompt, name), self.pad)
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             return self.tokenized(prompt, name)
         raise UserError(f"{name} has the type {kind_of(prompt)}: {ACCEPTED}")
@@ -97,7 +97,7 @@ class PromptReader:
         """The token ids of a tokenizer's output, without padding."""
         if unknown := sorted(map(str, output.keys() - TOKENIZER_KEYS)):
             raise UserError(f"{name} holds {unknown[0]}, which is not supported here")
-        rows, mask = token_rows(output["input_ids"]), output.get("attention_mask")
+        rows, mask = token_rows(output["input_ids"], name), output.get("attention_mask")
         if mask is None:
             return without_padding(rows, self.pad)
         return masked(rows, rows_of(mask, "attention_mask"))
@@ -112,7 +112,7 @@ def kind_of(value: object) -> str:
 
 def is_chat(prompt: object) -> bool:
     """Whether this is a list of chat messages; raises UserError if only the first is one."""
-    if not isinstance(prompt, Sequence) or not is_list(prompt) or not prompt:
+    if not is_list(prompt) or not prompt:
         return False
     messages = [isinstance(message, Mapping) and "role" in message for message in prompt]
     if messages[0] and not all(messages):
@@ -125,7 +125,7 @@ def is_chat(prompt: object) -> bool:
 
 def is_token_ids(prompt: object) -> bool:
     """Whether this is a list that begins with a token id."""
-    return is_list(prompt) and len(prompt) > 0 and integer(prompt[0]) is not None  # type: ignore
+    return is_list(prompt) and len(prompt) > 0 and integer(prompt[0]) is not None
 
 
 def encode_one(

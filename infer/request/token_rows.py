@@ -1,13 +1,13 @@
 """Rows of token ids or of mask entries, out of lists, tensors and arrays."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from drafthead.heads.errors import UserError
 from drafthead.infer.request.integers import ARRAYS, integer
 
 
-def is_list(value: object) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether `value` is a sequence of things, unlike a text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
@@ -29,25 +29,22 @@ def rows_of(values: Any, name: str) -> list[list[Any]]:
     raise UserError(f"{name} must have the form [T] or [B, T], got {type(values).__name__}")
 
 
-def token_rows(values: Any) -> list[list[int]]:
-    """Token ids [T] or [B, T] as rows; raises UserError for what is no integer."""
-    rows = rows_of(values, "token ids")
-    return [[token_id(number, value) for value in row] for number, row in enumerate(rows)]
+def token_rows(values: Any, name: str) -> list[list[int]]:
+    """Token ids [T] or [B, T] as rows; raises UserError, with the prompt's `name`, for others."""
+    return [[token_id(value, name) for value in row] for row in rows_of(values, "token ids")]
 
 
-def token_id(row: int, value: object) -> int:
-    """One token id of a row; raises UserError when it is no integer."""
+def token_id(value: object, name: str) -> int:
+    """One token id; raises UserError when it is no integer."""
     token = integer(value)
     if token is None:
-        raise UserError(
-            f"token ids must be integers, but prompt {row} holds a value of type {type_of(value)}"
-        )
+        raise UserError(f"token ids must be integers, but {name} holds a {type_of(value)}")
     return token
 
 
 def type_of(value: object) -> str:
     """The type of a value in an error: of lists also that of the first item."""
     name = type(value).__name__
-    if isinstance(value, Sequence) and is_list(value) and value:
+    if is_list(value) and value:
         return f"{name} of {type(value[0]).__name__}"
     return f"{name} of shape {list(value.shape)}" if isinstance(value, ARRAYS) else name

@@ -62,7 +62,7 @@ class Verifier:
         Raises UserError for an option that the rule does not have, or a value out of its range.
         """
         rule = self.rule
-        known = {field.name for field in fields(rule)} if is_dataclass(rule) else set()
+        known = {field.name for field in fields(rule)} if is_dataclass(rule) else frozenset[str]()
         if unknown := sorted(options.keys() - known):
             raise UserError(f"verifier {self.name!r} has no option {unknown[0]}")
         if not is_dataclass(rule) or isinstance(rule, type) or not options:

@@ -85,9 +85,7 @@ def test_a_mask_may_cut_off_nothing_but_the_ends(tokenizer) -> None:
             encode(ids, None, mask)
     with pytest.raises(UserError, match="attention_mask is given twice"):
         encode(padded(tokenizer, "left"), None, [[1], [1]])
-    with pytest.raises(
-        UserError, match="token ids must be integers, but prompt 0 holds a value of type str"
-    ):
+    with pytest.raises(UserError, match="token ids must be integers, but the prompt holds a str"):
         encode(["a"], tokenizer, [[1]])
 
 
@@ -148,7 +146,8 @@ def test_padded_prompts_get_the_answers_of_the_prompts_alone(make_target, side) 
         ({"input_ids": [1], "pixel_values": 2}, "the prompt holds pixel_values"),
         ({"input_ids": None}, "token ids must have the form .*, got NoneType"),
         ({"input_ids": [[1], 2]}, "token ids must have the form"),
-        ([1, "hi"], "token ids must be integers, but prompt 0 holds a value of type str"),
+        ([1, "hi"], "token ids must be integers, but the prompt holds a str"),
+        (["hi", [1, "hi"]], "token ids must be integers, but prompt 1 holds a str"),
         (["hi", 1], "prompt 1 has the type int"),
         (["hi", None], "prompt 1 has the type NoneType"),
         ([1.0, 2.0], "prompt 0 has the type float"),
@@ -160,8 +159,8 @@ def test_padded_prompts_get_the_answers_of_the_prompts_alone(make_target, side) 
         ),
         (torch.tensor(3), r"the prompt has the type Tensor of shape \[\]"),
         (torch.zeros(1, 2, 3), r"the prompt has the type Tensor of shape \[1, 2, 3\]"),
-        (torch.ones(2, 3), "token ids must be integers, but prompt 0 holds a value of type float"),
-        (np.array([True]), "token ids must be integers, but prompt 0 holds a value of type bool"),
+        (torch.ones(2, 3), "token ids must be integers, but the prompt holds a float"),
+        (np.array([True]), "token ids must be integers, but the prompt holds a bool"),
         ([torch.ones(2, 3).long()], "prompt 0 of a list is itself a batch of 2"),
         (torch.zeros(2, 0).long(), "prompt 0 is empty"),
         ([[1], torch.zeros(0).long()], "prompt 1 is empty"),
