@@ -23,15 +23,11 @@ from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import DecodeOptions, DecodeSettings, read_options
-from drafthead.infer.request.prompts import (
-    Prompt,
-    encode,
-    is_single,
-    refuse_unknown_tokens,
-    text_pieces,
-)
+from drafthead.infer.request.padding import pad_token_of
+from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import end_token_ids, stops_for
+from drafthead.infer.request.text_pieces import text_pieces, texts_of
 from drafthead.infer.timing.timing_cache import rows_timed, step_seconds
 from drafthead.infer.verifiers import Verifier, verifier_for
 
@@ -114,29 +110,31 @@ class Decoder:
         """Decode one prompt or a batch; `DecodeOptions` documents the options.
 
         A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
-        or token ids. Raises UserError for a request that cannot be honoured, and TypeError for an
-        unknown option.
+        or token ids: a list, tensor or array [T], or a tokenizer's output. A batch is a list of
+        prompts, or padded ids [B, T] with their `attention_mask`. Without a mask, pad tokens at
+        both ends of rows [B, T] are dropped, as in transformers. Raises UserError for a request
+        that cannot be honoured, and TypeError for an unknown option.
         """
         run, emissions = self._begin(prompts, options)
         for _ in emissions:
             pass
         sequences = [row.tokens for row in run.batch.rows]
-        texts = (
-            self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
-            if self.tokenizer
-            else []
-        )
+        texts = texts_of(sequences, self.tokenizer) if self.tokenizer else []
         finished = [row.finished for row in run.batch.rows]
         return DecodeResult(sequences, texts, finished, run.stats)
 
     def stream(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> TextStream:
-        """Decode one prompt as `generate` does; the text comes piece by piece."""
-        if not is_single(prompt):
-            raise UserError("stream takes one prompt; use generate for a batch")
+        """Decode one prompt as `generate` does; the text comes piece by piece.
+
+        The pieces joined are the text that `generate` returns.
+        """
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        steps = self.steps(prompt, **options)
-        return Stream(text_pieces((step[0] for step in steps), self.tokenizer), steps.stats)
+        run, emissions = self._begin(prompt, options)
+        if len(run.request.prompts) > 1:
+            raise UserError("stream takes one prompt; use generate for a batch")
+        pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer)
+        return Stream(pieces, run.stats)
 
     def steps(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[DecodeOptions]
@@ -155,11 +153,12 @@ class Decoder:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         settings = read_options(options)
         run = BatchRun(self._request(prompts, settings), self.target.device)
-        return run, self._decode(run, settings.verifier)
+        return run, self._decode(run, settings)
 
     def _request(self, prompts: Prompt | Sequence[Prompt], settings: DecodeSettings) -> Request:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
-        ids = encode(prompts, self.tokenizer)
+        pad = pad_token_of(self.target)
+        ids = encode(prompts, self.tokenizer, settings.attention_mask, pad)
         refuse_unknown_tokens(ids, self.target.vocab_size)
         seeds, limits = settings.seeds(len(ids)), settings.limits(ids, self.max_length)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
@@ -175,11 +174,12 @@ class Decoder:
             self.draft_temperature,
         )
 
-    def _decode(self, run: BatchRun, verifier: str) -> Iterator[Emitted]:
+    def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
         """The loop for this drafter; checks the verifier's name even where none is needed."""
         temperature = run.request.sampling.temperature
         quick = self.adaptive or can_step_in_graphs(self.target, run)
-        rule = verifier_for(verifier, temperature, follows=quick)
+        rule = verifier_for(settings.verifier, temperature, follows=quick)
+        rule = rule.with_options(settings.rule_options)
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed

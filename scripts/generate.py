@@ -55,6 +55,21 @@ def main(
             "lossy: they change the output."
         ),
     ] = "auto",
+    typical_epsilon: Annotated[
+        float | None,
+        typer.Option(help="With --verifier typical: highest threshold; by default 0.09."),
+    ] = None,
+    typical_delta: Annotated[
+        float | None,
+        typer.Option(help="With --verifier typical: threshold by entropy; by default 0.3."),
+    ] = None,
+    lenience: Annotated[
+        float | None,
+        typer.Option(
+            help="With --verifier lenient: tokens become up to 1 / lenience times as probable as "
+            "they should be; by default 0.5."
+        ),
+    ] = None,
     tree_nodes: options.TreeNodes = None,
     draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
     compile: options.CompileSwitch = False,
@@ -89,6 +104,9 @@ def main(
         top_k=top_k,
         top_p=top_p,
         verifier=verifier,
+        typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
+        lenience=lenience,
         seed=seed,
         generation_config=config,
     )

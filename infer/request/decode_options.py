@@ -1,10 +1,13 @@
 """The options of one call of `Decoder.generate`, `stream` or `steps`."""
 
 import difflib
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+import numpy as np
+import torch
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
@@ -12,7 +15,9 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.generation_config import given_options, sampling_from
+from drafthead.infer.request.integers import ARRAYS, integer, integer_option
 from drafthead.infer.request.stopping import token_ids
+from drafthead.infer.request.token_rows import is_list
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -21,7 +26,8 @@ class DecodeOptions(TypedDict, total=False):
     """What `Decoder.generate`, `stream` and `steps` take as keywords after the prompts.
 
     Without any of them decoding is greedy, of up to 128 tokens, and nothing is filtered. Keywords
-    win over `generation_config`. Where None is allowed, it is the same as leaving the option out.
+    win over `generation_config`. Where None is allowed, it is the same as leaving the option out,
+    except for `seed`. Integers may be NumPy's, or tensors without dimensions.
     """
 
     # Most new tokens of each answer. The end of the target's context may cut it sooner.
@@ -35,9 +41,19 @@ class DecodeOptions(TypedDict, total=False):
     # The acceptance rule. "auto" is a lossless one: `greedy` at temperature 0; above it `match`
     # with planned trees and in compiled graphs, else `rejection`. Lossy ones are used only by name.
     verifier: str
+    # Of the lossy `typical`: a token passes above min(epsilon, delta x exp(-entropy)) of the
+    # target. Smaller values accept more; the defaults 0.09 and 0.3 are Medusa's.
+    typical_epsilon: float | None
+    typical_delta: float | None
+    # Of the lossy `lenient`: no token becomes more than 1 / lenience times as probable as it should
+    # be, after any prefix. 0.5 by default; 1 is exact.
+    lenience: float | None
     # A row's answer depends on its own seed alone: one seed for each row, or an int from which the
-    # rows count upwards.
-    seed: int | Sequence[int]
+    # rows count upwards. 0 by default; None takes an int from the operating system.
+    seed: int | Sequence[int] | None
+    # 1 for tokens, 0 for padding at the beginning or end of a row, in the shape of prompts that are
+    # token ids [T] or [B, T]. A tokenizer's output brings its own.
+    attention_mask: torch.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None
     # Everything else under transformers' names: penalties, n-grams, bad words, forced and
     # suppressed tokens, and also `frequency_penalty` and `presence_penalty`, which transformers
     # lacks. What cannot be honoured raises UserError by name.
@@ -62,7 +78,9 @@ class DecodeSettings:
     stopping_criteria: Sequence[StoppingCriteria]
     logits_processor: Sequence[LogitsProcessor]
     verifier: str
-    seed: int | Sequence[int]
+    rule_options: Mapping[str, float]  # of the verifier, where they are not the defaults
+    seed: int | Sequence[int]  # the first row's seed, or one for each row
+    attention_mask: object  # of prompts that are token ids; checked with them
 
     def seeds(self, rows: int) -> list[int]:
         """One seed for each row; raises UserError when another number of seeds was given."""
@@ -113,10 +131,17 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
     if max_new_tokens is None:
         default = DEFAULT_MAX_NEW_TOKENS if max_length is None else None
         max_new_tokens = given.get("max_new_tokens", default)
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if max_new_tokens is not None:
+        max_new_tokens = integer_option("max_new_tokens", max_new_tokens)
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     stops, ends = given.get("stop_strings") or (), given.get("eos_token_id")
     arguments = {name: options.get(name) for name in ("temperature", "top_k", "top_p")}
+    rule_options = {
+        "typical_epsilon": options.get("typical_epsilon"),
+        "typical_delta": options.get("typical_delta"),
+        "lenience": options.get("lenience"),
+    }
     return DecodeSettings(
         config=config,
         sampling=sampling_from(given, arguments),
@@ -127,8 +152,23 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         stopping_criteria=options.get("stopping_criteria", ()),
         logits_processor=options.get("logits_processor", ()),
         verifier=options.get("verifier", "auto"),
-        seed=options.get("seed", 0),
+        rule_options={name: value for name, value in rule_options.items() if value is not None},
+        seed=read_seed(options.get("seed", 0)),
+        attention_mask=options.get("attention_mask"),
     )
+
+
+def read_seed(seed: object) -> int | list[int]:
+    """One seed or a list of seeds; None takes one from the operating system.
+
+    Raises UserError for what is no integer.
+    """
+    if seed is None:
+        return secrets.randbits(63)
+    seeds = seed.tolist() if isinstance(seed, ARRAYS) else seed
+    if integer(seeds) is None and is_list(seeds):
+        return [integer_option("a seed", each) for each in seeds]
+    return integer_option("seed", seeds)
 
 
 def refuse_unknown_names(options: DecodeOptions) -> None:

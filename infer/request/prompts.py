@@ -1,43 +1,149 @@
-"""From users' prompts to token ids, and from token ids back to text, piece by piece."""
+"""From users' prompts to token ids."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.infer.request.integers import ARRAYS, integer
+from drafthead.infer.request.padding import PadToken, masked, without_padding
+from drafthead.infer.request.token_rows import is_list, rows_of, token_rows, type_of
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]] | torch.Tensor
-
-
-def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether `prompts` is one prompt: a string, ids (a tensor [T] too), or one chat's messages."""
-    if isinstance(prompts, str):
-        return True
-    if isinstance(prompts, torch.Tensor):
-        return prompts.ndim == 1
-    return len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
+Prompt: TypeAlias = (
+    str
+    | Sequence[Mapping[str, str]]  # the messages of a chat
+    | Sequence[int]  # token ids, as they are
+    | torch.Tensor  # token ids [T]; a tensor or array [B, T] is a batch
+    | np.ndarray
+    | Mapping[str, Any]  # a tokenizer's output
+)
+ACCEPTED = (
+    "a prompt is a string, a list of chat messages, token ids (list, tensor or array) or a "
+    "tokenizer's output with input_ids, and a batch is a list of prompts or token ids [B, T]"
+)
+# What tokenizers return; nothing but ids and mask is read, as for prompts that are strings.
+TOKENIZER_KEYS = {
+    "attention_mask", "input_ids", "length", "offset_mapping", "special_tokens_mask",
+    "token_type_ids",
+}  # fmt: skip
 
 
 def encode(
-    prompts: Prompt | Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None
+    prompts: Prompt | Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase | None,
+    attention_mask: object = None,
+    pad: PadToken | None = None,
 ) -> list[list[int]]:
-    """Each prompt as token ids.
+    """Each prompt as token ids, without padding.
 
     A string is one user message when the tokenizer has a chat template, and plain text otherwise.
-    Ids, in lists or tensors [T], are taken as they are. Raises UserError for an empty prompt, or
+    Token ids in lists are taken as they are. In tensors, arrays and a tokenizer's output
+    `attention_mask` marks padding with 0; without a mask it is the tokens `pad` at the beginning
+    and end of rows, as in transformers. Raises UserError for anything else, for an empty prompt, or
     for text without a tokenizer.
     """
-    many = [prompts] if is_single(prompts) else list(prompts)
-    if not many:
+    source = prompts if attention_mask is None else with_mask(prompts, attention_mask)
+    encoded = PromptReader(tokenizer, pad).read(source)
+    if not encoded:
         raise UserError("there is no prompt to decode")
-    encoded = [encode_one(prompt, tokenizer) for prompt in many]  # type: ignore[arg-type]
     for number, ids in enumerate(encoded):
         if not ids:
             raise UserError(f"prompt {number} is empty: it needs at least one token")
     return encoded
+
+
+def with_mask(prompts: object, attention_mask: object) -> dict[str, Any]:
+    """Token ids and their mask in the form of a tokenizer's output."""
+    output = dict(prompts) if isinstance(prompts, Mapping) else {"input_ids": prompts}
+    if "attention_mask" in output:
+        raise UserError("attention_mask is given twice: as an option and with the prompts")
+    return output | {"attention_mask": attention_mask}
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads prompts of every form as token ids."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    pad: PadToken | None
+
+    def read(self, prompts: Any) -> list[list[int]]:
+        """The token ids of one prompt, or of each prompt of a batch."""
+        if not is_list(prompts) or is_chat(prompts) or is_token_ids(prompts):
+            return self.rows(prompts, "the prompt")
+        batch = [self.rows(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
+        for number, rows in enumerate(batch):
+            if len(rows) != 1:
+                raise UserError(f"prompt {number} of a list is itself a batch of {len(rows)}")
+        return [rows[0] for rows in batch]
+
+    def rows(self, prompt: Any, name: str) -> list[list[int]]:
+        """The token ids of one prompt, or of the rows of ids [B, T]."""
+        if isinstance(prompt, str) or is_chat(prompt):
+            return [encode_one(prompt, self.tokenizer)]
+        if is_list(prompt) and (len(prompt) == 0 or is_token_ids(prompt)):
+            return token_rows(prompt, name)
+        if isinstance(prompt, ARRAYS) and prompt.ndim in (1, 2):
+            return without_padding(token_rows(prompt, name), self.pad)
+        if isinstance(prompt, Mapping) and "input_ids" in prompt:
+            return self.tokenized(prompt, name)
+        raise UserError(f"{name} has the type {kind_of(prompt)}: {ACCEPTED}")
+
+    def tokenized(self, output: Mapping[str, Any], name: str) -> list[list[int]]:
+        """The token ids of a tokenizer's output, without padding."""
+        if unknown := sorted(map(str, output.keys() - TOKENIZER_KEYS)):
+            raise UserError(f"{name} holds {unknown[0]}, which is not supported here")
+        rows, mask = token_rows(output["input_ids"], name), output.get("attention_mask")
+        if mask is None:
+            return without_padding(rows, self.pad)
+        return masked(rows, rows_of(mask, "attention_mask"))
+
+
+def kind_of(value: object) -> str:
+    """What a value is that is no prompt: its type, and the keys of a mapping."""
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with the keys {sorted(map(str, value))}"
+    return type_of(value)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether this is a list of chat messages; raises UserError if only the first is one."""
+    if not is_list(prompt) or not prompt:
+        return False
+    messages = [isinstance(message, Mapping) and "role" in message for message in prompt]
+    if messages[0] and not all(messages):
+        wrong = prompt[messages.index(False)]
+        raise UserError(
+            f"chat messages are mappings with a role, but one has the type {kind_of(wrong)}"
+        )
+    return messages[0]
+
+
+def is_token_ids(prompt: object) -> bool:
+    """Whether this is a list that begins with a token id."""
+    return is_list(prompt) and len(prompt) > 0 and integer(prompt[0]) is not None
+
+
+def encode_one(
+    prompt: str | Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase | None
+) -> list[int]:
+    """A string or chat messages as token ids; see `encode`."""
+    if tokenizer is None:
+        raise UserError("the target has no tokenizer: pass prompts as token ids")
+    if isinstance(prompt, str):
+        if not tokenizer.chat_template:
+            return list(tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    if not tokenizer.chat_template:
+        raise UserError("the target's tokenizer has no chat template: pass a string or token ids")
+    messages = [dict(message) for message in prompt]
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
 
 
 def refuse_unknown_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -49,40 +155,3 @@ def refuse_unknown_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> 
                     f"prompt {number} holds token id {token}, but the target's vocabulary ends at "
                     f"{vocab_size - 1}"
                 )
-
-
-def encode_one(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """One prompt as token ids; see `encode`."""
-    if isinstance(prompt, torch.Tensor):
-        return [int(token) for token in prompt.tolist()]
-    if not isinstance(prompt, str) and (len(prompt) == 0 or isinstance(prompt[0], int)):
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
-    if tokenizer is None:
-        raise UserError("the target has no tokenizer: pass prompts as token ids")
-    if isinstance(prompt, str):
-        if not tokenizer.chat_template:
-            return list(tokenizer(prompt)["input_ids"])
-        prompt = [{"role": "user", "content": prompt}]
-    if not tokenizer.chat_template:
-        raise UserError("the target's tokenizer has no chat template: pass a string or token ids")
-    messages = [dict(message) for message in prompt]  # type: ignore[arg-type]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    )
-
-
-def text_pieces(
-    tokens: Iterator[Sequence[int]], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[str]:
-    """Text as soon as its tokens are there, never half a character, without special tokens.
-
-    Raises UserError, when the first piece is asked for, for a tokenizer implemented in Python.
-    """
-    if not tokenizer.is_fast:
-        raise UserError("streaming needs a fast tokenizer; this one is implemented in Python")
-    stream = DecodeStream(skip_special_tokens=True)
-    for committed in tokens:
-        # The stream returns None until the bytes of a character are complete.
-        pieces = [stream.step(tokenizer.backend_tokenizer, token) for token in committed]
-        if piece := "".join(p for p in pieces if p):
-            yield piece

@@ -46,22 +46,47 @@ def stops_for(
     is kept whole, with any text after the string. Raises UserError for stop strings that the
     target's tokenizer cannot produce.
     """
-    criteria = StoppingCriteriaList(custom)
-    if stop_strings:
-        if tokenizer is None:
-            raise UserError("stop_strings need a tokenizer, and the target has none")
-        try:
-            criteria.append(StopStringCriteria(tokenizer, list(stop_strings)))
-        except ValueError as error:
-            raise UserError(f"stop_strings {list(stop_strings)}: {error}") from error
-    return [stop_after(prompt, criteria) for prompt in prompts] if criteria else []
+    if not stop_strings and not custom:
+        return []
+    strings = string_criteria(stop_strings, tokenizer) if stop_strings else None
+    return [stop_after(prompt, StoppingCriteriaList(custom), strings) for prompt in prompts]
 
 
-def stop_after(prompt: Sequence[int], criteria: StoppingCriteriaList) -> Stop:
+def string_criteria(
+    stop_strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
+) -> StopStringCriteria:
+    """transformers' criteria for stop strings; raises UserError where there can be none."""
+    if tokenizer is None:
+        raise UserError("stop_strings need a tokenizer, and the target has none")
+    try:
+        return StopStringCriteria(tokenizer, list(stop_strings))
+    except ValueError as error:
+        raise UserError(f"stop_strings {list(stop_strings)}: {error}") from error
+
+
+def stop_after(
+    prompt: Sequence[int], custom: StoppingCriteriaList, strings: StopStringCriteria | None
+) -> Stop:
     """The criteria for the answer to one prompt; they get ids [1, T] and no scores."""
+    prompt_ids = torch.tensor(prompt)  # [T] made once: prompts can be long
 
     def stop(answer: Sequence[int]) -> bool:
-        ids = torch.tensor([[*prompt, *answer]])
-        return bool(criteria(ids, None).all())
+        stopped = False
+        if custom:
+            ids = torch.cat([prompt_ids, torch.tensor(answer)])
+            stopped = bool(custom(ids[None], None).all())
+        if strings is not None and not stopped:
+            recent = last_tokens(prompt, answer, strings.maximum_token_len)
+            stopped = bool(strings(torch.tensor([recent]), None).all())
+        return stopped
 
     return stop
+
+
+def last_tokens(prompt: Sequence[int], answer: Sequence[int], count: int) -> list[int]:
+    """The last `count` tokens of prompt and answer together, or all if there are fewer.
+
+    It copies no more than these: of prompt 1 2 3 and answer 4 the last two are 3 4.
+    """
+    missing = count - len(answer)
+    return [*prompt[-missing:], *answer] if missing > 0 else list(answer[-count:])

@@ -3,11 +3,12 @@
 A rule returns the path of a token tree that is accepted, and the token after it. Rules are pure
 functions on tensors: they know no model and no cache. `scores` are the target's logits for rules
 that need no more (`reads="logits"`), and its probabilities for the others. Lossy rules change the
-output distribution and are used only when the user names them.
+output distribution and are used only when the user names them. A rule with options is a frozen
+dataclass that is called: its fields are the options.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -54,6 +55,19 @@ class Verifier:
     greedy: bool  # for temperature 0 alone; all other rules are for temperatures above it
     draws_children: bool  # accepts more when children are drawn from the draft's distribution
     follows: bool  # accepts exactly the nodes that are the target's own tokens, as `follow` does
+
+    def with_options(self, options: Mapping[str, float]) -> "Verifier":
+        """The same verifier with other options of its rule; those left out keep their defaults.
+
+        Raises UserError for an option that the rule does not have, or a value out of its range.
+        """
+        rule = self.rule
+        known = {field.name for field in fields(rule)} if is_dataclass(rule) else frozenset[str]()
+        if unknown := sorted(options.keys() - known):
+            raise UserError(f"verifier {self.name!r} has no option {unknown[0]}")
+        if not is_dataclass(rule) or isinstance(rule, type) or not options:
+            return self
+        return replace(self, rule=replace(rule, **options))
 
 
 VERIFIERS: dict[str, Verifier] = {}

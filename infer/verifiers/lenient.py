@@ -1,25 +1,40 @@
 """Rejection that favours the draft: longer steps, another distribution."""
 
+from dataclasses import dataclass
+
 import torch
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, register_verifier
 from drafthead.infer.verifiers.rejection import reject_recursively
 
-# After any prefix no token becomes more than 1 / LENIENCE times as probable as it should be.
-LENIENCE = 0.5
 
-
-@register_verifier("lenient", lossless=False, reads="probs", draws_children=True)
-def lenient(
-    tree: TokenTree,
-    scores: torch.Tensor,  # [B, N, V]
-    random: RowRandom | None,
-) -> Acceptance:
-    """Lossy: as `rejection`, but child x passes with min(1, target(x) / (LENIENCE x draft(x))).
+@dataclass(frozen=True)
+class Lenient:
+    """Lossy: as `rejection`, but child x passes with min(1, target(x) / (lenience x draft(x))).
 
     Leviathan et al., 2023, arXiv 2211.17192, appendix A.5. Children that were not drawn have no
     draft probability; they are matched, which is exact.
     """
-    return reject_recursively(tree, scores, random, LENIENCE)
+
+    # After any prefix no token becomes more than 1 / lenience times as probable as it should be; 1
+    # is `rejection`.
+    lenience: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lenience <= 1:
+            raise UserError(f"lenience must lie in (0, 1], got {self.lenience}")
+
+    def __call__(
+        self,
+        tree: TokenTree,
+        scores: torch.Tensor,  # [B, N, V]
+        random: RowRandom | None,
+    ) -> Acceptance:
+        """Accept a path of the tree."""
+        return reject_recursively(tree, scores, random, self.lenience)
+
+
+register_verifier("lenient", lossless=False, reads="probs", draws_children=True)(Lenient())

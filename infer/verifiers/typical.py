@@ -1,38 +1,54 @@
 """Medusa's rule: longer steps, another distribution."""
 
+from dataclasses import dataclass
+
 import torch
 
-from drafthead.heads.sampling import RowRandom, sample
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import RowRandom
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, deepest, path_to, register_verifier
 
-# A token passes above min(EPSILON, DELTA x exp(-entropy)).
-TYPICAL_EPSILON = 0.09
-TYPICAL_DELTA = 0.3
 
-
-@register_verifier("typical", lossless=False, reads="probs")
-def typical_acceptance(
-    tree: TokenTree,
-    scores: torch.Tensor,  # [B, N, V]
-    random: RowRandom | None,
-) -> Acceptance:
+@dataclass(frozen=True)
+class Typical:
     """Lossy: Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1).
 
     A node x passes when target_probs(x) > min(epsilon, delta x exp(-H(target_probs))). The longest
-    passing path wins, among equals the most probable; the bonus is drawn from the target. (The
-    sampling option `typical_p` is something else: Meister's locally typical sampling.)
+    passing path wins, among equals the most probable; the bonus is the target's most probable
+    token, at any temperature. So nothing but the answer's first token and steps without a tree is
+    drawn. (The sampling option `typical_p` is something else: Meister's locally typical sampling.)
     """
-    assert random is not None
-    entropy = -(scores * scores.clamp_min(1e-10).log()).sum(-1)  # [B, N]
-    threshold = (TYPICAL_DELTA * torch.exp(-entropy)).clamp_max(TYPICAL_EPSILON)
-    parents = tree.parents.clamp_min(0)
-    token_probs = scores.gather(1, parents[..., None].expand_as(scores))
-    token_probs = token_probs.gather(2, tree.tokens.clamp_min(0)[..., None]).squeeze(2)  # [B, N]
-    passes = (token_probs > threshold.gather(1, parents)) & (tree.tokens >= 0)
-    passes[:, 0] = token_probs[:, 0] = 1
-    path_log_probs = (token_probs.clamp_min(1e-10).log()[:, None] * tree.ancestors).sum(-1)
-    # The log maps to (0, 1). The path's probability itself could be too small to be compared.
-    node = deepest(tree, passes, 0.999 / (1 - path_log_probs))
-    rows = torch.arange(node.shape[0], device=node.device)
-    return path_to(tree, node, sample(scores[rows, node], random.uniform()))
+
+    # The defaults of Medusa's code, which calls them posterior_threshold and posterior_alpha.
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.typical_epsilon <= 1:
+            raise UserError(f"typical_epsilon must lie in [0, 1], got {self.typical_epsilon}")
+        if not self.typical_delta >= 0:
+            raise UserError(f"typical_delta must be 0 or above, got {self.typical_delta}")
+
+    def __call__(
+        self,
+        tree: TokenTree,
+        scores: torch.Tensor,  # [B, N, V]
+        random: RowRandom | None,
+    ) -> Acceptance:
+        """Accept the longest path of typical tokens; no random number is used."""
+        entropy = -(scores * scores.clamp_min(1e-10).log()).sum(-1)  # [B, N]
+        threshold = (self.typical_delta * torch.exp(-entropy)).clamp_max(self.typical_epsilon)
+        parents = tree.parents.clamp_min(0)
+        token_probs = scores.gather(1, parents[..., None].expand_as(scores))  # [B, N, V]
+        token_probs = token_probs.gather(2, tree.tokens.clamp_min(0)[..., None]).squeeze(2)
+        passes = (token_probs > threshold.gather(1, parents)) & (tree.tokens >= 0)  # [B, N]
+        passes[:, 0] = token_probs[:, 0] = 1
+        path_log_probs = (token_probs.clamp_min(1e-10).log()[:, None] * tree.ancestors).sum(-1)
+        # The log maps to (0, 1). The path's probability itself could be too small to be compared.
+        node = deepest(tree, passes, 0.999 / (1 - path_log_probs))
+        rows = torch.arange(node.shape[0], device=node.device)
+        return path_to(tree, node, scores[rows, node].argmax(-1))
+
+
+register_verifier("typical", lossless=False, reads="probs")(Typical())

@@ -3,9 +3,9 @@
 Ours differs on purpose in three things. Medusa's paths that are shorter than the longest are filled
 up with token 0 and the logits of the last node, so that its typical acceptance can accept tokens
 that no tree held: ours is compared with what the official code gives when the filling is made
-impossible, which greedy decoding never notices. Medusa takes the most probable bonus token at any
-temperature, where ours is drawn from the target: here it is made to take the most probable one,
-too. EAGLE accepts children as if the draft had been certain of each, and so does `match`, with
+impossible, which greedy decoding never notices. Medusa takes the most probable token as an answer's
+first, too, at any temperature, where ours is drawn from the target: here it is the most probable
+one. EAGLE accepts children as if the draft had been certain of each, and so does `match`, with
 other random numbers; `rejection` is given a draft that is certain.
 """
 
@@ -19,7 +19,6 @@ from golden import Case, cases, name_of
 from tiny import BUSHY, VOCAB
 from written import Outputs, Written
 
-import drafthead.infer.verifiers.typical as typical_module
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families import recurrent_drafter
@@ -31,7 +30,7 @@ from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.infer import Decoder
+from drafthead.infer import DecodeOptions, Decoder
 from drafthead.infer.engine import stepper as stepper_module
 from drafthead.infer.verifiers import VERIFIERS
 
@@ -39,8 +38,16 @@ ALGORITHMS = "medusa_algorithms/*"
 
 
 def most_probable(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Medusa's bonus token in the place of a drawn one."""
+    """Medusa's first token in the place of a drawn one."""
     return scores.argmax(-1)
+
+
+def thresholds(setting: dict) -> dict[str, float]:
+    """Our names for Medusa's thresholds."""
+    return {
+        "typical_epsilon": setting["posterior_threshold"],
+        "typical_delta": setting["posterior_alpha"],
+    }
 
 
 # Static trees
@@ -78,10 +85,7 @@ def test_paths_to_leaves_run_from_the_last_and_end_with_filling() -> None:
 
 
 @pytest.mark.parametrize("case", cases(ALGORITHMS), ids=name_of)
-def test_acceptance_is_medusas_without_the_filling(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(typical_module, "sample", most_probable)
+def test_acceptance_is_medusas_without_the_filling(case: Case) -> None:
     decisions = 0
     for key in case.io:
         if not key.endswith(".accept_length_nopad"):
@@ -91,14 +95,13 @@ def test_acceptance_is_medusas_without_the_filling(
         shape = TreeShape.from_paths(case.about["trees"][name])
         tree = TokenTree.from_shape(shape, case.io[f"{name}.tree_candidates"])
         logits = case.io[f"{name}.{rep}.tree_logits"]
-        monkeypatch.setattr(typical_module, "TYPICAL_EPSILON", setting["posterior_threshold"])
-        monkeypatch.setattr(typical_module, "TYPICAL_DELTA", setting["posterior_alpha"])
         if setting["temperature"] == 0:
             found = VERIFIERS["greedy"].rule(tree, logits, None)
         else:
             scores = probabilities(logits, SamplingConfig(temperature=setting["temperature"]))
             random = ScriptedRandom(torch.zeros(1, 1))
-            found = VERIFIERS["typical"].rule(tree, scores, random)
+            rule = VERIFIERS["typical"].with_options(thresholds(setting)).rule
+            found = rule(tree, scores, random)
         best = int(case.io[f"{name}.{rep}.{number}.best_candidate_nopad"])
         accepted = leaf_rows(shape)[best][: int(case.io[key]) + 1]
         assert found.path[0, : int(found.length)].tolist() == accepted, key
@@ -207,12 +210,12 @@ def answers(
     decoder = Decoder(target, drafter_for(head, target, shape), budget)
     decoder.end_ids = frozenset()
     temperature = run.get("temperature", 0.0)
-    verifier = "typical" if temperature > 0 else "greedy"
+    options: DecodeOptions = {"temperature": temperature}
+    if temperature > 0:
+        options |= {"verifier": "typical", **thresholds(run)}
     found = []
     for prompt, count in run["inputs"]:
-        result = decoder.generate(
-            [prompt], max_new_tokens=count, temperature=temperature, verifier=verifier
-        )
+        result = decoder.generate([prompt], max_new_tokens=count, **options)
         # The bonus token is left out; the last step may have been cut.
         found.append((result.sequences[0], [n - 1 for n in result.stats.accept_lengths[0]][:-1]))
     return found
@@ -234,13 +237,10 @@ def inputs_of(case: Case, run: dict) -> dict:
 def test_answers_on_static_trees_take_the_same_steps(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(typical_module, "sample", most_probable)
     monkeypatch.setattr(stepper_module, "sample", most_probable)
     target = case.target
     head = load_head(case.path, target)
     for run in case.decode["runs"]:
-        monkeypatch.setattr(typical_module, "TYPICAL_EPSILON", run.get("posterior_threshold", 0))
-        monkeypatch.setattr(typical_module, "TYPICAL_DELTA", run.get("posterior_alpha", 0))
         shape = TreeShape.from_paths(case.decode["trees"][run["tree"]])
         found = answers(head, target, None, shape, inputs_of(case, run))
         assert found == expected_answers(case, run)

@@ -1,5 +1,6 @@
 """What every way of decoding owes its user, for every drafter in the registry."""
 
+import numpy as np
 import pytest
 import torch
 from laws import law_of_three_tokens, p_value
@@ -226,12 +227,39 @@ def test_counts_say_what_was_returned(target, make_drafter) -> None:
         ({"prompts": [1], "verifier": "gready"}, "unknown verifier 'gready'.*greedy"),
         ({"prompts": [1], "verifier": "greedy", "temperature": 1.0}, "would ignore temperature"),
         ({"prompts": [1], "verifier": "typical"}, "temperature above 0"),
+        (
+            {"prompts": [1], "max_new_tokens": 3.5},
+            r"max_new_tokens must be an integer, got 3.5 \(float",
+        ),
+        (
+            {"prompts": [1], "max_new_tokens": "3"},
+            r"max_new_tokens must be an integer, got '3' \(str",
+        ),
+        ({"prompts": [1], "max_new_tokens": True}, "max_new_tokens must be an integer"),
         ({"prompts": [[1], [2]], "seed": [1]}, "2 prompts need 2 seeds"),
+        ({"prompts": [1], "seed": 0.5}, r"seed must be an integer, got 0.5 \(float"),
+        ({"prompts": [1], "seed": [None]}, r"a seed must be an integer, got None \(NoneType"),
     ],
 )
 def test_bad_requests_are_refused_in_one_sentence(target, options, complaint) -> None:
     with pytest.raises(UserError, match=complaint):
         Decoder(target).generate(**options)
+
+
+def test_integers_of_every_library_are_options(target) -> None:
+    decoder = Decoder(target)
+    rows = {"prompts": [[9, 8], [5]], "temperature": 1.0}
+    expected = decoder.generate(**rows, max_new_tokens=6, seed=[3, 4]).sequences
+    for seed in (3, np.int64(3), torch.tensor(3), np.array([3, 4]), torch.tensor([3, 4]), (3, 4)):
+        for count in (6, np.int32(6), torch.tensor(6)):
+            found = decoder.generate(**rows, max_new_tokens=count, seed=seed)
+            assert found.sequences == expected, (seed, count)
+
+
+def test_without_a_seed_answers_differ(target) -> None:
+    rows = {"prompts": [9, 8], "temperature": 1.0, "max_new_tokens": 30, "seed": None}
+    answers = [Decoder(target).generate(**rows).sequences for _ in range(2)]
+    assert answers[0] != answers[1]
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name(target) -> None:

@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.request.stopping import last_tokens, stops_for
 
 MAX_NEW = 40
 PROMPTS = random_prompts(3)
@@ -99,3 +100,24 @@ def test_a_sample_is_cut_where_the_stop_string_is_complete(target, make_drafter)
 def test_stop_strings_that_no_token_can_say_are_refused(target) -> None:
     with pytest.raises(UserError, match="stop_strings"):
         Decoder(target).generate([9], generation_config=GenerationConfig(stop_strings=["é"]))
+
+
+def test_a_stop_string_looks_at_no_more_of_a_long_prompt_than_it_needs(target) -> None:
+    """Each token used to cost a tensor of prompt and answer together."""
+
+    class Watched(list):
+        read = 0
+
+        def __iter__(self):
+            Watched.read += len(self)
+            return super().__iter__()
+
+    (stop,) = stops_for(["bab"], [], target.tokenizer, [Watched([9] * 1000)])
+    before = Watched.read
+    ids = target.tokenizer.convert_tokens_to_ids(["dd", "ba", "bc"])
+    assert [stop(ids[:n]) for n in (1, 2, 3)] == [False, False, True]
+    assert Watched.read == before
+    assert stop(ids[1:]), "the string may begin with the answer"
+    assert last_tokens([1, 2, 3], [4], 2) == [3, 4]
+    assert last_tokens([1, 2, 3], [4], 9) == [1, 2, 3, 4]
+    assert last_tokens([1, 2, 3], [4, 5], 2) == [4, 5]

@@ -18,7 +18,7 @@ from conftest import ScriptedRandom
 
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer.verifiers import VERIFIERS
-from drafthead.infer.verifiers.lenient import LENIENCE
+from drafthead.infer.verifiers.lenient import Lenient
 
 VOCAB = 4
 SHAPES = {
@@ -207,7 +207,7 @@ TEXTBOOKS: dict[str, Textbook] = {
     "match": match,
     "rejection": rejection,
     "traversal": traversal,
-    "lenient": lambda proposal: rejection(proposal, Fraction(LENIENCE)),
+    "lenient": lambda proposal: rejection(proposal, Fraction(Lenient.lenience)),
 }
 
 
@@ -407,7 +407,7 @@ def test_traversal_accepts_no_less_of_a_chain_than_rejection() -> None:
 
 @any_tree
 def test_lenient_makes_no_token_more_probable_than_it_promises(shape) -> None:
-    """Behind every prefix at most 1 / LENIENCE times the target's probability."""
+    """Behind every prefix at most 1 / lenience times the target's probability."""
     (target, _), length = models(1, 0), shape.depth + 1
     said = law_of_answers(TEXTBOOKS["lenient"], shape, 1, 0, drawn=True)
     law, most = continued(said, target, length), Fraction(1)
@@ -420,4 +420,4 @@ def test_lenient_makes_no_token_more_probable_than_it_promises(shape) -> None:
             ]
             found = zip(normalised(after), target[prefix], strict=True)
             most = max(most, *(p / expected for p, expected in found))
-    assert 1 < most <= 1 / Fraction(LENIENCE)
+    assert 1 < most <= 1 / Fraction(Lenient.lenience)

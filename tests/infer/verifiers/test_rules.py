@@ -6,12 +6,14 @@ import pytest
 import torch
 from conftest import ScriptedRandom
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import draw_without_replacement
 from drafthead.heads.trees.tree import PADDING, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer.engine.stepper import following_tokens
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.infer.verifiers.refusals import earlier_siblings
 from drafthead.infer.verifiers.traversal import turns
+from drafthead.infer.verifiers.typical import Typical
 
 VOCAB = 4
 SHAPES = {
@@ -76,6 +78,53 @@ def test_typical_accepts_above_the_entropy_threshold() -> None:
     confident = torch.tensor([0.94, 0.03, 0.02, 0.01]).expand(1, 3, VOCAB)
     found = accept("typical", tree, confident, torch.tensor([[0.6]]))
     assert (found.length.item(), found.bonus.item()) == (1, 0)
+
+
+def test_typical_takes_the_most_probable_bonus_as_medusa_does() -> None:
+    scores = torch.tensor([[[0.4, 0.1, 0.2, 0.3]]])
+    found = accept("typical", tree_of(TreeShape.chain(0), [1]), scores, torch.tensor([[0.99]]))
+    assert found.bonus.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({}, 3),  # threshold min(.09, .3 x exp(-H)) = min(.09, .075)
+        ({"typical_delta": 0.9}, 3),  # min(.09, .225)
+        ({"typical_epsilon": 0.3}, 3),  # min(.3, .075)
+        ({"typical_epsilon": 0.3, "typical_delta": 1.1}, 1),  # min(.3, .275), above .25
+    ],
+)
+def test_the_thresholds_of_typical_are_options(options, length) -> None:
+    tree, scores = tree_of(SHAPES["chain"], [0, 1, 2]), torch.full((1, 3, VOCAB), 0.25)
+    rule = VERIFIERS["typical"].with_options(options).rule
+    assert rule(tree, scores, ScriptedRandom(torch.zeros(1, 1))).length.item() == length
+    assert VERIFIERS["typical"].rule == Typical(0.09, 0.3), "the registered rule stays as it is"
+
+
+def test_lenience_is_an_option_and_exact_at_one() -> None:
+    tree, scores, numbers = random_case(drawn=True)
+    lengths = {}
+    for lenience in (1.0, 0.5, 0.1):
+        rule = VERIFIERS["lenient"].with_options({"lenience": lenience}).rule
+        lengths[lenience] = rule(tree, scores, ScriptedRandom(numbers)).length.sum().item()
+    assert lengths[1.0] == accept("rejection", tree, scores, numbers).length.sum().item()
+    assert lengths[1.0] < lengths[0.5] < lengths[0.1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("match", {"lenience": 0.5}, "verifier 'match' has no option lenience"),
+        ("typical", {"lenience": 0.5}, "verifier 'typical' has no option lenience"),
+        ("lenient", {"lenience": 0.0}, "lenience must lie in"),
+        ("typical", {"typical_epsilon": 1.5}, "typical_epsilon must lie in"),
+        ("typical", {"typical_delta": -1.0}, "typical_delta must be 0 or above"),
+    ],
+)
+def test_an_option_that_a_rule_lacks_or_cannot_have_is_refused(name, options, complaint) -> None:
+    with pytest.raises(UserError, match=complaint):
+        VERIFIERS[name].with_options(options)
 
 
 def test_typical_prefers_the_longest_then_the_most_probable_path() -> None:
@@ -188,7 +237,8 @@ def test_a_root_alone_gives_one_token_of_the_target(name) -> None:
     tree = tree_of(TreeShape.chain(0), [1])
     found = accept(name, tree, scores, torch.tensor([[0.25]]))
     assert found.length.item() == 1
-    assert found.bonus.item() == (3 if VERIFIERS[name].greedy else 1)
+    best = VERIFIERS[name].greedy or name == "typical"
+    assert found.bonus.item() == (3 if best else 1)
 
 
 def test_traversal_tries_each_node_after_all_that_hangs_below_it() -> None:

@@ -1,0 +1,65 @@
+"""From token ids back to text: whole answers, and piece by piece."""
+
+from collections.abc import Iterator, Sequence
+
+from tokenizers.decoders import DecodeStream
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+
+
+def texts_of(sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each sequence of token ids, without special tokens.
+
+    Bytes that are no character become U+FFFD. Spaces stay as the tokens have them: text that is
+    cleaned up afterwards could not be shown piece by piece.
+    """
+    lists = [list(tokens) for tokens in sequences]
+    return tokenizer.batch_decode(
+        lists, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def text_pieces(
+    tokens: Iterator[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """Text as soon as its tokens are there, never half a character, without special tokens.
+
+    The pieces joined are the text that `texts_of` returns: a character that is incomplete at the
+    end becomes U+FFFD. Raises UserError, when the first piece is asked for, for a tokenizer
+    implemented in Python.
+    """
+    if not tokenizer.is_fast:
+        raise UserError("streaming needs a fast tokenizer; this one is implemented in Python")
+    waits = waiting_tokens(tokenizer)
+    stream = DecodeStream(skip_special_tokens=True)
+    answer: list[int] = []
+    waiting: list[int] = []
+    shown = 0  # characters
+    for committed in tokens:
+        pieces = []
+        for token in committed:
+            waiting.append(token)
+            if token not in waits:
+                # The stream returns None until the bytes of a character are complete.
+                pieces.append(stream.step(tokenizer.backend_tokenizer, waiting) or "")
+                waiting = []
+        answer += committed
+        if piece := "".join(pieces):
+            shown += len(piece)
+            yield piece
+    if rest := texts_of([answer], tokenizer)[0][shown:]:
+        yield rest
+
+
+def waiting_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens whose text may depend on the next token, and which are decoded together with it.
+
+    SentencePiece models have a token for each byte, `<0xC3>`. A run of them is either text or, if
+    any of its bytes is wrong, one U+FFFD for each. Special tokens do not end a run.
+    """
+    bytes_ = [tokenizer.backend_tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    added = tokenizer.added_tokens_decoder.items()
+    return {number for number in bytes_ if number is not None} | {
+        number for number, token in added if token.special
+    }

@@ -1,0 +1,74 @@
+"""Text that comes piece by piece is the text that comes at the end."""
+
+import random
+
+import pytest
+from tiny import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.infer import Decoder
+from drafthead.infer.request.text_pieces import text_pieces, texts_of
+
+TOKENIZER = byte_tokenizer()
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Words, and bytes as SentencePiece models have them."""
+    words = ["<unk>", "</s>", "▁a", "▁b", "c", "▁é", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE(vocab={w: n for n, w in enumerate(words)}, merges=[], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>",
+        clean_up_tokenization_spaces=True,
+    )  # fmt: skip
+
+
+def test_pieces_never_cut_a_character() -> None:
+    ids = TOKENIZER("a€b", add_special_tokens=False)["input_ids"]  # five bytes
+    pieces = list(text_pieces(([token] for token in ids), TOKENIZER))
+    assert pieces == ["a", "€", "b"]
+
+
+def test_a_stream_says_what_generate_says(make_target) -> None:
+    decoder = Decoder(Target(make_target(vocab=260).model, TOKENIZER))
+    whole = decoder.generate("hello", max_new_tokens=30, temperature=1.0, seed=4)
+    stream = decoder.stream("hello", max_new_tokens=30, temperature=1.0, seed=4)
+    pieces = list(stream)
+    assert len(pieces) > 3
+    assert stream.stats.decoded_tokens == whole.stats.decoded_tokens
+    assert "".join(pieces) == whole.texts[0]
+    with pytest.raises(UserError, match="one prompt"):
+        decoder.stream(["a", "b"])
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_fallback_tokenizer])
+def test_pieces_joined_are_the_whole_text_of_any_tokens(make) -> None:
+    """Random bytes: most of them are no characters, and many answers end within one."""
+    tokenizer, chance = make(), random.Random(0)
+    euro = tokenizer.convert_tokens_to_ids(
+        ["<0xE2>", "<0x82>", "<0xAC>"] if make is byte_fallback_tokenizer else list("âĤ¬")
+    )
+    for _ in range(300):
+        ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randrange(12))]
+        ids += euro[: chance.randrange(4)] + ids[:2] + euro[: chance.randrange(4)]
+        cuts = sorted(chance.choices(range(len(ids) + 1), k=3))
+        steps = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+        (whole,) = texts_of([ids], tokenizer)
+        assert "".join(text_pieces(iter(steps), tokenizer)) == whole, ids
+        assert whole == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_an_incomplete_last_character_is_shown() -> None:
+    ids = TOKENIZER("a€", add_special_tokens=False)["input_ids"]
+    assert list(text_pieces(iter([[token] for token in ids[:-1]]), TOKENIZER)) == ["a", "�"]
