@@ -9,7 +9,7 @@ import torch
 
 from drafthead.heads.sampling import RowRandom, draw_without_replacement, sample
 from drafthead.heads.trees.tree import TokenTree, TreeShape
-from drafthead.infer.engine.outcome import following_tokens
+from drafthead.infer.engine.stepper import following_tokens
 from drafthead.infer.measuring.goodness_of_fit import Fit, fit
 from drafthead.infer.verifiers import Verifier
 

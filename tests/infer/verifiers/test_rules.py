@@ -8,7 +8,7 @@ from conftest import ScriptedRandom
 
 from drafthead.heads.sampling import draw_without_replacement
 from drafthead.heads.trees.tree import PADDING, TokenTree, TreeShape, ancestor_mask
-from drafthead.infer.engine.outcome import following_tokens
+from drafthead.infer.engine.stepper import following_tokens
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.infer.verifiers.refusals import earlier_siblings
 from drafthead.infer.verifiers.traversal import turns
