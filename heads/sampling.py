@@ -207,13 +207,30 @@ def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     Inverts the cumulative sum: the drawn token is the first at which it exceeds uniform x total
     mass, so a token without mass is never drawn. Probs (.5, .3, .2) and uniform .6 give token 1.
+    Where the mass is 0, infinite or NaN there is NO_TOKEN.
     """
     cumulative = probs.double().cumsum(-1)
     total = cumulative[..., -1:]
     drawn = (cumulative <= uniform.double()[..., None] * total).sum(-1)
     # A uniform number just below 1 can round to the total: then the last token with mass is drawn.
     last_with_mass = (cumulative < total).sum(-1)
-    return torch.minimum(drawn, last_with_mass)
+    total = total[..., 0]
+    # Neither holds for NaN.
+    is_law = (total > 0) & (total < torch.inf)
+    return torch.where(is_law, torch.minimum(drawn, last_with_mass), NO_TOKEN)
+
+
+def most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """The first token [...] of the largest logits [..., V]; NO_TOKEN if that is NaN or -inf.
+
+    NaN counts as larger than any number, as in torch. transformers answers with the first NaN's
+    token; but that token would be the answer's only one from then on.
+    """
+    # In float32, because argmax over 16-bit numbers is four times slower on a CPU.
+    scores = logits.float()
+    token = scores.argmax(-1)
+    largest = scores.gather(-1, token[..., None])[..., 0]
+    return torch.where(largest > -torch.inf, token, NO_TOKEN)
 
 
 def draw(
@@ -221,7 +238,7 @@ def draw(
     temperature: torch.Tensor,  # scalar
     uniform: torch.Tensor,  # [...]
 ) -> torch.Tensor:
-    """Tokens [...] drawn from the softmax of logits at a temperature above 0."""
+    """Tokens [...] drawn from the softmax of logits at a temperature above 0, else NO_TOKEN."""
     return sample((logits.float() / temperature).softmax(-1), uniform)
 
 

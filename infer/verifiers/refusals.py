@@ -50,7 +50,9 @@ class DrawnChildren:
         assert tree.draft_ids is not None and tree.draft_probs is not None
         self.ids, self.scores = tree.draft_ids, scores
         # In the draft's float64: only there are what remains of it and its quotients exact enough.
-        self.on_support = scores.gather(2, self.ids).to(tree.draft_probs.dtype)  # [B, N, k]
+        on_support = scores.gather(2, self.ids).to(tree.draft_probs.dtype)  # [B, N, k]
+        # A node without a law, as after an end where a processor forbids every token, is a leaf.
+        self.on_support = on_support.nan_to_num(0)
         self.earlier = earlier_siblings(tree)  # [B, N, N]
         self.slots = child_slots(tree, self.earlier)  # [B, N]
         here = self.ids[:, :, None] == tokens_by_slot(tree, self.slots)[..., None]  # [B, N, W, k]
@@ -83,7 +85,10 @@ class DrawnChildren:
         return Refusals(chance, weight, left, mass.squeeze(-1).clamp_min(self.tiny))
 
     def bonus(self, refusals: Refusals, node: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """A token [B] drawn with uniform [B] from what the refusals left at node [B]."""
+        """A token [B] drawn with uniform [B] from what the refusals left at node [B].
+
+        It is NO_TOKEN where the target's probabilities are NaN.
+        """
         rows = torch.arange(node.shape[0], device=node.device)
         target_probs = self.scores[rows, node]  # [B, V]
         remaining = target_probs * refusals.weight[rows, node, None]
