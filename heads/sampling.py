@@ -10,6 +10,13 @@ from drafthead.heads.errors import UserError
 # Children are drawn from a draft's most probable tokens; any distribution known before the draw
 # keeps the verification exact, and a short one keeps it cheap.
 DRAFT_SUPPORT = 64
+# Draft probabilities below this count as 0, see `draft_distribution`.
+LEAST_DRAFT_PROBABILITY = 1e-200
+# Quotients of logits up to 1e8 and temperatures from 1e-30 on are finite in float32.
+LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 1e-30, 1e30
+# Stands for the token where logits describe no distribution. The host finds it among a step's
+# tokens, so that no other copy has to be awaited. No token of a vocabulary is negative.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,12 @@ class SamplingConfig:
     typical_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature <= GREATEST_TEMPERATURE:
+            raise UserError(
+                f"temperature must be 0 or between {LEAST_TEMPERATURE:g} and "
+                f"{GREATEST_TEMPERATURE:g}, got {self.temperature}: use 0 for the most probable "
+                "tokens"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or above, got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -62,7 +73,35 @@ def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tenso
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
             -1, logits.argmax(-1, keepdim=True), 1.0
         )
-    scores = logits.float() / sampling.temperature
+    return warped(logits.float(), sampling).softmax(-1)
+
+
+def draft_distribution(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    """The float64 distribution [..., k] that a node's children are drawn from, of logits [..., k].
+
+    Every drafter takes it from here: children must be drawn from the same numbers by which the
+    rules test them. After a token of probability 1 - 1e-40 the next child is drawn from what
+    remains, so ratios count between numbers that are tiny beside the first. In float32 such
+    remainders leave the range of full precision, and their normalised sum is no longer 1: at a gap
+    of 95 between logits over temperature the target's tokens came out as (.25, .75, 0, 0) instead
+    of four times .25. Float64 holds gaps of 460, and what is smaller still becomes exactly 0 here.
+    So in the worst case the last child is tested with 1e-200 / 1, far above the least normal number
+    2e-308. A token of probability 0 fills up a tree but is never accepted. The sum needs no new
+    division: the clipped mass, at most k times 1e-200, is less than half a unit in its last place.
+
+    A draft may be any distribution, so this costs no exactness. A draft head whose logits are NaN
+    proposes nothing.
+    """
+    if sampling.greedy:
+        return probabilities(logits, sampling).double()
+    probs = warped(logits.double(), sampling).softmax(-1)
+    # False for NaN as well.
+    return torch.where(probs >= LEAST_DRAFT_PROBABILITY, probs, 0)
+
+
+def warped(scores: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    """Logits [..., V] over the temperature, -inf where a filter removes the token."""
+    scores = scores / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         smallest_kept = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < smallest_kept, -torch.inf)
@@ -73,7 +112,7 @@ def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tenso
         scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, True), -torch.inf)
     if sampling.typical_p < 1:
         scores = scores.masked_fill(~typical(scores, sampling.typical_p), -torch.inf)
-    return scores.softmax(-1)
+    return scores
 
 
 def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -123,14 +162,20 @@ class RowRandom:
         self.num_tokens, self.streams = list(num_tokens), []
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """The next of the step's uniform numbers in [0, 1), float32 [B, *shape]."""
+        """The next of the step's uniform numbers in [0, 1), float64 [B, *shape].
+
+        Float32 has only 2^24 of them, too few to draw from a vocabulary of 150,000 tokens: a
+        probability of 1e-5 would be off by up to 1 %.
+        """
         if not self.streams:
             pairs = zip(self.seeds, self.num_tokens, strict=True)
             self.streams = [
                 torch.Generator(self.device).manual_seed(mixed(*pair)) for pair in pairs
             ]
-        draws = [torch.rand(shape, generator=g, device=self.device) for g in self.streams]
-        return torch.stack(draws)
+        double, device = torch.float64, self.device
+        return torch.stack(
+            [torch.rand(shape, generator=g, dtype=double, device=device) for g in self.streams]
+        )
 
     def ahead(self, count: int) -> torch.Tensor:
         """The float64 uniform numbers [B, count] with which plain decoding draws the next tokens.
@@ -164,13 +209,30 @@ def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     Inverts the cumulative sum: the drawn token is the first at which it exceeds uniform x total
     mass, so a token without mass is never drawn. Probs (.5, .3, .2) and uniform .6 give token 1.
+    Where the mass is 0, infinite or NaN there is NO_TOKEN.
     """
     cumulative = probs.double().cumsum(-1)
     total = cumulative[..., -1:]
     drawn = (cumulative <= uniform.double()[..., None] * total).sum(-1)
     # A uniform number just below 1 can round to the total: then the last token with mass is drawn.
     last_with_mass = (cumulative < total).sum(-1)
-    return torch.minimum(drawn, last_with_mass)
+    total = total[..., 0]
+    # Neither holds for NaN.
+    is_law = (total > 0) & (total < torch.inf)
+    return torch.where(is_law, torch.minimum(drawn, last_with_mass), NO_TOKEN)
+
+
+def most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """The first token [...] of the largest logits [..., V]; NO_TOKEN if that is NaN or -inf.
+
+    NaN counts as larger than any number, as in torch. transformers answers with the first NaN's
+    token; but that token would be the answer's only one from then on.
+    """
+    # In float32, because argmax over 16-bit numbers is four times slower on a CPU.
+    scores = logits.float()
+    token = scores.argmax(-1)
+    largest = scores.gather(-1, token[..., None])[..., 0]
+    return torch.where(largest > -torch.inf, token, NO_TOKEN)
 
 
 def draw(
@@ -178,7 +240,7 @@ def draw(
     temperature: torch.Tensor,  # scalar
     uniform: torch.Tensor,  # [...]
 ) -> torch.Tensor:
-    """Tokens [...] drawn from the softmax of logits at a temperature above 0."""
+    """Tokens [...] drawn from the softmax of logits at a temperature above 0, else NO_TOKEN."""
     return sample((logits.float() / temperature).softmax(-1), uniform)
 
 
@@ -187,9 +249,11 @@ def draw_without_replacement(
 ) -> torch.Tensor:
     """Indices [..., count] of successive draws from probs [..., k] without replacement.
 
-    Gumbel top-k (Kool et al., 2019, arXiv 1903.06059): log-probabilities plus Gumbel noise, sorted,
-    are in the order of successive draws. Entries of probability 0 come last.
+    An exponential race, which is Gumbel top-k (Kool et al., 2019, arXiv 1903.06059) without its
+    logarithms of probabilities: token i arrives at time -log(uniform_i) / probs_i, and the order of
+    arrival is that of successive draws. Entries of probability 0 come last.
     """
-    tiny = torch.finfo(uniform.dtype).tiny
-    gumbel = -torch.log((-torch.log(uniform.clamp_min(tiny))).clamp_min(tiny))
-    return (probs.log() + gumbel).topk(count, dim=-1).indices
+    # 0 becomes the least number of the generator, so that no time is infinite.
+    times = -torch.log(uniform.clamp_min(torch.finfo(uniform.dtype).eps / 2))
+    # The inverse is finite: the greatest number below 1 gives a time above 0.
+    return (probs / times).topk(count, dim=-1).indices

@@ -14,8 +14,8 @@ from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
+    draft_distribution,
     draw_without_replacement,
-    probabilities,
 )
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, best_guesses
@@ -156,7 +156,7 @@ class MedusaSession(DraftSession):
     ) -> TokenTree:
         """Children drawn without replacement, independently under each parent."""
         assert self.roots is not None
-        probs = probabilities(logits, sampling)  # [B, d, k]
+        probs = draft_distribution(logits, sampling)  # [B, d, k]
         draft_ids = ids[:, layout.head_of_children]  # [B, N, k]
         draft_probs = probs[:, layout.head_of_children]
         uniform = random.uniform(*draft_probs.shape[1:])

@@ -10,8 +10,8 @@ from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
+    draft_distribution,
     draw_without_replacement,
-    probabilities,
 )
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
@@ -86,7 +86,7 @@ def filled_tree(
     for depth, level in enumerate(levels):
         logits, ids = guess(depth, level, tokens[-1][:, level.own])
         if random is not None:
-            probs = probabilities(logits, sampling)
+            probs = draft_distribution(logits, sampling)
             supports.append((ids, probs))
             uniform = random.uniform(*probs.shape[1:])
             ids = ids.gather(-1, draw_without_replacement(probs, level.width, uniform))

@@ -16,8 +16,8 @@ from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
+    draft_distribution,
     draw_without_replacement,
-    probabilities,
 )
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
@@ -175,6 +175,6 @@ def draw_token(
 ) -> tuple[torch.Tensor, Support]:
     """A drawn token [B] of each row, and the distribution that it was drawn from."""
     top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-    probs = probabilities(top.values, sampling)
+    probs = draft_distribution(top.values, sampling)
     drawn = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
     return top.indices.gather(1, drawn).squeeze(1), (top.indices, probs)

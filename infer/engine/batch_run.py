@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drafthead.heads.sampling import RowRandom
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import NO_TOKEN, RowRandom
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import Stop
@@ -33,10 +34,10 @@ class Row:
         return not self.finished and len(self.tokens) < self.limit
 
     def take(self, committed: Sequence[int], end_ids: frozenset[int]) -> list[int]:
-        """Append committed tokens up to the first end or the limit; returns those kept."""
+        """Append committed tokens up to the first end, NO_TOKEN or limit; returns those kept."""
         kept = list(committed[: self.limit - len(self.tokens)])
         for place, token in enumerate(kept):
-            if token in end_ids or self._stops(kept[: place + 1]):
+            if token in end_ids or token == NO_TOKEN or self._stops(kept[: place + 1]):
                 kept = kept[: place + 1]
                 self.finished = True
                 break
@@ -64,12 +65,20 @@ class Batch:
         return [self.rows[number] for number in self.running]
 
     def take(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Give each active row its committed tokens; returns what was kept, by row number."""
-        return {
+        """Give each active row its committed tokens; returns what was kept, by row number.
+
+        Raises UserError when an answer would have to go on with NO_TOKEN. What is cut off may have
+        one: after an end token a processor may forbid every token.
+        """
+        kept = {
             number: self.rows[number].take(tokens, self.end_ids)
             for number, tokens in zip(self.running, committed, strict=True)
             if self.rows[number].active
         }
+        for number, tokens in kept.items():
+            if NO_TOKEN in tokens:
+                raise UserError(no_token_in(number, self.rows[number].tokens))
+        return kept
 
     def take_step(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """`take` for a verification step, whose accept lengths are recorded."""
@@ -89,6 +98,15 @@ class Batch:
             return None
         self.running = [self.running[place] for place in places]
         return places
+
+
+def no_token_in(number: int, tokens: Sequence[int]) -> str:
+    """What is wrong with the answer `tokens` to prompt `number` and what helps."""
+    return (
+        f"no token can be chosen after {tokens.index(NO_TOKEN)} new tokens of prompt {number}: the "
+        "target's logits are NaN or infinite, or a logits processor forbids every token; try "
+        "another dtype than float16, for example float32, or a higher temperature"
+    )
 
 
 class BatchRun:

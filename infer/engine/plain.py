@@ -23,6 +23,7 @@ class PlainStepper(Stepper):
         with self.run.stats.phase("commit"):
             session.commit(committed)
             emitted = self.run.take_step([[token] for token in self.roots.tolist()])
+            self.roots = self.roots.clamp_min(0)  # NO_TOKEN of rows that have ended
             self.keep_active(session)
         return emitted
 

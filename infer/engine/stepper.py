@@ -6,12 +6,12 @@ one compiled graph. A step without a draft is a tree of the root alone.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
-from drafthead.heads.sampling import probabilities, sample
+from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, sample
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
@@ -41,6 +41,16 @@ class Outcome:
     def width(self) -> int:
         """The largest accept length."""
         return max(map(len, self.new_tokens))
+
+    def readable(self) -> "Outcome":
+        """The same with token 0 for NO_TOKEN, which no model can read, except in `new_tokens`.
+
+        The batch refuses NO_TOKEN there, but not in rows that have ended and still run along.
+        """
+        if not any(NO_TOKEN in tokens for tokens in self.new_tokens):
+            return self
+        accepted = replace(self.acceptance, bonus=self.acceptance.bonus.clamp_min(0))
+        return replace(self, acceptance=accepted, tokens=self.tokens.clamp_min(0))
 
     def committed(self) -> Committed:
         """The same as drafters receive it."""
@@ -85,19 +95,23 @@ class Stepper(ABC):
         hidden = at_last(output.features.last, lengths)
         room = min(max(self.run.request.limits), FIRST_ROOM) + self.max_nodes
         self.cache.commit_prompt(lengths, longest, room)
-        self.roots = self.next_tokens(self.target.project(hidden))
+        first = self.next_tokens(self.target.project(hidden))
+        emitted = self.run.batch.take([[token] for token in first.tolist()])
+        self.roots = first.clamp_min(0)
         following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
         following.scatter_(1, lengths[:, None] - 1, self.roots[:, None])
-        emitted = self.run.batch.take([[token] for token in self.roots.tolist()])
         ends = Ends(self.roots, hidden)
         return Committed(following, output.features, lengths, known_ends=ends), emitted
 
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token [B] of each row from logits [B, V]: the most probable one, or a draw."""
+        """The next token [B] of each row from logits [B, V]: the most probable one, or a draw.
+
+        NO_TOKEN where there is none.
+        """
         if self.processing is not None:
             logits = self.processing.after_rows(logits)
         if self.run.random is None:
-            return logits.float().argmax(-1)
+            return most_probable(logits)
         self.run.begin_random_step()
         uniform = self.run.random.ahead(1)[:, 0]
         return sample(probabilities(logits, self.run.request.sampling), uniform)
@@ -105,7 +119,7 @@ class Stepper(ABC):
     def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
         """Propose, verify, commit; without a budget nothing is proposed."""
         self.run.begin_random_step()
-        outcome = self.propose_and_verify(session, budget)
+        outcome = self.propose_and_verify(session, budget).readable()
         with self.run.stats.phase("commit"):
             self.commit(outcome)
             session.commit(outcome.committed())

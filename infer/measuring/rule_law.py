@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from drafthead.heads.sampling import RowRandom, draw_without_replacement, sample
+from drafthead.heads.sampling import (
+    RowRandom,
+    SamplingConfig,
+    draft_distribution,
+    draw_without_replacement,
+    sample,
+)
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer.engine.stepper import following_tokens
 from drafthead.infer.measuring.goodness_of_fit import Fit, fit
@@ -17,6 +23,9 @@ VOCAB = 5
 SHAPE = TreeShape.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 LENGTH = SHAPE.depth + 1  # tokens that a step commits at most
 ROWS = 1 << 14  # trees at a time
+# Half of the draft laws are so steep that their tokens are further apart than float32 reaches: what
+# is left after the first child has to be exact too.
+STEEP = 40.0
 
 Laws = list[torch.Tensor]  # for each length d the laws [V^d, V] after all prefixes of d tokens
 
@@ -29,8 +38,8 @@ class OneStream(RowRandom):
         self.rows, self.generator = rows, generator
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """Uniform numbers in [0, 1), float32 [B, *shape]."""
-        return torch.rand(self.rows, *shape, generator=self.generator)
+        """Uniform numbers in [0, 1), float64 [B, *shape]."""
+        return torch.rand(self.rows, *shape, generator=self.generator, dtype=torch.float64)
 
     def ahead(self, count: int) -> torch.Tensor:
         """Numbers [B, count] for the next tokens; no plain decoding has to share them here."""
@@ -46,7 +55,8 @@ def fit_of_rule(
     are of one length; their VOCAB^LENGTH probabilities are products of table entries.
     """
     generator = torch.Generator().manual_seed(seed)
-    target, draft = random_laws(generator), random_laws(generator)
+    target = [scores.softmax(-1) for scores in random_scores(generator)]
+    draft = random_drafts(generator)
     counts = torch.zeros(VOCAB**LENGTH, dtype=torch.long)
     for _ in range(batches):
         counts += torch.bincount(
@@ -59,13 +69,23 @@ def fit_of_rule(
     return fit(counts, law)
 
 
-def random_laws(generator: torch.Generator) -> Laws:
-    """A table model: uneven laws, each with one token of probability 0."""
-    laws = []
+def random_scores(generator: torch.Generator) -> list[torch.Tensor]:
+    """Logits [V^d, V] for each length d: uneven laws, each with one token of probability 0."""
+    tables = []
     for length in range(LENGTH):
         scores = 1.5 * torch.randn(VOCAB**length, VOCAB, generator=generator)
         never = torch.randint(VOCAB, (VOCAB**length, 1), generator=generator)
-        laws.append(scores.scatter(1, never, -torch.inf).softmax(-1))
+        tables.append(scores.scatter(1, never, -torch.inf))
+    return tables
+
+
+def random_drafts(generator: torch.Generator) -> Laws:
+    """The laws that children are drawn from; those after about half of the prefixes are steep."""
+    laws = []
+    for scores in random_scores(generator):
+        steep = torch.rand(len(scores), 1, generator=generator) < 0.5
+        scores = torch.where(steep, STEEP * scores, scores)
+        laws.append(draft_distribution(scores, SamplingConfig(temperature=1.0)))
     return laws
 
 

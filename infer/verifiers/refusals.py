@@ -49,7 +49,10 @@ class DrawnChildren:
         """`tree` must have draft probabilities; `scores` [B, N, V] are the target's."""
         assert tree.draft_ids is not None and tree.draft_probs is not None
         self.ids, self.scores = tree.draft_ids, scores
-        self.on_support = scores.gather(2, self.ids)  # [B, N, k]
+        # In the draft's float64: only there are what remains of it and its quotients exact enough.
+        on_support = scores.gather(2, self.ids).to(tree.draft_probs.dtype)  # [B, N, k]
+        # A node without a law, as after an end where a processor forbids every token, is a leaf.
+        self.on_support = on_support.nan_to_num(0)
         self.earlier = earlier_siblings(tree)  # [B, N, N]
         self.slots = child_slots(tree, self.earlier)  # [B, N]
         here = self.ids[:, :, None] == tokens_by_slot(tree, self.slots)[..., None]  # [B, N, W, k]
@@ -57,6 +60,7 @@ class DrawnChildren:
         gone = here.cumsum(2) > here  # drawn before this child
         unused = tree.draft_probs[:, :, None].masked_fill(gone, 0)
         self.tiny = torch.finfo(unused.dtype).tiny
+        # Only a sum of 0 is below `tiny`, see `draft_distribution`.
         unused = unused / unused.sum(-1, keepdim=True).clamp_min(self.tiny)
         self.child_draft = (unused * here).sum(-1)  # [B, N, W]; 0 where there is no child
         # A filler child after an exhausted draft was not drawn: to try it must change nothing.
@@ -81,7 +85,10 @@ class DrawnChildren:
         return Refusals(chance, weight, left, mass.squeeze(-1).clamp_min(self.tiny))
 
     def bonus(self, refusals: Refusals, node: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """A token [B] drawn with uniform [B] from what the refusals left at node [B]."""
+        """A token [B] drawn with uniform [B] from what the refusals left at node [B].
+
+        It is NO_TOKEN where the target's probabilities are NaN.
+        """
         rows = torch.arange(node.shape[0], device=node.device)
         target_probs = self.scores[rows, node]  # [B, V]
         remaining = target_probs * refusals.weight[rows, node, None]

@@ -41,7 +41,7 @@ def reject_recursively(
     # change the numbers of the others.
     uniform = random.uniform(tree.num_nodes)  # [B, N]
     children = DrawnChildren(tree, scores)
-    refusals = children.refuse(torch.ones_like(tree.tokens, dtype=scores.dtype))
+    refusals = children.refuse(torch.ones_like(tree.tokens, dtype=tree.draft_probs.dtype))
     passes = lenience * uniform < refusals.chance
     passes &= ~(children.earlier & passes[:, None]).any(-1)  # the first child that passes is taken
     passes[:, 0] = True

@@ -38,7 +38,7 @@ def traversal(
     # change the numbers of the others.
     uniform = random.uniform(tree.num_nodes)  # [B, N]
     children = DrawnChildren(tree, scores)
-    weight = torch.ones_like(tree.tokens, dtype=scores.dtype)
+    weight = torch.ones_like(tree.tokens, dtype=tree.draft_probs.dtype)
     for depth in range(1, tree.max_depth + 1):
         weight = torch.where(tree.depths == depth, children.refuse(weight).chance, weight)
     refusals = children.refuse(weight)

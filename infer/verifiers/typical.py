@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import RowRandom
+from drafthead.heads.sampling import RowRandom, most_probable
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, deepest, path_to, register_verifier
 
@@ -48,7 +48,7 @@ class Typical:
         # The log maps to (0, 1). The path's probability itself could be too small to be compared.
         node = deepest(tree, passes, 0.999 / (1 - path_log_probs))
         rows = torch.arange(node.shape[0], device=node.device)
-        return path_to(tree, node, scores[rows, node].argmax(-1))
+        return path_to(tree, node, most_probable(scores[rows, node]))
 
 
 register_verifier("typical", lossless=False, reads="probs")(Typical())

@@ -12,9 +12,15 @@ from transformers import (
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
+    LEAST_DRAFT_PROBABILITY,
+    LEAST_TEMPERATURE,
+    NO_TOKEN,
     RowRandom,
     SamplingConfig,
+    draft_distribution,
+    draw,
     draw_without_replacement,
+    most_probable,
     probabilities,
     sample,
 )
@@ -60,6 +66,70 @@ def test_sampling_inverts_the_cumulative_mass() -> None:
     uniform = torch.tensor([0.0, 0.19, 0.2001, 0.69, 0.71, 0.99999994])
     assert sample(probs.expand(6, 6), uniform).tolist() == [1, 1, 3, 3, 4, 4]
     assert sample(7 * probs[None], torch.tensor([0.69])).tolist() == [3]  # need not sum to 1
+
+
+NO_LAWS = {
+    "a NaN": [0.0, torch.nan, 1],
+    "only NaN": [torch.nan] * 3,
+    "only -inf": [-torch.inf] * 3,
+}
+
+
+@pytest.mark.parametrize("logits", [*NO_LAWS.values(), [0.0, torch.inf, 1]], ids=str)
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_logits_without_a_law_give_no_token(logits, top_p) -> None:
+    """transformers raises here; the rows beside it are sound."""
+    batch, uniform = torch.tensor([[0.0, 9, 0], logits, [0.0, 9, 0]]), torch.full((3,), 0.5)
+    with pytest.raises(RuntimeError, match="inf"):
+        torch.multinomial(batch.softmax(-1), 1)
+    probs = probabilities(batch, SamplingConfig(1.0, top_p=top_p))
+    assert sample(probs, uniform).tolist() == [1, NO_TOKEN, 1]
+    assert draw(batch, torch.tensor(1.0), uniform).tolist() == [1, NO_TOKEN, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("logits", NO_LAWS.values(), ids=NO_LAWS)
+def test_no_logit_is_the_most_probable_one_where_one_is_nan_or_all_are_forbidden(
+    logits, dtype
+) -> None:
+    batch = torch.tensor([[0.0, 9, 0], logits, [0.0, torch.inf, 0]], dtype=dtype)
+    assert most_probable(batch).tolist() == [1, NO_TOKEN, 1]
+
+
+def test_no_temperature_that_is_allowed_overflows() -> None:
+    logits = torch.tensor([[3e7, -3e7, 2.5e7]])
+    drawn = draw(logits, torch.tensor(LEAST_TEMPERATURE), torch.tensor([0.5]))
+    assert drawn.tolist() == [0]
+
+
+def test_draft_probabilities_are_normal_numbers_of_one_law_or_zero() -> None:
+    """Of any gap; what comes after the best keeps its proportions."""
+    gaps = torch.tensor([0.0, 1, 60, 87, 95, 103, 110, 400, 460, 461, 700, 800, torch.inf])
+    probs = draft_distribution(-gaps, SamplingConfig(1.0))
+    assert probs.dtype == torch.float64 and probs.sum() == 1
+    assert probs.gt(0).tolist() == [True] * 9 + [False] * 4
+    assert probs[8] >= LEAST_DRAFT_PROBABILITY
+    assert torch.allclose(probs[:9].log().diff(), -gaps[:9].diff().double(), rtol=1e-12)
+    colder = draft_distribution(-gaps, SamplingConfig(0.01))
+    assert torch.equal(colder, draft_distribution(-100 * gaps, SamplingConfig(1.0)))
+
+
+def test_a_draft_without_numbers_proposes_nothing() -> None:
+    assert draft_distribution(torch.tensor([0.0, torch.nan]), SamplingConfig(1.0)).eq(0).all()
+
+
+def test_the_least_probable_children_are_drawn_by_their_proportions() -> None:
+    """After a certain first child: 3 to 1, whatever their probability is beside that of the first.
+
+    The odds of a false alarm are 1 to a million (5 standard errors).
+    """
+    count = 40_000
+    uniform = torch.rand(count, 3, generator=torch.Generator().manual_seed(0)).double()
+    for tiny in (1e-10, 1e-40, 1e-199):
+        probs = torch.tensor([1.0, 3 * tiny, tiny], dtype=torch.float64).expand(count, 3)
+        drawn = draw_without_replacement(probs, 2, uniform)
+        assert (drawn[:, 0] == 0).all()
+        assert abs((drawn[:, 1] == 1).float().mean() - 0.75) < 5 * (0.1875 / count) ** 0.5
 
 
 def test_draws_without_replacement_follow_successive_sampling() -> None:
@@ -115,6 +185,8 @@ def test_the_numbers_of_tokens_are_uniform_and_do_not_follow_from_their_neighbou
     [
         {"temperature": -1},
         {"temperature": float("nan")},
+        {"temperature": 1e-38},
+        {"temperature": float("inf")},
         {"top_k": -1},
         {"top_p": 0},
         {"min_p": 1.5},

@@ -1,5 +1,7 @@
 """What every way of decoding owes its user, for every drafter in the registry."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,12 @@ from transformers import GenerationConfig
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.trees.tree import Budget
+from drafthead.heads.sampling import LEAST_DRAFT_PROBABILITY, RowRandom, SamplingConfig
+from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.measuring.oracle import OracleDecoder
-from drafthead.infer.verifiers import VERIFIERS
+from drafthead.infer.verifiers import VERIFIERS, Acceptance
 
 MAX_NEW = 48
 
@@ -126,6 +128,30 @@ def test_plain_decoding_equals_the_oracle_that_knows_no_trees_and_no_rules(targe
     found = Decoder(target).generate(prompts, max_new_tokens=40, seed=3, **options)
     assert found.sequences == expected.sequences and found.finished == expected.finished
     assert found.stats.accept_lengths == expected.stats.accept_lengths
+
+
+def test_every_drafter_draws_from_the_law_that_rules_test_at_any_temperature(
+    target, make_drafter, drafter_name, monkeypatch
+) -> None:
+    """In float64, and without entries so small that quotients of them lose digits."""
+    seen = []
+    rule = VERIFIERS["rejection"]
+
+    def spy(tree: TokenTree, scores: torch.Tensor, random: RowRandom | None) -> Acceptance:
+        seen.append(tree.draft_probs)
+        return rule.rule(tree, scores, random)
+
+    monkeypatch.setitem(VERIFIERS, "rejection", replace(rule, rule=spy))
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    for temperature in (1.0, 0.05, 0.01, 0.001):
+        decoder.generate(
+            random_prompts(2), max_new_tokens=8, temperature=temperature, verifier="rejection"
+        )
+    assert seen
+    for probs in seen:
+        if probs is not None:  # prompt lookup's children are not drawn
+            assert probs.dtype == torch.float64
+            assert ((probs == 0) | (probs >= LEAST_DRAFT_PROBABILITY)).all()
 
 
 def test_a_drafter_that_is_always_right_has_its_whole_chain_accepted(target, make_drafter) -> None:

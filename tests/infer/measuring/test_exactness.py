@@ -115,7 +115,7 @@ def hasty(monkeypatch) -> str:
 
 
 def fits_on_tables(name: str) -> list:
-    return [fit_of_rule(VERIFIERS[name], seed, batches=1) for seed in (1, 2)]
+    return [fit_of_rule(VERIFIERS[name], seed, batches=1) for seed in (0, 1)]
 
 
 @pytest.mark.parametrize("name", LOSSLESS)

@@ -16,7 +16,12 @@ import pytest
 import torch
 from conftest import ScriptedRandom
 
+from drafthead.heads.sampling import SamplingConfig, draft_distribution
+from drafthead.heads.trees.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.trees.tree import TokenTree, TreeShape
+from drafthead.infer.engine.stepper import following_tokens
+from drafthead.infer.measuring.goodness_of_fit import chance_of_worse, fit
+from drafthead.infer.measuring.rule_law import OneStream
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.infer.verifiers.lenient import Lenient
 
@@ -51,6 +56,11 @@ class Outcome:
         for low, high in self.bounds.values():
             chance *= high - low
         return chance
+
+    @property
+    def thickness(self) -> Fraction:
+        """The length of the box's shortest edge."""
+        return min((high - low for low, high in self.bounds.values()), default=Fraction(1))
 
 
 # ---- textbooks ----------------------------------------------------------------------------------
@@ -257,12 +267,18 @@ def best(law: Law, count: int) -> Iterator[tuple[Fraction, Prefix]]:
     yield Fraction(1), tuple(sorted(range(VOCAB), key=lambda token: -law[token])[:count])
 
 
+Filling = tuple[Fraction, Proposal, list[Prefix]]
+
+
 @cache
-def proposals(
-    shape: TreeShape, seed: int, zeros: int, drawn: bool
-) -> list[tuple[Fraction, Proposal, list[Prefix]]]:
+def proposals(shape: TreeShape, seed: int, zeros: int, drawn: bool) -> list[Filling]:
+    """The fillings of a shape by random models."""
+    return fillings(models(seed, zeros), shape, drawn)
+
+
+def fillings(tables: tuple[Table, Table], shape: TreeShape, drawn: bool) -> list[Filling]:
     """Every filling of a shape with its chance, and the prefix that ends with each node."""
-    target, draft = models(seed, zeros)
+    target, draft = tables
     found: list[tuple[Fraction, list[Prefix]]] = [(Fraction(1), [()])]
     for node in range(shape.num_nodes):
         width = len(children_of(shape, node))
@@ -330,35 +346,36 @@ def continued(said: dict[Prefix, Fraction], target: Table, length: int) -> dict[
 @any_tree
 @pytest.mark.parametrize("name", sorted(TEXTBOOKS))
 def test_a_rule_decides_as_its_textbook(name, shape, zeros, drawn) -> None:
-    check_decisions(name, textbook(name, drawn), shape, zeros, drawn)
+    check_decisions(name, textbook(name, drawn), proposals(shape, 1, zeros, drawn))
 
 
 @any_zeros
 def test_on_a_chain_traversal_is_block_verification(zeros) -> None:
-    check_decisions("traversal", block, SHAPES["chain"], zeros, drawn=True)
+    check_decisions("traversal", block, proposals(SHAPES["chain"], 1, zeros, drawn=True))
 
 
-def check_decisions(name: str, book: Textbook, shape: TreeShape, zeros: int, drawn: bool) -> None:
+def check_decisions(name: str, book: Textbook, fillings: list[Filling]) -> None:
     """For every filling and outcome, with numbers within 1e-9 of the faces of the outcome's box."""
     cases, numbers, expected = [], [], []
     generator = torch.Generator().manual_seed(0)
-    for _, proposal, _ in proposals(shape, 1, zeros, drawn):
+    for _, proposal, _ in fillings:
         outcomes = [outcome for outcome in book(proposal) if outcome.chance]
         assert sum(outcome.chance for outcome in outcomes) == 1, "the boxes fill the cube"
-        for outcome, upper in product(outcomes, (False, True)):
+        thick = [outcome for outcome in outcomes if outcome.thickness > 2 * MARGIN]
+        assert sum(outcome.chance for outcome in thick) > 1 - 1e-6
+        for outcome, upper in product(thick, (False, True)):
             cases.append(proposal)
             expected.append((outcome.node, outcome.bonus))
-            numbers.append(torch.rand(shape.num_nodes, generator=generator).double())
+            numbers.append(torch.rand(proposal.shape.num_nodes, generator=generator).double())
             for place, (low, high) in outcome.bounds.items():
-                assert high - low > 2 * MARGIN
                 numbers[-1][place] = float(high) - MARGIN if upper else float(low) + MARGIN
-    tree, scores = tensors(cases, drawn)
+    tree, scores = tensors(cases)
     found = VERIFIERS[name].rule(tree, scores, ScriptedRandom(torch.stack(numbers)))
     last = found.path.gather(1, found.length[:, None] - 1).squeeze(1)
     assert list(zip(last.tolist(), found.bonus.tolist(), strict=True)) == expected
 
 
-def tensors(proposals: list[Proposal], drawn: bool) -> tuple[TokenTree, torch.Tensor]:
+def tensors(proposals: list[Proposal]) -> tuple[TokenTree, torch.Tensor]:
     """A batch of proposals as one tree, and target probabilities [B, N, V] in float64.
 
     Drafts with zero entries get a support that is shorter than the vocabulary, by one token.
@@ -370,11 +387,62 @@ def tensors(proposals: list[Proposal], drawn: bool) -> tuple[TokenTree, torch.Te
 
     shape, tokens = proposals[0].shape, torch.tensor([proposal.tokens for proposal in proposals])
     scores = laws([proposal.targets for proposal in proposals])
-    if not drawn:
+    if proposals[0].drafts is None:
         return TokenTree.from_shape(shape, tokens), scores
     draft_probs = laws([proposal.drafts for proposal in proposals])
     support = draft_probs.topk(VOCAB - 1 if (draft_probs == 0).any() else VOCAB, dim=-1)
     return TokenTree.from_shape(shape, tokens, support.indices, support.values), scores
+
+
+# ---- drafts that are almost certain -------------------------------------------------------------
+
+TRIALS, FALSE_ALARM = 100_000, 1e-6  # the odds of each case to fail by chance; the seed is fixed
+STEEP = (60, 80, 90, 95, 100, 110, 400, 600)  # best logit less the next, over temperature
+
+
+def steep_logits(gap: float) -> torch.Tensor:
+    """Draft logits [V] at temperature 1: one far ahead, two almost equal, one far behind."""
+    return torch.tensor([0.0, -gap, -gap - 1, -gap - 40])
+
+
+@pytest.mark.parametrize(
+    ("gap", "temperature"), [*((gap, 1.0) for gap in STEEP), (95, 0.1), (95, 0.01)]
+)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_almost_certain_drafts_leave_the_targets_law(name, gap, temperature) -> None:
+    """Trees filled as the drafters fill them; the target draws each token uniformly."""
+    shape, generator = SHAPES["bushy"], torch.Generator().manual_seed(0)
+    random = OneStream(TRIALS, generator)
+
+    def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+        ids = (tokens[..., None] + torch.arange(VOCAB)) % VOCAB  # the best token is the parent's
+        return (temperature * steep_logits(gap)).expand(ids.shape), ids
+
+    levels = levels_of(shape, torch.device("cpu"))
+    roots, sampling = torch.zeros(TRIALS, dtype=torch.long), SamplingConfig(temperature)
+    tree = filled_tree(shape, levels, roots, guess, sampling, random)
+    scores = torch.full((TRIALS, shape.num_nodes, VOCAB), 1 / VOCAB)
+    found = VERIFIERS[name].rule(tree, scores, random)
+    text = following_tokens(tree, found)
+    plain = torch.randint(VOCAB, text.shape, generator=generator)
+    text = torch.where(torch.arange(3) < found.length[:, None], text, plain)
+    counts = torch.bincount(text @ torch.tensor([16, 4, 1]), minlength=64)
+    assert chance_of_worse([fit(counts, torch.full((64,), 1 / 64))]) > FALSE_ALARM
+
+
+@any_tree
+@pytest.mark.parametrize("gap", STEEP)
+@pytest.mark.parametrize("name", ["rejection", "traversal"])
+def test_a_rule_decides_as_its_textbook_after_almost_certain_drafts(name, gap, shape) -> None:
+    """Every filling, the least probable ones too, with the very numbers that children are drawn by.
+
+    Outcomes of less than 2e-9 are left out: doubles do not hold a number near both their faces.
+    """
+    steep = draft_distribution(steep_logits(gap), SamplingConfig(1.0)).tolist()
+    draft = normalised([Fraction(p) for p in steep])
+    target, _ = models(1, 0)
+    tables = target, {prefix: draft[-n:] + draft[:-n] for n, prefix in enumerate(target)}
+    check_decisions(name, TEXTBOOKS[name], fillings(tables, shape, True))
 
 
 # ---- what is claimed beside exactness -----------------------------------------------------------

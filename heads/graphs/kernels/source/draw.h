@@ -42,7 +42,8 @@ struct Row {
         return _mm512_reduce_add_pd(sum);
     }
 
-    // The first token at which the cumulative mass exceeds uniform times the whole.
+    // The first token at which the cumulative mass exceeds uniform times the whole; -1, which is
+    // NO_TOKEN, where the logits describe no distribution.
     int64_t token(double uniform) const {
         std::vector<double> until;  // the end of each block, the mass so far
         until.reserve((size + BLOCK - 1) / BLOCK);
@@ -50,11 +51,12 @@ struct Row {
         for (int64_t start = 0; start < size; start += BLOCK) {
             until.push_back(mass += mass_of_block(start));
         }
+        // Neither holds for NaN. The largest logit has mass 1, or NaN if it is infinite.
+        if (!(mass > 0 && mass < std::numeric_limits<double>::infinity())) return -1;
         const double goal = uniform * mass;
         auto block = std::upper_bound(until.begin(), until.end(), goal);
         // Just below 1, the product can round to the whole: the last block with mass is meant.
         if (block == until.end()) block = std::lower_bound(until.begin(), until.end(), mass);
-        if (block == until.end()) return 0;  // the logits are no numbers
         const double before = block == until.begin() ? 0 : block[-1];
         return token_of_block((block - until.begin()) * BLOCK, before, goal);
     }

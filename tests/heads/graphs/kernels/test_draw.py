@@ -7,6 +7,7 @@ from drafthead.heads import sampling
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import linear
 from drafthead.heads.graphs.substitutions import replacement_of
+from drafthead.heads.sampling import NO_TOKEN
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
@@ -41,6 +42,22 @@ def test_drawn_tokens_are_those_of_torchs_sums(dtype, size, sizes_rendered) -> N
     expected = sampling.draw(logits, temperature, uniform)
     assert torch.equal(found[from_edge > 1e-6], expected[from_edge > 1e-6])
     assert (from_edge > 1e-6).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [5, 64, 1000])
+def test_logits_without_a_law_give_no_token(dtype, size) -> None:
+    """NaN anywhere, +inf anywhere, -inf everywhere; the rows between them are sound."""
+    torch.manual_seed(size)
+    logits = torch.randn(16, 1, size).to(dtype)
+    for row, place in zip((1, 3, 5), (0, size // 2, size - 1), strict=True):
+        logits[row, 0, place], logits[row + 6, 0, place] = torch.nan, torch.inf
+    logits[13] = -torch.inf
+    uniform = torch.rand(16, 1, dtype=torch.float64)
+    with torch.inference_mode():
+        found = compiled()(logits, torch.tensor(0.7), uniform)
+    assert (found == NO_TOKEN).flatten().nonzero().flatten().tolist() == [1, 3, 5, 7, 9, 11, 13]
+    assert torch.equal(found == NO_TOKEN, sampling.draw(logits, torch.tensor(0.7), uniform) < 0)
 
 
 def test_tokens_without_mass_are_never_drawn() -> None:

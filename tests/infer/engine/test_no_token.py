@@ -1,0 +1,120 @@
+"""Logits that describe no distribution end in an error that names the prompt, never in a token."""
+
+import copy
+
+import pytest
+import torch
+from tiny import END
+from transformers import LogitsProcessor
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.levels import Guesses, Level, filled_tree, levels_of
+from drafthead.heads.trees.tree import TokenTree, TreeShape
+from drafthead.infer import Decoder
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.measuring.oracle import OracleDecoder
+from drafthead.infer.measuring.rule_law import OneStream
+from drafthead.infer.verifiers import VERIFIERS
+
+PROMPTS = [[9, 10, 11], [12, 13]]
+SAMPLED = {"temperature": 1.0, "seed": 3}
+WAYS = [
+    {},
+    SAMPLED,
+    {**SAMPLED, "top_p": 0.9},
+    *({**SAMPLED, "verifier": name} for name, v in VERIFIERS.items() if not v.greedy),
+]
+SHORT = {"max_new_tokens": 4}
+
+
+def spoiled(target: Target, token: int, number: float = torch.nan) -> Target:
+    """The target with a state of `number` wherever it reads `token`."""
+    model = copy.deepcopy(target.model)
+    model.get_input_embeddings().weight.data[token] = number
+    return Target(model)
+
+
+def second_answer(target: Target, options: dict) -> int:
+    """The first token of the second prompt's answer, which the first row does not read so early."""
+    first, second = OracleDecoder(target).generate(PROMPTS, **SHORT, **options).sequences
+    assert second[0] not in (*PROMPTS[0], *first[:2])
+    return second[0]
+
+
+@pytest.mark.parametrize("drafter", [None, "medusa:tree", "draft-model"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_the_row_without_numbers_is_named(target, make_drafter, options, drafter) -> None:
+    """At the prompt and at the first step after it; the row beside it is sound."""
+    for token, count in ((PROMPTS[1][0], 0), (second_answer(target, options), 1)):
+        broken = spoiled(target, token)
+        decoder = Decoder(broken, drafter and make_drafter(drafter, target))
+        message = f"no token can be chosen after {count} new tokens of prompt 1.*float16"
+        with pytest.raises(UserError, match=message):
+            decoder.generate(PROMPTS, **SHORT, **options)
+        answer = decoder.generate(PROMPTS[0], max_new_tokens=1, **options)
+        assert answer.sequences, "the decoder can be used again"
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
+def test_a_single_logit_that_is_no_number_is_an_error_too(target, options) -> None:
+    """transformers' greedy search answers with that token from then on."""
+    model = copy.deepcopy(target.model)
+    model.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(UserError, match="no token can be chosen after 0 new tokens of prompt 0"):
+        Decoder(Target(model)).generate(PROMPTS, **SHORT, **options)
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
+def test_a_compiled_step_names_the_row_as_well(target, options) -> None:
+    """The prompts are read eagerly; the token after them spoils the first graph's step."""
+    decoder = Decoder(CompiledTarget(spoiled(target, second_answer(target, options))))
+    with pytest.raises(UserError, match="no token can be chosen after 1 new tokens of prompt 1"):
+        decoder.generate(PROMPTS, **SHORT, **options)
+
+
+class NothingAfterEnd(LogitsProcessor):
+    """A grammar of which no text goes on behind an end token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill((input_ids == END).any(1, keepdim=True), -torch.inf)
+
+
+@pytest.mark.parametrize("options", [way for way in WAYS if "verifier" in way or not way], ids=str)
+def test_what_comes_after_an_end_may_be_forbidden(target, make_drafter, options) -> None:
+    """The draft proposes the end and more; other rows go on while this one is idle."""
+    prompts = [[token] for token in range(20, 32)]
+    decoder = Decoder(target, make_drafter("self", target))
+    result = decoder.generate(
+        prompts, max_new_tokens=24, logits_processor=[NothingAfterEnd()], **options
+    )
+    assert 0 < sum(result.finished) < len(prompts)
+
+
+@pytest.mark.parametrize("name", ["rejection", "traversal"])
+def test_a_node_without_a_law_is_accepted_as_any_other(name) -> None:
+    """The first token's law is the target's; 5 standard errors, a false alarm in a million runs."""
+    count, law = 40_000, torch.tensor([0.4, 0.3, 0.2, 0.1])
+    random = OneStream(count, torch.Generator().manual_seed(0))
+    shape = TreeShape.from_paths([(0,), (1,), (0, 0)])
+
+    def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+        return torch.zeros(*tokens.shape, 4), torch.arange(4).expand(*tokens.shape, 4)
+
+    tree: TokenTree = filled_tree(
+        shape,
+        levels_of(shape, torch.device("cpu")),
+        torch.zeros(count, dtype=torch.long),
+        guess,
+        SamplingConfig(temperature=1.0),
+        random,
+    )
+    scores = law.expand(count, shape.num_nodes, 4).clone()
+    scores[tree.tokens == 3] = torch.nan
+    found = VERIFIERS[name].rule(tree, scores, random)
+    accepted = tree.tokens.gather(1, found.path[:, 1:2]).squeeze(1)
+    first = torch.where(found.length > 1, accepted, found.bonus)
+    shares = torch.bincount(first, minlength=4) / count
+    assert (shares - law).abs().max() < 5 * (0.25 / count) ** 0.5
+    assert (found.bonus[(found.length == 2) & (first == 3)] == -1).all()
