@@ -22,6 +22,9 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 
 WEIGHTS = "model.safetensors"  # the file name of most formats
+# A key of ours, which other readers ignore: tokens drafted after the root.
+DEPTH = "drafthead_depth"
+MOST_DRAFTED = 64  # tokens after the root: more would be a mistake
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,14 @@ def check_claims(checkpoint: Checkpoint, **found: int) -> None:
                 f"{checkpoint.weights.parent / CONFIG_FILE} says {key} {claimed}, but the tensors "
                 f"have {size}"
             )
+
+
+def stated_depth(checkpoint: Checkpoint, usual: int) -> int:
+    """How many tokens a recurrent head drafts, where the format itself does not tell."""
+    depth = checkpoint.integer(DEPTH, usual)
+    if not 0 < depth <= MOST_DRAFTED:
+        raise UserError(f"{checkpoint.weights.parent / CONFIG_FILE}: {DEPTH} is {depth}")
+    return depth
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:

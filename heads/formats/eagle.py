@@ -14,6 +14,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.eagle import EagleConfig
 from drafthead.heads.formats.base import (
+    DEPTH,
     Foreign,
     Probe,
     TargetFacts,
@@ -23,6 +24,7 @@ from drafthead.heads.formats.base import (
     copied,
     dtype_name,
     register_format,
+    stated_depth,
     wanted,
     write_config,
 )
@@ -36,7 +38,7 @@ from drafthead.heads.formats.layers import (
 from drafthead.heads.target.target import Target
 
 QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
-DEPTH = 5  # tokens drafted after the root; the official default, as the file does not hold it
+USUAL_DEPTH = 5  # tokens drafted after the root; the official default
 
 
 @register_format
@@ -72,7 +74,9 @@ class Eagle(WritableFormat):
             tensors,
             TargetFacts(None, config.hidden_size, vocab or None),
             needs_target="" if vocab else "how large the vocabulary is",
-            notes=(f"the file does not state the draft's depth: {DEPTH} is used",),
+            notes=()
+            if DEPTH in checkpoint.config
+            else (f"the file does not state the draft's depth: {USUAL_DEPTH} is used",),
             copies=copies,
         )
 
@@ -122,7 +126,7 @@ def config_of(checkpoint: Checkpoint) -> EagleConfig:
     return EagleConfig(
         **layer_options(checkpoint, "layers.0."),
         num_layers=num_layers,
-        depth=DEPTH,
+        depth=stated_depth(checkpoint, USUAL_DEPTH),
         fc_bias=has_bias,
     )
 
@@ -149,5 +153,6 @@ def described(head: DraftHead) -> dict[str, Any]:
         "bias": config.fc_bias,
         "qkv_bias": config.attention_bias,
         "use_cache": True,
+        DEPTH: config.depth,
         "torch_dtype": dtype_name(head),
     }

@@ -22,6 +22,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.eagle3 import Eagle3Config
 from drafthead.heads.formats.base import (
+    DEPTH,
     Foreign,
     Probe,
     TargetFacts,
@@ -30,6 +31,7 @@ from drafthead.heads.formats.base import (
     base_name,
     check_claims,
     register_format,
+    stated_depth,
     write_config,
     write_tensors,
 )
@@ -181,8 +183,10 @@ class Eagle3Files(WritableFormat):
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head, with the layers that its readers would tap."""
         taps, notes = stated_taps(checkpoint, target)
-        flag = checkpoint.flag
+        flag, depth = checkpoint.flag, stated_depth(checkpoint, Eagle3Config.depth)
         options = {
+            "depth": depth,
+            "ttt_steps": min(depth, Eagle3Config.ttt_steps),
             "norm_before_residual": flag("norm_before_residual", False),
             "norm_feedback": flag("norm_output", False),
             "embeddings": "own" if self.reads_embeddings(checkpoint) else "target",
@@ -290,6 +294,7 @@ def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         **({"target_hidden_size": config.target_hidden_size} if other_width else {}),
         **({"base_model_name_or_path": facts.name} if facts.name else {}),
+        DEPTH: config.depth,
     }
 
 

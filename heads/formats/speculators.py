@@ -18,6 +18,7 @@ from drafthead.heads.families.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.heads.families.parallel import ParallelConfig
 from drafthead.heads.formats import block_parallel, eagle3
 from drafthead.heads.formats.base import (
+    MOST_DRAFTED,
     Foreign,
     Probe,
     TargetFacts,
@@ -41,7 +42,6 @@ CLASSES = {
     "dspark": "DSparkDraftModel",
 }
 WRITTEN_LIKE = "0.9.0"  # the version of speculators whose files we write
-MOST_TOKENS = 64  # drafted at once: more would be a mistake
 
 
 @register_format
@@ -139,7 +139,7 @@ def speculative_tokens(config: dict[str, Any]) -> int | None:
     methods = content.get("proposal_methods") if isinstance(content, dict) else None
     first = methods[0] if isinstance(methods, list) and methods else None
     count = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return count if type(count) is int and 0 < count <= MOST_TOKENS else None
+    return count if type(count) is int and 0 < count <= MOST_DRAFTED else None
 
 
 def architectures_of(target: Target | None) -> list[str]:
