@@ -20,7 +20,7 @@ from written import DFLASH, DSPARK, EAGLE3, TARGET, Written
 
 from drafthead.heads.checkpoint import save_head
 from drafthead.heads.formats import load_head
-from drafthead.heads.formats.files import checkpoints_at
+from drafthead.heads.formats.files import weight_files
 from drafthead.heads.target.target import Target
 
 EXAMPLES = [
@@ -66,7 +66,7 @@ def target_of(root: Path) -> Target:
 
 
 def weights_of(folder: Path) -> Path:
-    return next(checkpoints_at(folder)).weights
+    return weight_files(folder)[0]
 
 
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

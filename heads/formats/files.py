@@ -35,7 +35,7 @@ CONFIG_FILE = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
 MAX_JSON, MAX_HEADER = 4 * 2**20, 16 * 2**20  # bytes
-MOST_TENSORS = 2**16  # of a file
+MOST_TENSORS, MOST_DIMENSIONS = 2**16, 8  # of a file; of a tensor
 # Every opcode of a pickle may make an object; a tensor takes about 30 of them and 400 bytes.
 FREE_OPCODES, BYTES_PER_OPCODE = 100_000, 8
 # A file may hold one tensor under several names, but not so often that memory runs out.
@@ -142,6 +142,17 @@ class TensorFile:
         """Raises UserError for a file that is damaged, or claims more than it holds."""
         self.path, self.size = path, file_size(path)
 
+    def check_number(self, count: int) -> None:
+        """Raise UserError for more tensors than a file of weights has."""
+        if count > MOST_TENSORS:
+            raise UserError(f"{self.path} holds {count:,} tensors, more than {MOST_TENSORS:,}")
+
+    def described(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+        """What is known of a tensor; raises UserError for more dimensions than weights have."""
+        if len(shape) > MOST_DIMENSIONS:
+            raise UserError(f"{self.path}: {shown(name)} has {len(shape)} dimensions")
+        return Stored(shape, dtype)
+
     def mapped(self, name: str) -> torch.Tensor:
         """One tensor [...], a view of the mapped file."""
         raise NotImplementedError
@@ -163,8 +174,10 @@ class SafetensorsFile(TensorFile):
         try:
             self.opened = safe_open(path, "pt")
             names = self.opened.keys()
-            check_number(path, len(names))
+            self.check_number(len(names))
             self.stored = {name: self._stored(name) for name in names}
+        except UserError:
+            raise
         except KeyError as error:
             raise UserError(f"{path} holds tensors of the unsupported type {error}") from error
         except (SafetensorError, OSError, ValueError) as error:
@@ -172,17 +185,11 @@ class SafetensorsFile(TensorFile):
 
     def _stored(self, name: str) -> Stored:
         part = self.opened.get_slice(name)
-        return Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+        return self.described(name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
 
     def mapped(self, name: str) -> torch.Tensor:
         """One tensor [...], a view of the mapped file."""
         return self.opened.get_tensor(name)
-
-
-def check_number(path: Path, count: int) -> None:
-    """Raise UserError for more tensors than a file of weights has."""
-    if count > MOST_TENSORS:
-        raise UserError(f"{path} holds {count:,} tensors, more than {MOST_TENSORS:,}")
 
 
 class PickledFile(TensorFile):
@@ -197,7 +204,7 @@ class PickledFile(TensorFile):
             raise UserError(f"{path} is damaged or truncated: {first_line(error)}") from error
         if not isinstance(content, dict):
             raise UserError(f"{path} holds {type(content).__name__}, not tensors by name")
-        check_number(path, len(content))
+        self.check_number(len(content))
         self.content: dict[str, torch.Tensor] = content
         self.stored = {name: self._checked(name, t) for name, t in content.items()}
 
@@ -245,7 +252,7 @@ class PickledFile(TensorFile):
             raise UserError(
                 f"{self.path}: {shown(name)} claims {shown(list(tensor.shape))}, more than it holds"
             )
-        return Stored(tuple(tensor.shape), tensor.dtype)
+        return self.described(name, tuple(tensor.shape), tensor.dtype)
 
     def mapped(self, name: str) -> torch.Tensor:
         """One tensor [...], a view of the mapped file."""
