@@ -11,6 +11,7 @@ from drafthead.heads.checkpoint import save_head
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.files import fresh_folder
+from drafthead.heads.formats.printing import printable
 from drafthead.heads.target.target import Target
 from drafthead.scripts import options
 
@@ -44,5 +45,5 @@ def main(
     with fresh_folder(output) as temporary:
         save_head(head, temporary, described, described.name, origin, dtype=None)
     for note in foreign.notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     print(f"{known.name} -> {output}: a head of the family {head.family}, depth {head.depth}")

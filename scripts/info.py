@@ -3,8 +3,11 @@
 import json
 from dataclasses import asdict
 
+from rich.markup import escape
+
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts
+from drafthead.heads.formats.printing import printable
 from drafthead.scripts import options
 from drafthead.scripts.reports.tables import print_table
 
@@ -17,16 +20,20 @@ def main(
 ) -> None:
     """Print family, target, size, features, vocabulary and origin of a draft head.
 
-    The head is read as all other verbs read it, so a damaged one is refused here too.
+    The head is read as all other verbs read it, so a damaged one is refused here too. What only
+    the target can show, such as the shapes of tensors that the file leaves open, is not checked;
+    the table says so.
     """
     known, foreign = read_foreign(path, TargetFacts())
     if not foreign.needs_target:
         build_head(foreign, path)
-    print_table(str(path), ("", "value"), rows_of(known, foreign), foreign.notes)
+    rows = [(escape(name), escape(value)) for name, value in rows_of(known, foreign)]
+    notes = [printable(note) for note in foreign.notes]
+    print_table(escape(printable(str(path))), ("", "value"), rows, notes)
 
 
 def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
-    """What is known of a head, as rows of name and value."""
+    """What is known of a head, as rows of name and value that are fit to print."""
     count = sum(tensor.numel() for tensor in foreign.tensors.values())
     kinds = sorted(
         {str(tensor.dtype).removeprefix("torch.") for tensor in foreign.tensors.values()}
@@ -49,10 +56,18 @@ def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
             (f"origin {name}", value if isinstance(value, str) else json.dumps(value))
             for name, value in foreign.provenance.items()
         ),
+        ("checked", checked(foreign)),
     ]
     if foreign.needs_target:
         rows.append(("left to the target", foreign.needs_target))
-    return [(name, shortened(value)) for name, value in rows]
+    return [(printable(name, LONGEST), printable(value, LONGEST)) for name, value in rows]
+
+
+def checked(foreign: Foreign) -> str:
+    """How much of what loading checks was checked here."""
+    if foreign.needs_target:
+        return "configuration and values; not names and shapes of tensors: they need the target"
+    return "configuration and all tensors; not whether it fits its target"
 
 
 def vocabulary(foreign: Foreign) -> str:
@@ -60,8 +75,3 @@ def vocabulary(foreign: Foreign) -> str:
     if "d2t" in foreign.tensors:
         return f"{foreign.tensors['d2t'].numel():,} of {foreign.target.vocab_size or UNKNOWN}"
     return "the target's"
-
-
-def shortened(text: str) -> str:
-    """At most LONGEST characters of it."""
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -17,11 +17,14 @@ from safetensors.torch import save_file
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, checkpoints_at
+from drafthead.heads.formats.keys import Keys
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 
 WEIGHTS = "model.safetensors"  # the file name of most formats
+# A key of ours, which other readers ignore: tokens drafted after the root.
+DEPTH = "drafthead_depth"
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,15 @@ def register_format(cls: type[Format]) -> type[Format]:
     return cls
 
 
+class BaseName(Keys):
+    """The key of many formats for the target's name."""
+
+    base_model_name_or_path: str | None = None
+
+
 def base_name(checkpoint: Checkpoint) -> str | None:
     """The target's name in the configuration."""
-    name = checkpoint.config.get("base_model_name_or_path")
-    return name if isinstance(name, str) else None
+    return checkpoint.keys(BaseName).base_model_name_or_path
 
 
 def refuse_others(checkpoint: Checkpoint, used: Iterable[str], prefix: str = "") -> None:
@@ -146,16 +154,6 @@ def refuse_others(checkpoint: Checkpoint, used: Iterable[str], prefix: str = "")
             f"{checkpoint.weights} holds {len(others)} tensors that are not understood, the first "
             f"is {others[0]}"
         )
-
-
-def check_claims(checkpoint: Checkpoint, **found: int) -> None:
-    """Raise UserError when the configuration states other sizes than the tensors have."""
-    for key, size in found.items():
-        if (claimed := checkpoint.integer(key, size)) != size:
-            raise UserError(
-                f"{checkpoint.weights.parent / CONFIG_FILE} says {key} {claimed}, but the tensors "
-                f"have {size}"
-            )
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -172,7 +170,8 @@ def write_config(folder: Path, content: dict[str, Any]) -> None:
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors [...] of a folder that was just written, for a replay."""
     checkpoint = next(checkpoints_at(folder))
-    return {name: checkpoint.load(name) for name in checkpoint.tensors}
+    # Of our own files nothing is doubted: tied tensors count as often as they are named.
+    return {name: checkpoint.file.load(name) for name in checkpoint.tensors}
 
 
 def dtype_name(head: DraftHead) -> str:

@@ -5,15 +5,17 @@ layers have the same names in all of them.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel import ParallelConfig
-from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name, check_claims
+from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name
 from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.keys import Count, Keys, Slots, Vocabulary
 from drafthead.heads.formats.layers import (
+    FullLayerKeys,
     PlainLayers,
     Tensors,
     draft_vocabulary,
@@ -23,7 +25,6 @@ from drafthead.heads.formats.layers import (
     without_output_bias,
 )
 
-MOST_SLOTS = 256  # of a block: in a pass every slot attends to every other
 # The formats' names and ours, where they differ.
 PARTS = {
     "lm_head.": "output.",
@@ -41,22 +42,33 @@ COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "output"}
 # Reading
 
 
+class BlockKeys(Keys):
+    """The keys of DFlash and DSpark, beside those of their layers."""
+
+    block_size: Slots
+    draft_vocab_size: Vocabulary | None = None
+    enable_confidence_head: bool | None = None
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_rank: Count | None = None
+
+
 def read_block(
     checkpoint: Checkpoint,
     taps: tuple[int, ...],
     mask_token: int,
     root_predicts: bool,
-    shape: Checkpoint,
+    layers: Mapping[str, Any],
 ) -> Foreign:
     """A block-parallel head of any of the formats.
 
-    `taps` are in our numbers; `shape` is the checkpoint with the configuration of the layers, which
-    may be nested. A full output head and full embeddings in the file are copies of the target's.
+    `taps` are in our numbers; `layers` is the configuration of the layers, which may be nested. A
+    full output head and full embeddings in the file are copies of the target's.
     """
-    vocab = shape.integer("vocab_size")
-    options = layer_options(shape, "layers.0.")
+    keys, shape = checkpoint.keys(BlockKeys), checkpoint.keys(FullLayerKeys, layers)
+    vocab = shape.vocab_size
+    options = layer_options(checkpoint, layers, shape, "layers.0.")
     hidden = options["hidden_size"]
-    vocabulary = draft_vocabulary(checkpoint, vocab)
+    vocabulary = draft_vocabulary(checkpoint, vocab, keys.draft_vocab_size)
     copies = {
         kind: checkpoint.load(name)
         for name, kind in COPIES.items()
@@ -67,19 +79,19 @@ def read_block(
         our_name(name): checkpoint.load(name) for name in checkpoint.tensors if name not in left_out
     }
     num_layers = num_layers_of(checkpoint.tensors)
-    check_claims(shape, num_hidden_layers=num_layers)
+    shape.check(num_hidden_layers=num_layers)
     config = ParallelConfig(
         **options,
         taps=taps,
         tap_norm=False,
         num_layers=num_layers,
-        block_size=block_size_of(checkpoint),
+        block_size=keys.block_size,
         root_predicts=root_predicts,
         causal=False,
         mask_token=mask_token,
         vocab_size=vocab,
         draft_vocab_size=len(vocabulary.get("d2t", ())),
-        **correction_of(checkpoint, hidden),
+        **correction_of(checkpoint, keys, hidden),
     )
     facts = TargetFacts(base_name(checkpoint), hidden, vocab)
     tensors = {**without_output_bias(found), **vocabulary}
@@ -94,30 +106,19 @@ def our_name(name: str) -> str:
     return PREFIX + name
 
 
-def block_size_of(checkpoint: Checkpoint) -> int:
-    """The number of slots; raises UserError for 0 and for a number that must be a mistake."""
-    size = checkpoint.integer("block_size")
-    if not 0 < size <= MOST_SLOTS:
-        raise UserError(f"{checkpoint.weights.parent}: block_size is {size}")
-    return size
-
-
-def correction_of(checkpoint: Checkpoint, hidden_size: int) -> dict[str, Any]:
+def correction_of(checkpoint: Checkpoint, keys: BlockKeys, hidden_size: int) -> dict[str, Any]:
     """The correction and confidence fields of `ParallelConfig`, from the tensors."""
     names, found = checkpoint.tensors, {"correction": "none", "correction_rank": 1}
     confident = "confidence_head.proj.weight" in names
-    if checkpoint.flag("enable_confidence_head", confident) != confident:
+    if keys.enable_confidence_head not in (None, confident):
         raise UserError(
             f"{checkpoint.weights}: enable_confidence_head is {not confident}, but its tensors say "
             "otherwise"
         )
     if "markov_head.markov_w1.weight" in names:
-        kind = checkpoint.config.get("markov_head_type", "vanilla")
-        if not isinstance(kind, str) or kind not in CORRECTIONS:
-            raise UserError(f"{checkpoint.weights.parent}: markov_head_type is {kind!r}")
         rank = checkpoint.shape("markov_head.markov_w1.weight", 2)[1]
-        check_claims(checkpoint, markov_rank=rank)
-        found = {"correction": CORRECTIONS[kind], "correction_rank": rank}
+        keys.check(markov_rank=rank)
+        found = {"correction": CORRECTIONS[keys.markov_head_type], "correction_rank": rank}
     if not confident:
         return {**found, "confidence_weight": 0.0}
     reads = checkpoint.shape("confidence_head.proj.weight", 2)[1]

@@ -5,6 +5,7 @@
 Our number of that state is L.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from drafthead.heads.formats.block_parallel import (
     their_tensors,
 )
 from drafthead.heads.formats.files import Checkpoint, read_json
-from drafthead.heads.formats.layers import layer_keys, whole_numbers, with_output_bias
+from drafthead.heads.formats.keys import Keys, LayerIds, Parts, TargetLayers, Token
+from drafthead.heads.formats.layers import layer_keys, with_output_bias
 from drafthead.heads.target.target import Target
 
 
@@ -46,7 +48,7 @@ def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + step * index) for index in range(num_layers)]
 
 
-def our_taps(ids: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
+def our_taps(ids: list[int], num_target_layers: int) -> tuple[int, ...]:
     """Our layers for ids that are read as `hidden_states[id + 1]`: for 4 layers 0 3 are 0 4."""
     return tuple(num_target_layers if i == num_target_layers - 1 else i for i in ids)
 
@@ -72,6 +74,37 @@ def num_layers_known(name: str, facts: TargetFacts) -> int:
     if facts.num_layers is None:
         raise UserError(f"{name} needs to know how many layers the target has: name the target")
     return facts.num_layers
+
+
+class TargetKeys(Keys):
+    """What a file may know of its target."""
+
+    num_target_layers: TargetLayers | None = None
+
+
+class IdKeys(Keys):
+    """Which layers are tapped, and the token that fills a block."""
+
+    mask_token_id: Token
+    target_layer_ids: LayerIds | None = None
+
+
+class DFlashKeys(Keys):
+    """z-lab's keys."""
+
+    dflash_config: IdKeys
+    num_hidden_layers: Parts
+
+
+def num_layers_of_target(checkpoint: Checkpoint, target: TargetFacts) -> int:
+    """How many layers the target has, by the file or else by `target`.
+
+    Raises UserError when neither knows.
+    """
+    found = checkpoint.keys(TargetKeys).num_target_layers or target.num_layers
+    if found is None:
+        raise UserError(f"{checkpoint.config_file}: num_target_layers is missing: name the target")
+    return found
 
 
 def described(config: ParallelConfig, num_target_layers: int) -> dict[str, Any]:
@@ -116,13 +149,14 @@ class DFlash(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head; without ids, the taps are `default_ids`."""
-        options = checkpoint.config.get("dflash_config") or {}
-        nested = replace(checkpoint, config=options if isinstance(options, dict) else {})
-        num_layers = checkpoint.integer("num_target_layers", target.num_layers)
-        ids = whole_numbers(checkpoint, "target_layer_ids", nested.config.get("target_layer_ids"))
+        keys = checkpoint.keys(DFlashKeys)
+        num_layers = num_layers_of_target(checkpoint, target)
+        ids = keys.dflash_config.target_layer_ids
         if ids is None:
-            ids = tuple(default_ids(num_layers, checkpoint.integer("num_hidden_layers")))
-        return block_with_ids(checkpoint, ids, num_layers, nested.integer("mask_token_id"), False)
+            ids = default_ids(num_layers, keys.num_hidden_layers)
+        return block_with_ids(
+            checkpoint, checkpoint.config, ids, num_layers, keys.dflash_config.mask_token_id, False
+        )
 
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
@@ -150,14 +184,18 @@ class DFlash(WritableFormat):
 
 def block_with_ids(
     checkpoint: Checkpoint,
-    ids: tuple[int, ...],
+    layers: Mapping[str, Any],
+    ids: list[int],
     num_layers: int,
     mask_token: int,
     root_predicts: bool,
 ) -> Foreign:
-    """A head that taps `hidden_states[id + 1]` of a target with `num_layers` layers."""
+    """A head that taps `hidden_states[id + 1]` of a target with `num_layers` layers.
+
+    `layers` is the configuration of its own layers.
+    """
     taps = our_taps(ids, num_layers)
-    found = read_block(checkpoint, taps, mask_token, root_predicts, checkpoint)
+    found = read_block(checkpoint, taps, mask_token, root_predicts, layers)
     return replace(
         found,
         target=replace(found.target, num_layers=num_layers),
@@ -188,13 +226,11 @@ class DFlashTransformers(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head; the number of target layers decides which id is the last layer."""
-        ids = whole_numbers(
-            checkpoint, "target_layer_ids", checkpoint.config.get("target_layer_ids")
-        )
-        num_layers = checkpoint.integer("num_target_layers", target.num_layers)
-        named = replace(checkpoint, config={"vocab_size": target.vocab_size, **checkpoint.config})
-        mask = checkpoint.integer("mask_token_id")
-        found = block_with_ids(named, ids or (), num_layers, mask, False)
+        keys = checkpoint.keys(IdKeys)
+        num_layers = num_layers_of_target(checkpoint, target)
+        layers = {"vocab_size": target.vocab_size, **checkpoint.config}
+        ids, mask = keys.target_layer_ids or [], keys.mask_token_id
+        found = block_with_ids(checkpoint, layers, ids, num_layers, mask, False)
         tensors = {f"transformer.{b}": f"transformer.{a}" for a, b in ENCODER.items()}
         return replace(
             found,

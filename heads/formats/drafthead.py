@@ -1,18 +1,67 @@
 """Our own format, as `heads.checkpoint.save_head` writes it."""
 
-from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from drafthead.heads.base import head_family
+from pydantic import Field
+
+from drafthead.heads.base import MAX_RANK, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts, register_format
-from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.files import Checkpoint, read_json
+from drafthead.heads.formats.head_keys import read_head_config
+from drafthead.heads.formats.keys import (
+    MOST_PARTS,
+    Keys,
+    LayerIds,
+    Size,
+    TargetLayers,
+    Vocabulary,
+)
 from drafthead.heads.trees.tree import Path as TreePath
 
 VERSION = 1
 ACCEPTANCE_FILE = "acceptance.json"
 TAP_CONVENTION = "output of layer"  # see heads.target.FeatureSpec
-MAX_COUNT = 1024  # of heads, layers, blocks, steps: more would be a mistake
+
+
+class TargetKeys(Keys):
+    """What is known of the target."""
+
+    name: str | None = None
+    hidden_size: Size | None = None
+    vocab_size: Vocabulary | None = None
+    num_layers: TargetLayers | None = None
+
+
+class FeatureKeys(Keys):
+    """The hidden states that the head reads."""
+
+    layers: LayerIds
+    last: bool
+    layer_convention: str
+
+
+class OwnKeys(Keys):
+    """Our `config.json`; the head's own keys depend on its family."""
+
+    knows_null = True
+    drafthead_format: Literal[1]
+    family: str
+    head: dict[str, Any]
+    target: TargetKeys
+    features: FeatureKeys
+    provenance: dict[str, Any] | None = None
+
+
+Rank = Annotated[int, Field(ge=0, lt=MAX_RANK)]
+Ranks = Annotated[list[Rank], Field(max_length=MOST_PARTS, fail_fast=True)]
+Times = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class AcceptanceKeys(Keys):
+    """Our `acceptance.json`: how often each path of guesses was right."""
+
+    path_counts: Annotated[list[tuple[Ranks, Times]], Field(fail_fast=True)] = Field(default=[])
 
 
 @register_format
@@ -29,48 +78,25 @@ class DraftheadFormat(Format):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """Everything as it was saved."""
-        config_file, content = checkpoint.weights.parent / CONFIG_FILE, checkpoint.config
+        keys, file = checkpoint.keys(OwnKeys), checkpoint.config_file
+        family = head_family(keys.family)
         try:
-            version = content["drafthead_format"]
-            if version != VERSION:
-                raise ValueError(f"format {version!r} is not the known format {VERSION}")
-            family = head_family(content["family"])
-            values = known_fields(family.config_class, content["head"])
-            check_counts(values)
-            config = family.config_class(**values)
-            facts = content["target"]
-            found = TargetFacts(**{f.name: facts.get(f.name) for f in fields(TargetFacts)})
-            taps = content["features"]
-            described = ", ".join([*map(str, taps["layers"]), *["last"] * bool(taps["last"])])
-            convention = taps["layer_convention"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{config_file} is not a head's configuration: {error}") from error
+            config = read_head_config(family.config_class, keys.head, file)
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:  # of the configuration, which checks itself
+            raise UserError(f"{file}: head: {error}") from error
+        features = keys.features
+        taps = ", ".join([*map(str, features.layers), *["last"] * features.last])
         return Foreign(
             family.family,
             config,
             {name: checkpoint.load(name) for name in checkpoint.tensors},
-            found,
-            taps=f"{described} ({convention})",
+            TargetFacts(**keys.target.model_dump()),
+            taps=f"{taps} ({features.layer_convention})",
             path_counts=read_acceptance(checkpoint),
-            provenance=content.get("provenance") or {},
+            provenance=keys.provenance or {},
         )
-
-
-def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """`values`, if all are fields of the config class; raises UserError naming the others."""
-    names = {field.name for field in fields(config_class)}
-    unknown = sorted(set(values) - names)
-    if unknown:
-        raise UserError(f"{config_class.__name__} does not know {', '.join(unknown)}")
-    return values
-
-
-def check_counts(values: dict[str, Any]) -> None:
-    """Raise ValueError for counts so large that building the head would never end."""
-    for name, value in values.items():
-        counts = name.startswith("num_") or name in ("depth", "ttt_steps")
-        if counts and not 0 <= value <= MAX_COUNT:
-            raise ValueError(f"{name} is {value!r}")
 
 
 def read_acceptance(checkpoint: Checkpoint) -> dict[TreePath, int] | None:
@@ -78,8 +104,5 @@ def read_acceptance(checkpoint: Checkpoint) -> dict[TreePath, int] | None:
     file = checkpoint.weights.parent / ACCEPTANCE_FILE
     if not file.exists() and not file.is_symlink():
         return None
-    try:
-        counts = read_json(file).get("path_counts", [])
-        return {tuple(int(rank) for rank in path): int(count) for path, count in counts}
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file} does not hold counts of paths: {error}") from error
+    counts = AcceptanceKeys.of(read_json(file), file).path_counts
+    return {tuple(ranks): times for ranks, times in counts}

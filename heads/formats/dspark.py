@@ -26,9 +26,16 @@ from drafthead.heads.formats.block_parallel import (
     replayed,
     their_tensors,
 )
-from drafthead.heads.formats.dflash import block_with_ids, described, num_layers_known, their_ids
+from drafthead.heads.formats.dflash import (
+    IdKeys,
+    block_with_ids,
+    described,
+    num_layers_known,
+    num_layers_of_target,
+    their_ids,
+)
 from drafthead.heads.formats.files import Checkpoint, read_json
-from drafthead.heads.formats.layers import whole_numbers, with_output_bias
+from drafthead.heads.formats.layers import with_output_bias
 from drafthead.heads.target.target import Target
 
 
@@ -51,12 +58,10 @@ class DSpark(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head, with copies to be compared with the target's weights."""
-        ids = whole_numbers(
-            checkpoint, "target_layer_ids", checkpoint.config.get("target_layer_ids")
-        )
-        num_layers = checkpoint.integer("num_target_layers", target.num_layers)
-        mask = checkpoint.integer("mask_token_id")
-        return block_with_ids(checkpoint, ids or (), num_layers, mask, True)
+        keys = checkpoint.keys(IdKeys)
+        num_layers = num_layers_of_target(checkpoint, target)
+        ids, mask = keys.target_layer_ids or [], keys.mask_token_id
+        return block_with_ids(checkpoint, checkpoint.config, ids, num_layers, mask, True)
 
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path

@@ -14,12 +14,12 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.eagle import EagleConfig
 from drafthead.heads.formats.base import (
+    DEPTH,
     Foreign,
     Probe,
     TargetFacts,
     WritableFormat,
     all_tensors,
-    check_claims,
     copied,
     dtype_name,
     register_format,
@@ -27,7 +27,9 @@ from drafthead.heads.formats.base import (
     write_config,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.keys import Parts
 from drafthead.heads.formats.layers import (
+    LayerKeys,
     PlainLayers,
     layer_keys,
     layer_options,
@@ -36,7 +38,14 @@ from drafthead.heads.formats.layers import (
 from drafthead.heads.target.target import Target
 
 QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
-DEPTH = 5  # tokens drafted after the root; the official default, as the file does not hold it
+USUAL_DEPTH = 5  # tokens drafted after the root; the official default
+
+
+class EagleKeys(LayerKeys):
+    """The official keys, and one of ours."""
+
+    bias: bool | None = None  # of `fc`
+    drafthead_depth: Parts | None = None
 
 
 @register_format
@@ -57,14 +66,15 @@ class Eagle(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """All layers, and the embedding as a copy of the target's."""
-        checkpoint = replace(checkpoint, config=unwrapped(checkpoint.config))
-        config = config_of(checkpoint)
+        content = unwrapped(checkpoint.config)
+        keys = checkpoint.keys(EagleKeys, content)
+        config = config_of(checkpoint, content, keys)
         tensors = {name: checkpoint.load(name) for name in checkpoint.tensors if name != EMBEDDING}
         copies = {}
-        vocab = checkpoint.integer("vocab_size", 0)
+        vocab = keys.vocab_size or 0
         if EMBEDDING in checkpoint.tensors:
             vocab = checkpoint.shape(EMBEDDING, 2)[0]
-            check_claims(checkpoint, vocab_size=vocab)
+            keys.check(vocab_size=vocab)
             copies["embedding"] = checkpoint.load(EMBEDDING)
         return Foreign(
             "eagle",
@@ -72,7 +82,9 @@ class Eagle(WritableFormat):
             tensors,
             TargetFacts(None, config.hidden_size, vocab or None),
             needs_target="" if vocab else "how large the vocabulary is",
-            notes=(f"the file does not state the draft's depth: {DEPTH} is used",),
+            notes=()
+            if keys.drafthead_depth
+            else (f"the file does not state the draft's depth: {USUAL_DEPTH} is used",),
             copies=copies,
         )
 
@@ -111,18 +123,18 @@ def unwrapped(config: dict[str, Any]) -> dict[str, Any]:
     return inner if config.get("model_type") == "eagle" and isinstance(inner, dict) else config
 
 
-def config_of(checkpoint: Checkpoint) -> EagleConfig:
+def config_of(checkpoint: Checkpoint, content: dict[str, Any], keys: EagleKeys) -> EagleConfig:
     """Shape of the head, from the tensors as far as possible, else from the configuration."""
     tensors = checkpoint.tensors
     has_bias = "fc.bias" in tensors
-    if "bias" in checkpoint.config and checkpoint.flag("bias") != has_bias:
+    if keys.bias not in (None, has_bias):
         raise UserError(f"{checkpoint.weights}: bias is {not has_bias}, but fc.bias says otherwise")
     num_layers = num_layers_of(tensors)
-    check_claims(checkpoint, num_hidden_layers=num_layers)
+    keys.check(num_hidden_layers=num_layers)
     return EagleConfig(
-        **layer_options(checkpoint, "layers.0."),
+        **layer_options(checkpoint, content, keys, "layers.0."),
         num_layers=num_layers,
-        depth=DEPTH,
+        depth=keys.drafthead_depth or USUAL_DEPTH,
         fc_bias=has_bias,
     )
 
@@ -149,5 +161,6 @@ def described(head: DraftHead) -> dict[str, Any]:
         "bias": config.fc_bias,
         "qkv_bias": config.attention_bias,
         "use_cache": True,
+        DEPTH: config.depth,
         "torch_dtype": dtype_name(head),
     }

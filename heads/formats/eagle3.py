@@ -11,30 +11,33 @@ else as inputs, unless a key of ours in the file decides. We write inputs for vL
 outputs, and only if the first is 1, where all its versions agree.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.eagle3 import Eagle3Config
 from drafthead.heads.formats.base import (
+    DEPTH,
     Foreign,
     Probe,
     TargetFacts,
     WritableFormat,
     all_tensors,
     base_name,
-    check_claims,
     register_format,
     write_config,
     write_tensors,
 )
 from drafthead.heads.formats.files import Checkpoint, read_json
+from drafthead.heads.formats.keys import Keys, LayerIds, Parts
 from drafthead.heads.formats.layers import (
+    FullLayerKeys,
     PlainLayers,
     Tensors,
     draft_vocabulary,
@@ -42,7 +45,6 @@ from drafthead.heads.formats.layers import (
     layer_options,
     num_layers_of,
     spread_over,
-    whole_numbers,
     with_output_bias,
     without_output_bias,
 )
@@ -59,33 +61,51 @@ EMBEDDINGS = "embed_tokens.weight"
 # Reading
 
 
+class Eagle3Keys(Keys):
+    """What differs from a Llama, and two keys of ours."""
+
+    eagle_aux_hidden_state_layer_ids: LayerIds = Field(default=[])
+    eagle_config: dict[str, Any] = Field(default={})  # where the ids may be, too
+    drafthead_layer_convention: str | None = None
+    drafthead_depth: Parts = Eagle3Config.depth
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool | None = None
+    norm_before_fc: bool | None = None
+
+
 def read_eagle3(
-    checkpoint: Checkpoint, first_layer: str, taps: tuple[int, ...] | None, options: dict[str, Any]
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    first_layer: str,
+    taps: tuple[int, ...] | None,
+    options: dict[str, Any],
 ) -> Foreign:
     """An EAGLE-3 head whose first layer's tensors begin with `first_layer`.
 
-    `checkpoint.config` is the configuration of the layers; `options` are the other fields of
-    `Eagle3Config`. `taps` are in our numbers, or None where they depend on the target.
+    `config` is the configuration of the layers; `options` are the other fields of `Eagle3Config`.
+    `taps` are in our numbers, or None where they depend on the target.
     """
-    tensors, vocab = checkpoint.tensors, checkpoint.integer("vocab_size")
-    shape = layer_options(checkpoint, first_layer)
+    keys = checkpoint.keys(FullLayerKeys, config)
+    tensors, vocab = checkpoint.tensors, keys.vocab_size
+    shape = layer_options(checkpoint, config, keys, first_layer)
     joined = checkpoint.shape("fc.weight", 2)[1]
     count = len(taps) if taps is not None else 3
     width = joined // max(count, 1)
     if width * count != joined:
         raise UserError(f"{checkpoint.weights}: fc.weight reads {joined} numbers of {count} layers")
-    vocabulary = draft_vocabulary(checkpoint, vocab)
+    vocabulary = draft_vocabulary(checkpoint, vocab, keys.draft_vocab_size)
     frozen = options.get("embeddings") != "own" and width == shape["hidden_size"]
     found = {
         name.replace(first_layer, "layers.0.", 1): checkpoint.load(name)
         for name in tensors
         if name not in SIDE_TENSORS and not (frozen and name == EMBEDDINGS)
     }
-    if "lm_head.weight" not in found and checkpoint.config.get("tie_word_embeddings") is True:
+    if "lm_head.weight" not in found and keys.tie_word_embeddings:
         found["lm_head.weight"] = checkpoint.load(EMBEDDINGS)
     num_layers = num_layers_of(found)
-    check_claims(checkpoint, num_hidden_layers=num_layers)
-    config = Eagle3Config(
+    keys.check(num_hidden_layers=num_layers)
+    head_config = Eagle3Config(
         **shape,
         vocab_size=vocab,
         num_layers=num_layers,
@@ -98,7 +118,7 @@ def read_eagle3(
     )
     return Foreign(
         "eagle3",
-        config,
+        head_config,
         {**without_output_bias(found), **vocabulary},
         TargetFacts(base_name(checkpoint), width, vocab),
         taps=f"{', '.join(map(str, taps or ()))} ({OUTPUTS})",
@@ -118,14 +138,17 @@ def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
     return "joint" if "input_norm.weight" in names else "none"
 
 
-def check_norms(checkpoint: Checkpoint, config: Eagle3Config, optional: bool) -> None:
+def check_norms(
+    checkpoint: Checkpoint, keys: Eagle3Keys, config: Eagle3Config, optional: bool
+) -> None:
     """Raise UserError when flags and tensors disagree on the norms before the projection.
 
     A missing flag means false, or, if it is `optional`, nothing.
     """
     for key, norm in NORM_FLAGS.items():
         found = config.tap_norm == norm
-        if checkpoint.flag(key, found and optional) != found:
+        stated = getattr(keys, key)
+        if (found and optional if stated is None else stated) != found:
             raise UserError(
                 f"{checkpoint.weights}: {key} is {not found}, but its tensors say otherwise"
             )
@@ -137,19 +160,17 @@ def default_inputs(num_layers: int) -> tuple[int, ...]:
 
 
 def stated_taps(
-    checkpoint: Checkpoint, target: TargetFacts
+    checkpoint: Checkpoint, keys: Eagle3Keys, target: TargetFacts
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """Our layers for the ids of a configuration, in either convention, and notes on that."""
-    config = checkpoint.config
-    nested = config.get("eagle_config")
-    ids = config.get(IDS) or (nested.get(IDS) if isinstance(nested, dict) else None)
-    layers = whole_numbers(checkpoint, IDS, ids)
+    nested = checkpoint.keys(Eagle3Keys, keys.eagle_config)
+    layers = tuple(keys.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids)
     if not layers:
         if target.num_layers is None:
             return None, ()
         taps = tuple(layer - 1 for layer in default_inputs(target.num_layers))
         return taps, ("no layers are named: those of EAGLE-3's authors are used",)
-    convention, notes = config.get(CONVENTION), []
+    convention, notes = keys.drafthead_layer_convention, []
     if convention not in (OUTPUTS, INPUTS):
         convention = OUTPUTS if layers[0] == 1 else INPUTS
         notes.append(
@@ -180,15 +201,17 @@ class Eagle3Files(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head, with the layers that its readers would tap."""
-        taps, notes = stated_taps(checkpoint, target)
-        flag = checkpoint.flag
+        keys = checkpoint.keys(Eagle3Keys)
+        taps, notes = stated_taps(checkpoint, keys, target)
         options = {
-            "norm_before_residual": flag("norm_before_residual", False),
-            "norm_feedback": flag("norm_output", False),
+            "depth": keys.drafthead_depth,
+            "ttt_steps": min(keys.drafthead_depth, Eagle3Config.ttt_steps),
+            "norm_before_residual": keys.norm_before_residual,
+            "norm_feedback": keys.norm_output,
             "embeddings": "own" if self.reads_embeddings(checkpoint) else "target",
         }
-        found = read_eagle3(checkpoint, self.first_layer, taps, options)
-        check_norms(checkpoint, found.config, optional=True)
+        found = read_eagle3(checkpoint, checkpoint.config, self.first_layer, taps, options)
+        check_norms(checkpoint, keys, found.config, optional=True)
         return replace(found, notes=notes)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
@@ -290,6 +313,7 @@ def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         **({"target_hidden_size": config.target_hidden_size} if other_width else {}),
         **({"base_model_name_or_path": facts.name} if facts.name else {}),
+        DEPTH: config.depth,
     }
 
 

@@ -30,7 +30,13 @@ class StandIn(Target):
     def __init__(self, facts: TargetFacts):
         generator = torch.Generator().manual_seed(0)
         size, vocab = facts.hidden_size or 0, facts.vocab_size or 0
-        self.config = LlamaConfig(hidden_size=size, vocab_size=vocab, max_position_embeddings=2048)
+        # One attention head divides every hidden size.
+        self.config = LlamaConfig(
+            hidden_size=size,
+            vocab_size=vocab,
+            num_attention_heads=1,
+            max_position_embeddings=2048,
+        )
         self.layers = range(facts.num_layers or 0)  # type: ignore[assignment]  # for their number
         self.logit_scale, self.logit_cap = 1.0, None
         self.embedding = torch.randn(vocab, size, generator=generator)
@@ -90,6 +96,11 @@ def export_head(
         if found is not written:
             raise UserError(f"files written as {name} are read as {found.name}: nothing is kept")
         again = build_head(foreign, temporary, stand_in)
+        if again.depth != head.depth:
+            raise UserError(
+                f"{name} cannot express a depth of {head.depth}: its files are read with "
+                f"{again.depth}"
+            )
         probe, tree = draw_chain(head, stand_in)
         _, tree_again = draw_chain(again, stand_in)
         difference = max(

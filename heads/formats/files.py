@@ -1,32 +1,46 @@
 """Reading files of a checkpoint that may be hostile: nothing is trusted, nothing is executed.
 
 Sizes, shapes and offsets that a file claims are compared with its real size before anything is
-allocated, so reading takes at most a few times the file's size. Links and paths out of the folder
-are refused. A pickle is scanned before it is loaded: tensors are allowed, code is not.
+allocated, and all tensors that are loaded share one budget of bytes (`Checkpoint.load`), so reading
+takes at most four times the file's size. Links and paths out of the folder are refused. A pickle is
+scanned before it is loaded: tensors are allowed, code is not.
 """
 
 import json
+import os
 import pickletools
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from shutil import rmtree
 from stat import S_ISLNK, S_ISREG
 from tempfile import mkdtemp
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.keys import Keys
+from drafthead.heads.formats.printing import shown
+
+KeysType = TypeVar("KeysType", bound=Keys)
 
 CONFIG_FILE = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
 MAX_JSON, MAX_HEADER = 4 * 2**20, 16 * 2**20  # bytes
+MOST_TENSORS, MOST_DIMENSIONS = 2**16, 8  # of a file; of a tensor
+# Every opcode of a pickle may make an object; a tensor takes about 30 of them and 400 bytes.
+FREE_OPCODES, BYTES_PER_OPCODE = 100_000, 8
+# A file may hold one tensor under several names, but not so often that memory runs out.
+MOST_REPEATED = 2
+SMALL = 2**20  # bytes of a file that may be sparse
 
 # All globals that a pickle of plain tensors needs; any other might be code.
 PLAIN_GLOBALS = frozenset(
@@ -59,19 +73,51 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 def file_size(path: Path) -> int:
-    """Size in bytes of a plain file; raises UserError for a link, a folder or a device."""
+    """Size in bytes of a plain file.
+
+    Raises UserError for a link, a folder, a device, and a file that is mostly holes: it would take
+    much more memory than disk.
+    """
     try:
         status = path.lstat()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         message = f"{path} does not exist: is {path.parent} a trained head?"
         raise UserError(message) from error
     if S_ISLNK(status.st_mode):
         raise UserError(f"{path} is a link, which a checkpoint must not hold: copy the file itself")
     if not S_ISREG(status.st_mode):
         raise UserError(f"{path} is not a plain file")
+    if status.st_size > SMALL and (written := written_bytes(path, status.st_size)) < (
+        status.st_size / 2
+    ):
+        raise UserError(
+            f"{path} is sparse: {written:,} of its {status.st_size:,} bytes were written"
+        )
     return status.st_size
+
+
+def written_bytes(path: Path, size: int) -> int:
+    """Bytes of a file that are not in holes; all of them where the system does not tell."""
+    if not hasattr(os, "SEEK_DATA"):
+        return size
+    written = end = 0
+    with path.open("rb") as file:
+        # Beyond half of the file it does not matter how much more there is.
+        while end < size and 2 * written <= size:
+            try:
+                start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            except OSError:  # no data from here on
+                return written
+            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            written += end - start
+    return written
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,9 +142,24 @@ class TensorFile:
         """Raises UserError for a file that is damaged, or claims more than it holds."""
         self.path, self.size = path, file_size(path)
 
+    def check_number(self, count: int) -> None:
+        """Raise UserError for more tensors than a file of weights has."""
+        if count > MOST_TENSORS:
+            raise UserError(f"{self.path} holds {count:,} tensors, more than {MOST_TENSORS:,}")
+
+    def described(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+        """What is known of a tensor; raises UserError for more dimensions than weights have."""
+        if len(shape) > MOST_DIMENSIONS:
+            raise UserError(f"{self.path}: {shown(name)} has {len(shape)} dimensions")
+        return Stored(shape, dtype)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """One tensor [...], a view of the mapped file."""
+        raise NotImplementedError
+
     def load(self, name: str) -> torch.Tensor:
         """One tensor [...], in its own memory."""
-        raise NotImplementedError
+        return self.mapped(name).clone(memory_format=torch.contiguous_format)
 
 
 class SafetensorsFile(TensorFile):
@@ -113,20 +174,22 @@ class SafetensorsFile(TensorFile):
         try:
             self.opened = safe_open(path, "pt")
             names = self.opened.keys()
-            slices = {name: self.opened.get_slice(name) for name in names}
-            self.stored = {
-                name: Stored(tuple(s.get_shape()), DTYPES[s.get_dtype()])
-                for name, s in slices.items()
-            }
+            self.check_number(len(names))
+            self.stored = {name: self._stored(name) for name in names}
+        except UserError:
+            raise
         except KeyError as error:
             raise UserError(f"{path} holds tensors of the unsupported type {error}") from error
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path} is damaged or truncated: {error}") from error
 
-    def load(self, name: str) -> torch.Tensor:
-        """One tensor [...], in its own memory."""
-        # Without the copy it would be a view of the mapped file.
-        return self.opened.get_tensor(name).clone()
+    def _stored(self, name: str) -> Stored:
+        part = self.opened.get_slice(name)
+        return self.described(name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """One tensor [...], a view of the mapped file."""
+        return self.opened.get_tensor(name)
 
 
 class PickledFile(TensorFile):
@@ -141,6 +204,7 @@ class PickledFile(TensorFile):
             raise UserError(f"{path} is damaged or truncated: {first_line(error)}") from error
         if not isinstance(content, dict):
             raise UserError(f"{path} holds {type(content).__name__}, not tensors by name")
+        self.check_number(len(content))
         self.content: dict[str, torch.Tensor] = content
         self.stored = {name: self._checked(name, t) for name, t in content.items()}
 
@@ -166,8 +230,11 @@ class PickledFile(TensorFile):
             ) from error
 
     def _check_pickle(self, program: bytes) -> None:
-        """Refuse a pickle that names anything but tensors: it could run code."""
-        for opcode, argument, _ in pickletools.genops(program):
+        """Refuse a pickle that names anything but tensors, or builds many more objects."""
+        most = FREE_OPCODES + self.size // BYTES_PER_OPCODE
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(program)):
+            if number > most:
+                raise UserError(f"{self.path} holds more than {most:,} objects, not only tensors")
             named = opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL")
             if named and argument not in PLAIN_GLOBALS:
                 what = "code" if argument is None else str(argument).replace(" ", ".")
@@ -177,18 +244,26 @@ class PickledFile(TensorFile):
 
     def _checked(self, name: object, tensor: object) -> Stored:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise UserError(f"{self.path}: {name!r} is {type(tensor).__name__}, not a tensor")
+            raise UserError(f"{self.path}: {shown(name)} is {type(tensor).__name__}, not a tensor")
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.dtype not in DTYPES.values():
             raise UserError(f"{self.path}: {name} is a tensor of an unsupported kind")
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise UserError(f"{self.path}: {name} claims {list(tensor.shape)}, more than it holds")
-        return Stored(tuple(tensor.shape), tensor.dtype)
+            raise UserError(
+                f"{self.path}: {shown(name)} claims {shown(list(tensor.shape))}, more than it holds"
+            )
+        return self.described(name, tuple(tensor.shape), tensor.dtype)
 
-    def load(self, name: str) -> torch.Tensor:
-        """One tensor [...], in its own memory."""
-        # Without the copy it would be a view of the mapped file.
-        return self.content[name].detach().clone(memory_format=torch.contiguous_format)
+    def mapped(self, name: str) -> torch.Tensor:
+        """One tensor [...], a view of the mapped file."""
+        return self.content[name].detach()
+
+
+class IndexKeys(Keys):
+    """An index of shards."""
+
+    # Not `dict[str, str]`, of which every wrong value would be reported.
+    weight_map: Annotated[dict[str, Any], Field(min_length=1)]
 
 
 class ShardedFile(TensorFile):
@@ -196,23 +271,24 @@ class ShardedFile(TensorFile):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        places = read_json(path).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise UserError(f"{path} has no weight_map")
+        places = IndexKeys.of(read_json(path), path).weight_map
         for name in places.values():
-            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-                raise UserError(f"{path} names {name!r}, which is not a file of its folder")
+            plain = isinstance(name, str) and name.isprintable() and Path(name).name == name
+            if not plain or name in ("", ".", ".."):
+                raise UserError(f"{path} names {shown(name)}, which is not a file of its folder")
         self.shards = {name: open_tensors(path.parent / name) for name in set(places.values())}
         self.size += sum(shard.size for shard in self.shards.values())
         self.places: dict[str, str] = places
         for name, file in places.items():
             if name not in self.shards[file].stored:
-                raise UserError(f"{path} lists {name} in {file}, which does not hold it")
+                raise UserError(
+                    f"{path} lists {shown(name)} in {shown(file)}, which does not hold it"
+                )
         self.stored = {name: self.shards[file].stored[name] for name, file in places.items()}
 
-    def load(self, name: str) -> torch.Tensor:
-        """One tensor [...] from its shard."""
-        return self.shards[self.places[name]].load(name)
+    def mapped(self, name: str) -> torch.Tensor:
+        """One tensor [...], a view of its mapped shard."""
+        return self.shards[self.places[name]].mapped(name)
 
 
 def open_tensors(path: Path) -> TensorFile:
@@ -224,13 +300,14 @@ def open_tensors(path: Path) -> TensorFile:
     raise UserError(f"{path} is neither safetensors nor one of {', '.join(PICKLES)}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoint:
     """A configuration and one set of weights in its folder, which is opened at first use."""
 
     path: Path  # as the user named it
     weights: Path  # a file of tensors, or an index of several
     config: dict[str, Any]  # {} when there is no config.json
+    loaded: int = 0  # bytes so far
 
     @cached_property
     def file(self) -> TensorFile:
@@ -249,45 +326,49 @@ class Checkpoint:
         """Bytes of the weights on disk."""
         return self.file.size
 
+    @property
+    def config_file(self) -> Path:
+        """Where the configuration is, if there is one."""
+        return self.weights.parent / CONFIG_FILE
+
+    def keys(self, declared: type[KeysType], content: Mapping[str, Any] | None = None) -> KeysType:
+        """The declared keys of the configuration, or of an object in it.
+
+        Raises UserError naming the file, the key and its value.
+        """
+        return declared.of(self.config if content is None else content, self.config_file)
+
     def load(self, name: str) -> torch.Tensor:
-        """One tensor [...] on the CPU, as stored; raises UserError when there is none."""
-        if name not in self.tensors:
-            raise UserError(f"{self.weights} lacks the tensor {name}")
+        """One tensor [...] on the CPU, as stored.
+
+        Raises UserError when there is none, and when all that was loaded would take much more
+        memory than the file has bytes: several tensors of a pickle may be views of one storage.
+        """
+        self.loaded += self._stored(name).nbytes
+        if self.loaded > MOST_REPEATED * self.size:
+            raise UserError(
+                f"{self.weights} has {self.size:,} bytes but its tensors would take at least "
+                f"{self.loaded:,}"
+            )
         return self.file.load(name)
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal; none is copied."""
+        if self._stored(name) != self._stored(other):
+            return False
+        return torch.equal(self.file.mapped(name), self.file.mapped(other))
 
     def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
         """Shape of a tensor; raises UserError when it has another number of dimensions."""
-        if name not in self.tensors:
-            raise UserError(f"{self.weights} lacks the tensor {name}")
-        shape = self.tensors[name].shape
+        shape = self._stored(name).shape
         if len(shape) != dimensions:
-            raise UserError(f"{self.weights}: {name} has shape {list(shape)}")
+            raise UserError(f"{self.weights}: {name} has shape {shown(list(shape))}")
         return shape
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number, 0 or above, from the configuration."""
-        return cast(int, self._value(key, default, lambda v: type(v) is int and v >= 0, "a count"))
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number from the configuration."""
-
-        def finite(value: object) -> bool:
-            return type(value) in (int, float) and abs(cast(float, value)) < float("inf")
-
-        return float(self._value(key, default, finite, "a finite number"))
-
-    def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false from the configuration."""
-        return bool(self._value(key, default, lambda v: type(v) is bool, "true or false"))
-
-    def _value(self, key: str, default: Any, fits: Callable[[object], bool], wanted: str) -> Any:
-        value = self.config.get(key)
-        if value is None:
-            value = default
-        if value is None or not fits(value):
-            where = self.weights.parent / CONFIG_FILE
-            raise UserError(f"{where}: {key} is {value!r}, but must be {wanted}")
-        return value
+    def _stored(self, name: str) -> Stored:
+        if name not in self.tensors:
+            raise UserError(f"{self.weights} lacks the tensor {name}")
+        return self.tensors[name]
 
 
 def checkpoints_at(path: Path) -> Iterator[Checkpoint]:

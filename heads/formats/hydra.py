@@ -22,7 +22,6 @@ from drafthead.heads.formats.base import (
     WritableFormat,
     all_tensors,
     base_name,
-    check_claims,
     copied,
     refuse_others,
     register_format,
@@ -30,6 +29,7 @@ from drafthead.heads.formats.base import (
     write_config,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.keys import Count, Keys
 from drafthead.heads.formats.layers import PlainLayers, Tensors
 from drafthead.heads.layers.decoder_layer import LayerConfig
 from drafthead.heads.target.target import Target
@@ -92,6 +92,15 @@ def repeated(config: HydraConfig) -> dict[str, str]:
     }
 
 
+class HydraKeys(Keys):
+    """The official keys."""
+
+    hidden_state_offset: Count = 0
+    hydra_num_heads: Count | None = None
+    hydra_num_layers: Count | None = None
+    grounded_heads: bool | None = None
+
+
 @register_format
 class Hydra(WritableFormat):
     """The official file: heads, a copy of the target's embedding, and perhaps a prefix layer."""
@@ -106,11 +115,12 @@ class Hydra(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The heads; the embedding is a copy of the target's, unused tensors are ignored."""
-        if checkpoint.integer("hidden_state_offset", 0) != 0:
+        keys = checkpoint.keys(HydraKeys)
+        if keys.hidden_state_offset != 0:
             raise UserError(f"{checkpoint.weights}: only hidden_state_offset 0 is supported")
-        config = config_of(checkpoint)
+        config = config_of(checkpoint, keys)
         for name, other in repeated(config).items():
-            if not torch.equal(checkpoint.load(name), checkpoint.load(other)):
+            if not checkpoint.same(name, other):
                 raise UserError(
                     f"{checkpoint.weights}: {name} differs from {other}, its repetition"
                 )
@@ -184,7 +194,7 @@ class Hydra(WritableFormat):
         return torch.stack(rows)
 
 
-def config_of(checkpoint: Checkpoint) -> HydraConfig:
+def config_of(checkpoint: Checkpoint, keys: HydraKeys) -> HydraConfig:
     """Shape of the heads, from the tensors; some options of the prefix layer stay open."""
     names = checkpoint.tensors
     prefix_layer = LAYER + LAYER_TENSORS[0] in names
@@ -197,8 +207,8 @@ def config_of(checkpoint: Checkpoint) -> HydraConfig:
     size, width = checkpoint.shape(first, 2)
     vocab = checkpoint.shape(f"{output_name(config, 0)}.weight", 2)[0]
     config = replace(config, grounded=width != size, hidden_size=size, vocab_size=vocab)
-    check_claims(checkpoint, hydra_num_heads=config.num_heads, hydra_num_layers=config.num_blocks)
-    if checkpoint.flag("grounded_heads", config.grounded) != config.grounded:
+    keys.check(hydra_num_heads=config.num_heads, hydra_num_layers=config.num_blocks)
+    if keys.grounded_heads not in (None, config.grounded):
         raise UserError(f"{checkpoint.weights}: heads of width {width} contradict grounded_heads")
     if not prefix_layer:
         return config

@@ -6,43 +6,71 @@ need no renaming: see `heads.layers.decoder_layer`.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.base import check_claims
 from drafthead.heads.formats.files import Checkpoint
-from drafthead.heads.layers.decoder_layer import ROPE_TYPES, LayerConfig
+from drafthead.heads.formats.keys import Count, Epsilon, Keys, Parts, Size, Vocabulary
+from drafthead.heads.formats.printing import shown
+from drafthead.heads.formats.rope import DEFAULT_THETA, rope_of
+from drafthead.heads.layers.decoder_layer import LayerConfig
 
 Tensors = dict[str, torch.Tensor]
 
-MOST_TOKENS = 2**20  # of a vocabulary
-DEFAULT_THETA = 10000.0  # of transformers, for a configuration without one
 OUTPUT_BIAS = "self_attn.o_proj.bias"  # which our layers do not have
 
 
 # Reading
 
 
-def layer_options(checkpoint: Checkpoint, first_layer: str) -> dict[str, Any]:
-    """The fields of `LayerConfig` from a checkpoint's configuration.
+class LayerKeys(Keys):
+    """Keys of transformers' Llama and Qwen3 that describe layers."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None  # as many as attention heads
+    head_dim: Size | None = None  # the hidden size divided by the attention heads
+    num_hidden_layers: Parts | None = None
+    vocab_size: Vocabulary | None = None
+    draft_vocab_size: Vocabulary | None = None
+    rms_norm_eps: Epsilon = 1e-6
+    max_position_embeddings: Count = 2048
+    tie_word_embeddings: bool = False
+    # What our layers do not have, unless it has no effect.
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    partial_rotary_factor: float = 1.0
+    layer_types: Annotated[list[str], Field(fail_fast=True)] = Field(default=[])
+    sliding_window: Count = 0
+
+
+class FullLayerKeys(LayerKeys):
+    """The same where the vocabulary cannot be read from the tensors."""
+
+    vocab_size: Vocabulary
+
+
+def layer_options(
+    checkpoint: Checkpoint, config: Mapping[str, Any], keys: LayerKeys, first_layer: str
+) -> dict[str, Any]:
+    """The fields of `LayerConfig` from `config`, in which `keys` were read.
 
     The first layer's tensors have names that begin with `first_layer`. Raises UserError for options
     that our layers do not have.
     """
-    refuse_options(checkpoint)
+    refuse_options(checkpoint.config_file, keys)
     attention = first_layer + "self_attn."
-    hidden, heads = checkpoint.integer("hidden_size"), checkpoint.integer("num_attention_heads")
-    shared, size = (
-        checkpoint.integer("num_key_value_heads", heads),
-        checkpoint.integer("head_dim", hidden // max(heads, 1)),
-    )
+    hidden, heads = keys.hidden_size, keys.num_attention_heads
+    shared, size = keys.num_key_value_heads or heads, keys.head_dim or hidden // heads
     for part, count in (("q_proj", heads), ("k_proj", shared)):
         rows = checkpoint.shape(f"{attention}{part}.weight", 2)[0]
         if not 0 < count * size == rows:
@@ -50,76 +78,36 @@ def layer_options(checkpoint: Checkpoint, first_layer: str) -> dict[str, Any]:
                 f"{checkpoint.weights}: {attention}{part}.weight has {rows} rows, but its "
                 f"configuration says {count} heads of {size}"
             )
-    check_claims(checkpoint, hidden_size=checkpoint.shape(attention + "o_proj.weight", 2)[0])
+    keys.check(hidden_size=checkpoint.shape(attention + "o_proj.weight", 2)[0])
     return {
         "hidden_size": hidden,
-        "intermediate_size": checkpoint.integer("intermediate_size"),
+        "intermediate_size": keys.intermediate_size,
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
         "head_dim": size,
         "attention_bias": attention + "q_proj.bias" in checkpoint.tensors,
-        "rms_norm_eps": positive(checkpoint, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": checkpoint.integer("max_position_embeddings", 2048),
-        "rope_parameters": rope_of(checkpoint),
+        "rms_norm_eps": keys.rms_norm_eps,
+        "max_position_embeddings": keys.max_position_embeddings,
+        "rope_parameters": rope_of(config, size, checkpoint.config_file),
     }
 
 
-def positive(checkpoint: Checkpoint, key: str, default: float) -> float:
-    """A number above 0 from the configuration."""
-    value = checkpoint.number(key, default)
-    if value <= 0:
-        raise UserError(f"{checkpoint.weights.parent}: {key} is {value}")
-    return value
-
-
-def refuse_options(checkpoint: Checkpoint) -> None:
+def refuse_options(file: Path, keys: LayerKeys) -> None:
     """Raise UserError for options that our layers do not implement."""
-    config = checkpoint.config
-    asked = [
-        ("hidden_act", config.get("hidden_act", "silu") not in ("silu", "swish")),
-        ("mlp_bias", bool(config.get("mlp_bias"))),
-        ("partial_rotary_factor", config.get("partial_rotary_factor", 1) not in (None, 1)),
-        ("layer_types", has_short_windows(checkpoint)),
-    ]
-    if found := [key for key, present in asked if present]:
-        raise UserError(
-            f"{checkpoint.weights.parent}: {found[0]} is {config[found[0]]!r}, which our draft "
-            "layers cannot compute"
-        )
-
-
-def has_short_windows(checkpoint: Checkpoint) -> bool:
-    """Whether some layer does not see everything before it."""
-    kinds = checkpoint.config.get("layer_types") or []
-    if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
-        return False
-    longest = checkpoint.integer("max_position_embeddings", 2048)
-    return checkpoint.integer("sliding_window", 0) < longest
-
-
-def rope_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Rotary parameters in the form of transformers 5, from those of 4 or 5.
-
-    Raises UserError for unsupported parameters, and when both forms are there and disagree.
-    """
-    config, where = checkpoint.config, checkpoint.weights.parent
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    for given in (new, old):
-        if given is not None and not isinstance(given, dict):
-            raise UserError(f"{where}: rotary parameters are {given!r}, not an object")
-    new = (new or {}).get("full_attention", new)  # some models have one for each kind of layer
-    chosen = dict(new or old or {})
-    chosen["rope_type"] = chosen.get("rope_type") or chosen.pop("type", None) or "default"
-    chosen.pop("type", None)
-    outside = config.get("rope_theta")
-    inside = chosen.get("rope_theta")
-    if None not in (outside, inside) and outside != inside:
-        raise UserError(f"{where}: rope_theta is {outside} here and {inside} there")
-    theta = replace(checkpoint, config={"rope_theta": outside if inside is None else inside})
-    chosen["rope_theta"] = positive(theta, "rope_theta", DEFAULT_THETA)
-    if chosen["rope_type"] not in ROPE_TYPES or chosen.pop("partial_rotary_factor", 1) != 1:
-        raise UserError(f"{where}: rope_type is {chosen['rope_type']!r}, which is not supported")
-    return chosen
+    windows = any(kind != "full_attention" for kind in keys.layer_types)
+    asked = {
+        "hidden_act": keys.hidden_act not in ("silu", "swish"),
+        "mlp_bias": keys.mlp_bias,
+        "partial_rotary_factor": keys.partial_rotary_factor != 1,
+        # A window as long as the context hides nothing.
+        "layer_types": windows and keys.sliding_window < keys.max_position_embeddings,
+    }
+    for key, present in asked.items():
+        if present:
+            raise UserError(
+                f"{file}: {key} is {shown(getattr(keys, key))}, which our draft layers cannot "
+                "compute"
+            )
 
 
 def without_output_bias(tensors: Tensors) -> Tensors:
@@ -140,32 +128,25 @@ def num_layers_of(names: Iterable[str], prefix: str = "layers.") -> int:
     return len({number for number in numbers if number.isdigit()})
 
 
-def whole_numbers(checkpoint: Checkpoint, key: str, value: Any) -> tuple[int, ...] | None:
-    """A list of whole numbers such as layer ids, or None if the configuration has none.
-
-    Raises UserError for any other value.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(type(v) is int and -1 <= v < 2**16 for v in value):
-        raise UserError(f"{checkpoint.weights.parent}: {key} is {value!r}, not a list of layers")
-    return tuple(value)
-
-
-def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Tensors:
+def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int, claimed: int | None) -> Tensors:
     """The tables `d2t` [Vd] and `t2d` [V] of a draft vocabulary, or nothing without one.
 
     `d2t` holds for each guess the distance to its token, `t2d` whether a token can be guessed: for
     4 tokens of which 1 and 3 can be guessed they are 1 2 and F T F T. A missing `t2d` is computed.
-    Raises UserError when a guess has no token, two guesses have the same one, or the tables
-    disagree.
+    Raises UserError when a guess has no token, two guesses have the same one, the tables disagree,
+    or the configuration has `claimed` another size of the draft vocabulary.
     """
+    size = checkpoint.shape("d2t", 1)[0] if "d2t" in checkpoint.tensors else vocab_size
+    if claimed not in (None, size):
+        raise UserError(
+            f"{checkpoint.config_file} says draft_vocab_size {claimed}, but the tensors have {size}"
+        )
     if "d2t" not in checkpoint.tensors:
-        check_claims(checkpoint, draft_vocab_size=vocab_size)
         return {}
-    check_claims(checkpoint, draft_vocab_size=checkpoint.shape("d2t", 1)[0])
-    if vocab_size > MOST_TOKENS:
-        raise UserError(f"{checkpoint.weights.parent}: vocab_size is {vocab_size}")
+    if size > vocab_size:
+        raise UserError(
+            f"{checkpoint.weights}: d2t holds {size} tokens of a vocabulary of {vocab_size}"
+        )
     d2t = checkpoint.load("d2t").long()
     ids = torch.arange(len(d2t)) + d2t
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:

@@ -10,16 +10,17 @@ from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import FORMATS, Foreign, Format, TargetFacts
 from drafthead.heads.formats.files import Checkpoint, checkpoints_at, first_line
+from drafthead.heads.formats.head_keys import check_head_config
+from drafthead.heads.formats.printing import one_sentence, shown
 from drafthead.heads.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# A file may hold one tensor under several names, but not so often that memory runs out.
-MOST_REPEATED = 2
 # Copies of the target's weights may be rounded to 16 bits: the difference relative to the norm.
 ROUNDING = 0.01
 
 
+@one_sentence()
 def recognised(path: Path) -> tuple[Format, Checkpoint]:
     """The format of a checkpoint, judged by its content, and the opened checkpoint.
 
@@ -39,28 +40,30 @@ def recognised(path: Path) -> tuple[Format, Checkpoint]:
     )
 
 
+@one_sentence()
 def read_foreign(path: Path, target: TargetFacts) -> tuple[Format, Foreign]:
     """The format and the head of the checkpoint at `path`.
 
-    Raises UserError as `recognised` does, when the head is not understood, and when its tensors
-    would take much more memory than the file.
+    Raises UserError as `recognised` does, when the head is not understood, when its configuration
+    is out of bounds, and when a tensor holds values that are not finite.
     """
     known, checkpoint = recognised(path)
     try:
         foreign = known.read(checkpoint, target)
+        check_head_config(foreign.config, checkpoint.config_file)
     except UserError:
         raise
     except ValueError as error:  # of a head's configuration, which checks itself
         raise UserError(f"{path} does not describe a head: {error}") from error
-    claimed = sum(t.numel() * t.element_size() for t in foreign.tensors.values())
-    if claimed > MOST_REPEATED * checkpoint.size:
-        raise UserError(
-            f"{checkpoint.weights} has {checkpoint.size:,} bytes but its tensors would take "
-            f"{claimed:,}"
-        )
+    for name, tensor in foreign.tensors.items():
+        # Beyond float32 a value becomes infinite as soon as it is used.
+        wide = tensor.dtype == torch.float64
+        if not torch.isfinite(tensor.float() if wide else tensor).all():
+            raise UserError(f"{checkpoint.weights}: {name} holds values that are not finite")
     return known, foreign
 
 
+@one_sentence()
 def build_head(foreign: Foreign, path: Path, target: Target | None = None) -> DraftHead:
     """A head with the tensors of `foreign`, in their types and on the CPU.
 
@@ -160,7 +163,7 @@ def difference(weight: torch.Tensor, copy: torch.Tensor) -> float:
 
 
 def check_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Raise UserError unless `tensors` [...] are exactly those of the head, finite, as shaped."""
+    """Raise UserError unless `tensors` [...] are exactly those of the head and as shaped."""
     expected = head.state_dict()
     if missing := sorted(set(expected) - set(tensors)):
         raise UserError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]}")
@@ -170,11 +173,9 @@ def check_tensors(head: DraftHead, tensors: dict[str, torch.Tensor], path: Path)
         wanted = expected[name]
         if tensor.shape != wanted.shape:
             raise UserError(
-                f"{path}: {name} has shape {list(tensor.shape)}, "
+                f"{path}: {name} has shape {shown(list(tensor.shape))}, "
                 f"its configuration says {list(wanted.shape)}"
             )
         same_kind = tensor.is_floating_point() == wanted.is_floating_point()
         if not same_kind or not (tensor.is_floating_point() or tensor.dtype == wanted.dtype):
             raise UserError(f"{path}: {name} is {tensor.dtype}, but must be {wanted.dtype}")
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"{path}: {name} holds values that are not finite")

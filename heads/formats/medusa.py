@@ -25,7 +25,6 @@ from drafthead.heads.formats.base import (
     WritableFormat,
     all_tensors,
     base_name,
-    check_claims,
     copied,
     dtype_name,
     refuse_others,
@@ -35,6 +34,7 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.keys import Count, Keys, Parts, Size, TargetLayers, Vocabulary
 from drafthead.heads.target.target import Target
 
 MERGED = "medusa_head."
@@ -75,12 +75,37 @@ VLLM_PREFIXED = Names("blocks.{i}.layers.{j}", "lm_heads.{i}", "medusa_heads.")
 FIRST_BLOCK = "branches.0.blocks.0.weight"
 
 
+class MedusaKeys(Keys):
+    """Sizes that a configuration may state; published ones miscount the heads."""
+
+    hidden_size: Size | None = None
+    vocab_size: Vocabulary | None = None
+    medusa_num_heads: Count | None = None
+    num_heads: Count | None = None
+
+
+class VllmKeys(MedusaKeys):
+    """vLLM's keys."""
+
+    num_hidden_layers: Parts | None = None  # blocks of a head
+    logit_scale: float = 1.0
+    original_lm_head: bool = False
+
+
+class ModelKeys(Keys):
+    """Of a whole model."""
+
+    num_hidden_layers: TargetLayers | None = None
+
+
 def read_heads(checkpoint: Checkpoint, names: Names, shared_output: str | None = None) -> Foreign:
     """Medusa heads under the given names; without projections they use the target's output head.
 
     `shared_output` is the name of a copy of the target's output head in the file.
     """
     num_heads, num_blocks = names.count(checkpoint.tensors)
+    if num_heads * num_blocks > len(checkpoint.tensors):
+        raise UserError(f"{checkpoint.weights} lacks blocks of some of its {num_heads} heads")
     own = shared_output is None and names.projection(0, num_blocks) in checkpoint.tensors
     hidden = checkpoint.shape(names.weight(0, 0), 2)[0]
     output = names.projection(0, num_blocks) if own else shared_output
@@ -93,7 +118,8 @@ def read_heads(checkpoint: Checkpoint, names: Names, shared_output: str | None =
         hidden_size=hidden,
         vocab_size=vocab,
     )
-    check_claims(checkpoint, hidden_size=hidden, **({"vocab_size": vocab} if vocab else {}))
+    keys = checkpoint.keys(MedusaKeys)
+    keys.check(hidden_size=hidden, **({"vocab_size": vocab} if vocab else {}))
     theirs = renamed(config, names)
     refuse_others(checkpoint, [*theirs.values(), shared_output or ""], names.prefix)
     return Foreign(
@@ -104,7 +130,7 @@ def read_heads(checkpoint: Checkpoint, names: Names, shared_output: str | None =
         needs_target=""
         if own
         else "how large the vocabulary is (it uses the target's output head)",
-        notes=miscounted(checkpoint, num_heads),
+        notes=miscounted(keys, num_heads),
     )
 
 
@@ -121,11 +147,11 @@ def renamed(config: MedusaConfig, names: Names) -> dict[str, str]:
     return found
 
 
-def miscounted(checkpoint: Checkpoint, num_heads: int) -> tuple[str, ...]:
+def miscounted(keys: MedusaKeys, num_heads: int) -> tuple[str, ...]:
     """A note when the configuration states another number of heads than there are."""
     for key in ("medusa_num_heads", "num_heads"):
-        claimed = checkpoint.config.get(key, num_heads)
-        if claimed != num_heads:
+        claimed = getattr(keys, key)
+        if claimed not in (None, num_heads):
             return (f"{key} says {claimed}, but there are {num_heads} heads, which were all read",)
     return ()
 
@@ -230,7 +256,7 @@ class MergedMedusa(Format):
         """The heads; the other weights are the target's, which is loaded separately."""
         foreign = read_heads(checkpoint, IN_MODEL)
         names = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight"}
-        layers = checkpoint.integer("num_hidden_layers", 0) or None
+        layers = checkpoint.keys(ModelKeys).num_hidden_layers
         return replace(
             foreign,
             target=replace(foreign.target, name=str(checkpoint.path), num_layers=layers),
@@ -263,11 +289,12 @@ class VllmMedusa(WritableFormat):
         names = VLLM if VLLM.count(checkpoint.tensors)[0] else VLLM_PREFIXED
         if names.prefix + "token_map" in checkpoint.tensors:
             raise UserError(f"{checkpoint.weights} has a token_map: heads here know every token")
-        if checkpoint.number("logit_scale", 1.0) != 1:
+        keys = checkpoint.keys(VllmKeys)
+        if keys.logit_scale != 1:
             raise UserError(f"{checkpoint.weights}: a logit_scale other than 1 is not supported")
         num_heads, num_layers = names.count(checkpoint.tensors)
-        check_claims(checkpoint, num_heads=num_heads, num_hidden_layers=num_layers)
-        if not checkpoint.flag("original_lm_head", False):
+        keys.check(num_heads=num_heads, num_hidden_layers=num_layers)
+        if not keys.original_lm_head:
             return read_heads(checkpoint, names)
         name = names.projection(0, 0)
         foreign = read_heads(checkpoint, names, shared_output=name)

@@ -15,7 +15,6 @@ from drafthead.heads.formats.base import (
     TargetFacts,
     WritableFormat,
     all_tensors,
-    check_claims,
     dtype_name,
     refuse_others,
     register_format,
@@ -23,6 +22,7 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.keys import Count, Keys, Parts, Size, Vocabulary
 from drafthead.heads.formats.layers import Tensors, rms_normed
 from drafthead.heads.target.target import Target
 
@@ -41,6 +41,18 @@ def kinds_of(part: str) -> tuple[str, ...]:
     return ("weight", "bias") if part == "norms" else ("weight",)
 
 
+class MlpKeys(Keys):
+    """The keys of fms-extras and vLLM."""
+
+    method: str = "sum_rnn"
+    n_predict: Parts | None = None
+    tie_weights: bool = False
+    scale_input: bool = False
+    emb_dim: Size | None = None
+    inner_dim: Count | None = None
+    vocab_size: Vocabulary | None = None
+
+
 @register_format
 class MlpSpeculatorFormat(WritableFormat):
     """`speculator.*` tensors; the number of steps is part of the arithmetic."""
@@ -55,15 +67,16 @@ class MlpSpeculatorFormat(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The steps; tied ones must be equal if the file holds all of them."""
-        if checkpoint.config.get("method", "sum_rnn") != "sum_rnn":
+        keys = checkpoint.keys(MlpKeys)
+        if keys.method != "sum_rnn":
             raise UserError(f"{checkpoint.weights}: only the method sum_rnn is supported")
         inner, hidden = checkpoint.shape(stored_name("projections", 0, "weight"), 2)
         vocab = checkpoint.shape(stored_name("outputs", 0, "weight"), 2)[0]
         config = MlpSpeculatorConfig(
-            num_heads=number_of_steps(checkpoint),
+            num_heads=number_of_steps(checkpoint, keys),
             inner_size=inner,
-            tie_weights=checkpoint.flag("tie_weights", False),
-            scale_input=checkpoint.flag("scale_input", False),
+            tie_weights=keys.tie_weights,
+            scale_input=keys.scale_input,
             hidden_size=hidden,
             vocab_size=vocab,
         )
@@ -78,9 +91,9 @@ class MlpSpeculatorFormat(WritableFormat):
                 used |= {stored_name(part, step, kind) for step in range(config.num_heads)}
                 refuse_different(checkpoint, part, kind, own, config.num_heads)
         refuse_others(checkpoint, used)
-        check_claims(checkpoint, emb_dim=hidden, vocab_size=vocab)
-        if checkpoint.config.get("inner_dim"):  # 0 is the hidden size
-            check_claims(checkpoint, inner_dim=inner)
+        keys.check(emb_dim=hidden, vocab_size=vocab)
+        if keys.inner_dim:  # 0 is the hidden size
+            keys.check(inner_dim=inner)
         return Foreign("mlp_speculator", config, tensors, TargetFacts(None, hidden, vocab))
 
     def write(
@@ -136,23 +149,20 @@ class MlpSpeculatorFormat(WritableFormat):
         return torch.stack(rows)
 
 
-def number_of_steps(checkpoint: Checkpoint) -> int:
+def number_of_steps(checkpoint: Checkpoint, keys: MlpKeys) -> int:
     """The number of steps in the file; of tied steps, which may be stored once, in the config."""
     names = checkpoint.tensors
     steps = 1
     while steps < len(names) and stored_name("outputs", steps, "weight") in names:
         steps += 1
-    claimed = checkpoint.integer("n_predict", steps)
-    once = steps == 1 and checkpoint.flag("tie_weights", False)
-    if claimed != steps and not (once and 0 < claimed <= MAX_STEPS):
+    claimed = keys.n_predict or steps
+    once = steps == 1 and keys.tie_weights
+    if claimed != steps and not once:
         raise UserError(
             f"{checkpoint.weights} holds {steps} steps, but n_predict is {claimed}, on which the "
             "weight of every token depends"
         )
     return claimed
-
-
-MAX_STEPS = 64  # for which one tied step may be stored
 
 
 def own_steps(config: MlpSpeculatorConfig, part: str) -> int:
@@ -171,7 +181,7 @@ def refuse_different(
     stored = [name for name in names if name in checkpoint.tensors]
     if len(stored) not in (0, len(names)):
         raise UserError(f"{checkpoint.weights} holds {len(stored)} of {len(names)} tied {part}")
-    last = checkpoint.load(stored_name(part, own - 1, kind))
+    last = stored_name(part, own - 1, kind)
     for name in stored:
-        if not torch.equal(checkpoint.load(name), last):
+        if not checkpoint.same(name, last):
             raise UserError(f"{checkpoint.weights}: tie_weights is true, but {name} differs")

@@ -8,9 +8,10 @@ Ours are one less.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
@@ -23,13 +24,13 @@ from drafthead.heads.formats.base import (
     TargetFacts,
     WritableFormat,
     all_tensors,
-    check_claims,
     register_format,
     write_config,
     write_tensors,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
-from drafthead.heads.formats.layers import layer_keys, whole_numbers, with_output_bias
+from drafthead.heads.formats.keys import Keys, LayerIds, Parts, Token, Vocabulary
+from drafthead.heads.formats.layers import layer_keys, with_output_bias
 from drafthead.heads.target.target import Target
 
 KIND = "speculators_model_type"
@@ -41,7 +42,43 @@ CLASSES = {
     "dspark": "DSparkDraftModel",
 }
 WRITTEN_LIKE = "0.9.0"  # the version of speculators whose files we write
-MOST_TOKENS = 64  # drafted at once: more would be a mistake
+
+
+class Proposal(Keys):
+    """One way to draft."""
+
+    speculative_tokens: Parts | None = None
+
+
+class Verifier(Keys):
+    """The target."""
+
+    name_or_path: str | None = None
+
+
+class SpeculatorsConfig(Keys):
+    """How the head is used."""
+
+    proposal_methods: Annotated[list[Proposal], Field(fail_fast=True)] = Field(default=[])
+    verifier: Verifier = Verifier()
+
+
+class SpeculatorsKeys(Keys):
+    """The keys that all kinds of head share, and optional ones of some."""
+
+    speculators_model_type: Literal["eagle3", "peagle", "dflash", "dspark"]
+    transformer_layer_config: dict[str, Any]
+    speculators_config: SpeculatorsConfig = SpeculatorsConfig()
+    draft_vocab_size: Vocabulary | None = None
+    embed_requires_grad: bool | None = None  # EAGLE-3
+    aux_hidden_state_layer_ids: LayerIds = Field(default=[])  # DFlash
+    sample_from_anchor: bool | None = None  # DFlash
+
+
+class MaskKeys(Keys):
+    """What P-EAGLE, DFlash and DSpark have."""
+
+    mask_token_id: Token
 
 
 @register_format
@@ -58,20 +95,11 @@ class Speculators(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head of any of the kinds."""
-        config, where = checkpoint.config, checkpoint.weights.parent / CONFIG_FILE
-        kind, nested = config[KIND], config.get("transformer_layer_config")
-        if kind not in (*EAGLES, *BLOCKS):
-            raise UserError(
-                f"{where}: {KIND} is {kind!r}; known are {', '.join((*EAGLES, *BLOCKS))}"
-            )
-        if not isinstance(nested, dict):
-            raise UserError(f"{where} has no transformer_layer_config")
-        layers = replace(checkpoint, config=nested)
-        found = (read_eagle if kind in EAGLES else read_block)(checkpoint, layers, target)
-        check_claims(
-            checkpoint, draft_vocab_size=found.config.draft_vocab_size or found.config.vocab_size
-        )
-        named = replace(found.target, name=verifier_name(config))
+        keys = checkpoint.keys(SpeculatorsKeys)
+        kind = keys.speculators_model_type
+        found = (read_eagle if kind in EAGLES else read_block)(checkpoint, keys, target)
+        keys.check(draft_vocab_size=found.config.draft_vocab_size or found.config.vocab_size)
+        named = replace(found.target, name=keys.speculators_config.verifier.name_or_path)
         return replace(found, target=named)
 
     def write(
@@ -125,34 +153,16 @@ class Speculators(WritableFormat):
         return block_parallel.replayed(layers, config, tensors, probe, mask, root)
 
 
-def verifier_name(config: dict[str, Any]) -> str | None:
-    """The target's name in the file."""
-    content = config.get("speculators_config")
-    verifier = content.get("verifier") if isinstance(content, dict) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def speculative_tokens(config: dict[str, Any]) -> int | None:
-    """The number of tokens to draft at once, if the file has it."""
-    content = config.get("speculators_config")
-    methods = content.get("proposal_methods") if isinstance(content, dict) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    count = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return count if type(count) is int and 0 < count <= MOST_TOKENS else None
-
-
 def architectures_of(target: Target | None) -> list[str]:
     """The name of the target's class, from its configuration."""
     model = getattr(target, "model", None)
     return [] if model is None else list(model.config.architectures or [type(model).__name__])
 
 
-def stated_taps(
-    checkpoint: Checkpoint, key: str, target: TargetFacts
+def our_taps(
+    ids: list[int], key: str, target: TargetFacts
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """Our layers, and notes; without ids the default of speculators, if L is known."""
-    ids = whole_numbers(checkpoint, key, checkpoint.config.get(key))
     if ids:
         return tuple(layer - 1 for layer in ids), ()
     if target.num_layers is None:
@@ -164,25 +174,28 @@ def stated_taps(
 # EAGLE-3 and P-EAGLE
 
 
-def read_eagle(checkpoint: Checkpoint, layers: Checkpoint, target: TargetFacts) -> Foreign:
+def read_eagle(checkpoint: Checkpoint, keys: SpeculatorsKeys, target: TargetFacts) -> Foreign:
     """An EAGLE-3 head; P-EAGLE has a mask token and learned taps for positions not yet known.
 
     Embeddings that were trained are the head's own; others are the target's.
     """
-    flag, parallel = checkpoint.flag, checkpoint.config[KIND] == "peagle"
-    taps, notes = stated_taps(checkpoint, eagle3.IDS, target)
-    depth = speculative_tokens(checkpoint.config) or Eagle3Config.depth
-    trained = flag("embed_requires_grad", parallel) and eagle3.EMBEDDINGS in checkpoint.tensors
+    parallel, flags = keys.speculators_model_type == "peagle", checkpoint.keys(eagle3.Eagle3Keys)
+    taps, notes = our_taps(flags.eagle_aux_hidden_state_layer_ids, eagle3.IDS, target)
+    methods = keys.speculators_config.proposal_methods
+    depth = (methods[0].speculative_tokens if methods else None) or Eagle3Config.depth
+    trained = parallel if keys.embed_requires_grad is None else keys.embed_requires_grad
+    trained = trained and eagle3.EMBEDDINGS in checkpoint.tensors
     options = {
-        "norm_before_residual": flag("norm_before_residual", False),
-        "norm_feedback": flag("norm_output", False),
+        "norm_before_residual": flags.norm_before_residual,
+        "norm_feedback": flags.norm_output,
         "embeddings": "own" if trained else "target",
-        "mask_token": checkpoint.integer("mask_token_id") if parallel else None,
+        "mask_token": checkpoint.keys(MaskKeys).mask_token_id if parallel else None,
         "depth": depth,
         "ttt_steps": min(depth, Eagle3Config.ttt_steps),
     }
-    found = eagle3.read_eagle3(layers, "layers.0.", taps, options)
-    eagle3.check_norms(checkpoint, found.config, optional=False)
+    layers = keys.transformer_layer_config
+    found = eagle3.read_eagle3(checkpoint, layers, "layers.0.", taps, options)
+    eagle3.check_norms(checkpoint, flags, found.config, optional=False)
     return replace(found, notes=notes)
 
 
@@ -213,15 +226,17 @@ def describe_eagle(head: DraftHead) -> dict[str, Any]:
 # DFlash and DSpark
 
 
-def read_block(checkpoint: Checkpoint, layers: Checkpoint, target: TargetFacts) -> Foreign:
+def read_block(checkpoint: Checkpoint, keys: SpeculatorsKeys, target: TargetFacts) -> Foreign:
     """A DFlash or DSpark head; `sample_from_anchor` is whether the root's slot drafts too."""
-    taps, notes = stated_taps(checkpoint, "aux_hidden_state_layer_ids", target)
+    named = keys.aux_hidden_state_layer_ids
+    taps, notes = our_taps(named, "aux_hidden_state_layer_ids", target)
     if taps is None:
         raise UserError(
             f"{checkpoint.path} does not say which layers it reads: name the target it was made for"
         )
-    root = checkpoint.flag("sample_from_anchor", checkpoint.config[KIND] == "dspark")
-    mask = checkpoint.integer("mask_token_id")
+    root = keys.sample_from_anchor
+    root = keys.speculators_model_type == "dspark" if root is None else root
+    mask, layers = checkpoint.keys(MaskKeys).mask_token_id, keys.transformer_layer_config
     found = block_parallel.read_block(checkpoint, taps, mask, root, layers)
     shown = f"{', '.join(map(str, taps))} ({eagle3.OUTPUTS})"
     return replace(found, taps=shown, notes=notes)

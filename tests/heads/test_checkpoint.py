@@ -89,7 +89,7 @@ def test_wrong_tensors_are_refused(saved, target, kind, complaint) -> None:
     [
         ("family", "medusaa", "unknown head family"),
         ("head", {"depthh": 3}, "depthh"),
-        ("head", 3, "not a head's configuration"),
+        ("head", 3, "head is 3, but must be an object"),
     ],
 )
 def test_a_wrong_configuration_is_refused(saved, target, key, value, complaint) -> None:

@@ -322,10 +322,10 @@ def test_a_head_made_for_another_target_is_told_by_its_copies(target8, tmp_path)
         ),
         (
             {"dflash_config": {"mask_token_id": 3, "target_layer_ids": "all"}},
-            "not a list of layers",
+            "target_layer_ids is 'all'",
         ),
-        ({"dflash_config": {}}, "mask_token_id is None"),
-        ({"rope_parameters": "llama3"}, "rotary parameters are 'llama3'"),
+        ({"dflash_config": {}}, "dflash_config.mask_token_id is missing"),
+        ({"rope_parameters": "llama3"}, "rope_parameters is 'llama3'"),
     ],
 )
 def test_configurations_that_lie_are_refused(change, complaint, target8, tmp_path) -> None:

@@ -4,52 +4,37 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
-import signal
 import struct
-import weakref
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from damaged import (
+    ALLOWANCE,
+    EXAMPLES,
+    NAMES,
+    Live,
+    changed,
+    most_memory,
+    reconfigured,
+    size_of,
+    target_of,
+    time_limit,
+    truncated,
+    weights_of,
+)
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from written import DFLASH, DSPARK, EAGLE3, TARGET, Written
 
-from drafthead.heads.checkpoint import save_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats import FORMATS, load_head
 from drafthead.heads.formats.base import WritableFormat
 from drafthead.heads.formats.files import Checkpoint, checkpoints_at
-from drafthead.heads.target.target import Target
 
 CASES = 200
 SECONDS = 20  # of computing, for one checkpoint
-EXAMPLES = [
-    Written("medusa", "medusa", "medusa"),
-    Written("medusa v2", "medusa", "medusa", {"output": "shared"}),
-    Written("vllm-medusa", "vllm-medusa", "medusa"),
-    Written("hydra", "hydra", "hydra", {"num_heads": 2, "num_blocks": 3}),
-    Written("eagle", "eagle", "eagle"),
-    Written("mlp", "mlp", "mlp_speculator"),
-    Written("mlp tied", "mlp", "mlp_speculator", {"tie_weights": True}),
-    Written("eagle3-sglang", "eagle3-sglang", "eagle3", {**EAGLE3, "draft_vocab_size": 40}),
-    Written("eagle3-vllm", "eagle3-vllm", "eagle3", {"draft_vocab_size": 40}),
-    Written("speculators eagle3", "speculators", "eagle3", {"draft_vocab_size": 40}),
-    Written("speculators dflash", "speculators", "parallel", DFLASH),
-    Written("dflash", "dflash", "parallel", DFLASH),
-    Written("dflash-transformers", "dflash-transformers", "parallel", DFLASH),
-    Written("dspark", "dspark", "parallel", DSPARK),
-]
-OURS = "ours"
-NAMES = [*(example.name for example in EXAMPLES), OURS]
 # Tensors that a file may lack, for the target has them or they follow from others.
 OPTIONAL = ("embed_tokens.weight", "input_embed_fn.weight", "t2d", "lm_head.weight", "inv_freq")
 # Keys whose value the tensors contradict or the arithmetic needs.
@@ -65,46 +50,7 @@ def test_there_is_an_example_of_every_format_that_is_written() -> None:
     assert {example.format for example in EXAMPLES} == known
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Undamaged checkpoints by name, and their target."""
-    root = tmp_path_factory.mktemp("whole")
-    for example in EXAMPLES:
-        example.build(root / example.name, {}, lambda *_: {"none": torch.zeros(1)})
-        for extra in ("io.safetensors", "case.json"):
-            (root / example.name / extra).unlink()
-        (root / example.name / "target").rename(root / f"target of {example.name}")
-    target = target_of(root)
-    save_head(load_head(root / "eagle", target), root / OURS, target, "target", {}, None)
-    return root
-
-
-def target_of(root: Path) -> Target:
-    """All examples are of the same seeded target."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(root / "target of medusa", dtype=torch.float32)
-    return Target(model)
-
-
 # Damage
-
-
-def weights_of(folder: Path) -> Path:
-    return next(checkpoints_at(folder)).weights
-
-
-def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrite the weights with something done to their tensors."""
-    path = weights_of(folder)
-    if path.suffix == ".safetensors":
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
-    else:
-        tensors = torch.load(path, weights_only=True)
-        change(tensors)
-        torch.save(tensors, path)
 
 
 def some(tensors: dict[str, torch.Tensor], rng: random.Random) -> str:
@@ -113,17 +59,8 @@ def some(tensors: dict[str, torch.Tensor], rng: random.Random) -> str:
     return rng.choice([name for name in names if not name.endswith(OPTIONAL)])
 
 
-def reconfigured(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config)
-    path.write_text(json.dumps(config))
-
-
-def truncated(folder: Path, rng: random.Random) -> None:
-    path = weights_of(folder)
-    content = path.read_bytes()
-    path.write_bytes(content[: rng.randrange(len(content) - 1)])
+def truncated_weights(folder: Path, rng: random.Random) -> None:
+    truncated(weights_of(folder), rng)
 
 
 def wrong_shape(folder: Path, rng: random.Random) -> None:
@@ -244,61 +181,9 @@ def leading_out(folder: Path, rng: random.Random) -> None:
 
 
 KINDS = [
-    truncated, wrong_shape, wrong_type, missing_tensor, extra_tensor, not_finite, code_in_a_pickle,
-    huge_pickle, huge_header, lying_config, broken_config, link, leading_out,
+    truncated_weights, wrong_shape, wrong_type, missing_tensor, extra_tensor, not_finite,
+    code_in_a_pickle, huge_pickle, huge_header, lying_config, broken_config, link, leading_out,
 ]  # fmt: skip
-
-
-# What is allowed
-
-
-class Live(TorchDispatchMode):
-    """Bytes of tensors that are alive at once, at the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self.alive: dict[int, list[int]] = {}  # by address: tensors, bytes
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                entry = self.alive.setdefault(storage.data_ptr(), [0, storage.nbytes()])
-                entry[0] += 1
-                weakref.finalize(tensor, self.forget, storage.data_ptr())
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return found
-
-    def forget(self, address: int) -> None:
-        entry = self.alive.get(address)
-        if entry is not None:
-            entry[0] -= 1
-            if entry[0] == 0:
-                del self.alive[address]
-
-
-@contextmanager
-def time_limit() -> Iterator[None]:
-    def late(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
-def size_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-
-
-def most_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_undamaged_examples_load_within_four_times_their_size(whole: Path) -> None:
@@ -313,7 +198,6 @@ def test_every_damaged_checkpoint_gives_one_sentence(whole: Path, tmp_path: Path
     """Copies of embeddings in the target's memory are allowed for, beside the file's own size."""
     target, before = target_of(whole), most_memory()
     wrong: list[str] = []
-    allowance = 4 * TARGET.vocab_size * TARGET.hidden_size * 4
     for number in range(CASES):
         rng = random.Random(number)
         kind = KINDS[number % len(KINDS)]
@@ -323,7 +207,7 @@ def test_every_damaged_checkpoint_gives_one_sentence(whole: Path, tmp_path: Path
         size = size_of(folder)
         kind(folder, rng)
         what = f"{number}: {name}, {kind.__name__}"
-        with time_limit(), Live() as live:
+        with time_limit(SECONDS), Live() as live:
             try:
                 load_head(folder, target)
             except UserError as error:
@@ -333,7 +217,7 @@ def test_every_damaged_checkpoint_gives_one_sentence(whole: Path, tmp_path: Path
                 wrong.append(f"{what}: {error!r}")
             else:
                 wrong.append(f"{what}: accepted")
-        if live.most > 4 * size + allowance:
+        if live.most > 4 * size + ALLOWANCE:
             wrong.append(f"{what}: took {live.most} bytes for {size}")
         if (folder / "executed").exists():
             wrong.append(f"{what}: executed")

@@ -203,9 +203,12 @@ def test_sampled_acceptance_is_eagles_with_its_random_numbers(case: Case) -> Non
 # Answers
 
 
+Answers = list[tuple[list[int], list[int]]]  # tokens and accepted ones of each step, by prompt
+
+
 def answers(
     head: DraftHead, target: Target, budget: Budget | None, shape: TreeShape | None, run: dict
-) -> list[tuple[list[int], list[int]]]:
+) -> Answers:
     """Tokens, and drafted tokens that each step accepted, for each prompt of a run."""
     decoder = Decoder(target, drafter_for(head, target, shape), budget)
     decoder.end_ids = frozenset()
@@ -221,8 +224,29 @@ def answers(
     return found
 
 
-def expected_answers(case: Case, run: dict) -> list[tuple[list[int], list[int]]]:
+def expected_answers(case: Case, run: dict) -> Answers:
     return [(entry["output_ids"], entry["accept_lengths"][:-1]) for entry in run["prompts"]]
+
+
+def assert_same_answers(found: Answers, expected: Answers) -> None:
+    """The same tokens in the same steps; the official code may take one step more.
+
+    Our first token comes with the prompt's pass, theirs with the first step: if the answer ends
+    between two steps, they need another.
+    """
+    for (ours, steps), (theirs, their_steps) in zip(found, expected, strict=True):
+        assert ours == theirs
+        assert len(their_steps) - len(steps) in (0, 1)
+        assert steps == their_steps[: len(steps)]
+
+
+def test_the_official_code_may_take_one_step_more_and_not_two() -> None:
+    ours: Answers = [([1, 2, 3], [1, 0])]
+    assert_same_answers(ours, ours)
+    assert_same_answers(ours, [([1, 2, 3], [1, 0, 0])])
+    for other in ([1, 0, 0, 0], [1], [1, 1], [0, 0, 0]):
+        with pytest.raises(AssertionError):
+            assert_same_answers(ours, [([1, 2, 3], other)])
 
 
 def inputs_of(case: Case, run: dict) -> dict:
@@ -243,7 +267,7 @@ def test_answers_on_static_trees_take_the_same_steps(
     for run in case.decode["runs"]:
         shape = TreeShape.from_paths(case.decode["trees"][run["tree"]])
         found = answers(head, target, None, shape, inputs_of(case, run))
-        assert found == expected_answers(case, run)
+        assert_same_answers(found, expected_answers(case, run))
 
 
 @pytest.mark.parametrize("case", cases("e2e_eagle1/*"), ids=name_of)
@@ -257,7 +281,7 @@ def test_answers_on_dynamic_trees_take_the_same_steps(
         # Their depth counts the levels below the first.
         budget = Budget(run["total_token"], run["depth"] + 1)
         found = answers(head, target, budget, None, inputs_of(case, run))
-        assert found == expected_answers(case, run)
+        assert_same_answers(found, expected_answers(case, run))
 
 
 @pytest.mark.parametrize("case", cases("e2e_eagle1/*"), ids=name_of)

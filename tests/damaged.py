@@ -1,0 +1,150 @@
+"""Checkpoints of every format to be damaged, and limits on what reading them may take."""
+
+import json
+import random
+import resource
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+from written import DFLASH, DSPARK, EAGLE3, TARGET, Written
+
+from drafthead.heads.checkpoint import save_head
+from drafthead.heads.formats import load_head
+from drafthead.heads.formats.files import weight_files
+from drafthead.heads.target.target import Target
+
+EXAMPLES = [
+    Written("medusa", "medusa", "medusa"),
+    Written("medusa v2", "medusa", "medusa", {"output": "shared"}),
+    Written("vllm-medusa", "vllm-medusa", "medusa"),
+    Written("hydra", "hydra", "hydra", {"num_heads": 2, "num_blocks": 3}),
+    Written("eagle", "eagle", "eagle"),
+    Written("mlp", "mlp", "mlp_speculator"),
+    Written("mlp tied", "mlp", "mlp_speculator", {"tie_weights": True}),
+    Written("eagle3-sglang", "eagle3-sglang", "eagle3", {**EAGLE3, "draft_vocab_size": 40}),
+    Written("eagle3-vllm", "eagle3-vllm", "eagle3", {"draft_vocab_size": 40}),
+    Written("speculators eagle3", "speculators", "eagle3", {"draft_vocab_size": 40}),
+    Written("speculators dflash", "speculators", "parallel", DFLASH),
+    Written("dflash", "dflash", "parallel", DFLASH),
+    Written("dflash-transformers", "dflash-transformers", "parallel", DFLASH),
+    Written("dspark", "dspark", "parallel", DSPARK),
+]
+OURS, OUR_BLOCK = "ours", "our parallel head"
+NAMES = [*(example.name for example in EXAMPLES), OURS]
+# Copies of embeddings in the target's memory.
+ALLOWANCE = 4 * TARGET.vocab_size * TARGET.hidden_size * 4
+
+
+def build_examples(root: Path) -> None:
+    """One folder for each example, two heads of ours, and the target."""
+    for example in EXAMPLES:
+        example.build(root / example.name, {}, lambda *_: {"none": torch.zeros(1)})
+        for extra in ("io.safetensors", "case.json"):
+            (root / example.name / extra).unlink()
+        (root / example.name / "target").rename(root / f"target of {example.name}")
+    target = target_of(root)
+    for name, source in ((OURS, "eagle"), (OUR_BLOCK, "dspark")):
+        head = load_head(root / source, target)
+        head.path_counts = {(): 20, (0,): 9, (1,): 4, (0, 0): 3}
+        save_head(head, root / name, target, "target", {"seed": 1}, None)
+
+
+def target_of(root: Path) -> Target:
+    """All examples are of the same seeded target."""
+    model = AutoModelForCausalLM.from_pretrained(root / "target of medusa", dtype=torch.float32)
+    return Target(model)
+
+
+def weights_of(folder: Path) -> Path:
+    return weight_files(folder)[0]
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite the weights with something done to their tensors."""
+    path = weights_of(folder)
+    if path.suffix == ".safetensors":
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+    else:
+        tensors = torch.load(path, weights_only=True)
+        change(tensors)
+        torch.save(tensors, path)
+
+
+def reconfigured(
+    folder: Path, change: Callable[[dict[str, Any]], None], name: str = "config.json"
+) -> None:
+    path = folder / name
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def truncated(path: Path, rng: random.Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: rng.randrange(len(content) - 1)])
+
+
+# What is allowed
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensors that are alive at once, at the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.alive: dict[int, list[int]] = {}  # by address: tensors, bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                entry = self.alive.setdefault(storage.data_ptr(), [0, storage.nbytes()])
+                entry[0] += 1
+                weakref.finalize(tensor, self.forget, storage.data_ptr())
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return found
+
+    def forget(self, address: int) -> None:
+        entry = self.alive.get(address)
+        if entry is not None:
+            entry[0] -= 1
+            if entry[0] == 0:
+                del self.alive[address]
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds of computing."""
+
+    def late(_signal: int, _frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def most_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

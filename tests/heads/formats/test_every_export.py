@@ -1,0 +1,123 @@
+"""Every family in every format that can hold it: exported, or refused with one sentence."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import llama_config
+from transformers import LlamaForCausalLM
+from written import DFLASH, DSPARK, EAGLE3, random_head
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats import FORMATS, build_head, read_foreign
+from drafthead.heads.formats.base import TargetFacts, WritableFormat
+from drafthead.heads.formats.exporting import export_head
+from drafthead.heads.target.target import Target
+
+WIDTHS = (24, 40, 48, 56, 72)  # no multiple of 32
+FEW, MANY = 40, 200
+# The key for depth in each family's configuration, and settings that some format can express.
+DEPTH_KEYS = {
+    "eagle": "depth", "eagle3": "depth", "parallel": "block_size",
+    "medusa": "num_heads", "hydra": "num_heads", "mlp_speculator": "num_heads",
+}  # fmt: skip
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "eagle": ({}, {"embeddings": "own"}, {"num_layers": 2}),
+    "eagle3": (EAGLE3, {}, {**EAGLE3, "draft_vocab_size": 20}, {"mask_token": 5}),
+    "parallel": (DFLASH, DSPARK, {**DFLASH, "draft_vocab_size": 20}, {}),
+    "medusa": ({}, {"output": "shared"}, {"num_blocks": 2}, {"bias": False}),
+    "hydra": ({}, {"prefix_layer": False, "num_blocks": 1}, {"grounded": False}),
+    "mlp_speculator": ({}, {"tie_weights": True}, {"scale_input": True}),
+}
+PAIRS = [
+    (family, name)
+    for name, known in FORMATS.items()
+    if isinstance(known, WritableFormat)
+    for family in known.families
+]
+
+
+def test_every_family_has_settings() -> None:
+    assert {family for family, _ in PAIRS} == set(SETTINGS) == set(DEPTH_KEYS)
+
+
+def target_of(width: int) -> Target:
+    torch.manual_seed(width)
+    return Target(LlamaForCausalLM(llama_config(hidden_size=width, num_hidden_layers=8)))
+
+
+def drafted(family: str, depth: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for a head that drafts `depth` tokens."""
+    found = {**options, DEPTH_KEYS[family]: depth}
+    if family == "parallel":
+        found["block_size"] += not options.get("root_predicts", True)
+    if family in ("eagle", "eagle3"):
+        found["ttt_steps"] = min(depth, 3)
+    return found
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_exports_of_all_depths_and_widths_come_back(count: int, tmp_path: Path) -> None:
+    """With and without the target; what is refused is refused with a UserError."""
+    targets = {width: target_of(width) for width in WIDTHS}
+    written: dict[tuple[str, str], int] = dict.fromkeys(PAIRS, 0)
+    for number in range(count):
+        rng = random.Random(number)
+        family, name = PAIRS[number % len(PAIRS)]
+        target, depth = targets[rng.choice(WIDTHS)], 1 + (number // len(PAIRS) + number) % 8
+        settings = SETTINGS[family][(number // len(PAIRS)) % len(SETTINGS[family])]
+        head = random_head(family, target, drafted(family, depth, settings))
+        given = target if rng.random() < 0.5 else None
+        folder = tmp_path / f"{number}"
+        try:
+            export_head(head, TargetFacts.of(target), given, name, folder)
+        except UserError:
+            continue
+        _, foreign = read_foreign(folder, TargetFacts.of(target))
+        again = build_head(foreign, folder, target)
+        assert again.depth == depth
+        ours = head.state_dict()
+        for key, tensor in again.state_dict().items():  # without copies of the target's weights
+            # A format whose blocks always have a bias gets one of 0.
+            expected = ours[key] if key in ours else torch.zeros_like(tensor)
+            assert torch.equal(expected, tensor), (name, family, key)
+        written[family, name] += 1
+    assert count < MANY or all(written.values()), written
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("eagle", "eagle"), ("eagle3", "eagle3-sglang"), ("eagle3", "eagle3-vllm")]
+)
+def test_a_depth_that_the_format_has_no_key_for_comes_back(
+    kind: str, name: str, depth: int, tmp_path: Path
+) -> None:
+    target = target_of(48)
+    settings = EAGLE3 if kind == "eagle3" else {}
+    head = random_head(kind, target, drafted(kind, depth, settings))
+    export_head(head, TargetFacts.of(target), target, name, tmp_path / "out")
+    _, foreign = read_foreign(tmp_path / "out", TargetFacts())
+    assert foreign.config.depth == depth
+    assert not any("depth" in note for note in foreign.notes)
+
+
+def test_a_depth_that_is_lost_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of(48)
+    monkeypatch.setattr("drafthead.heads.formats.eagle.DEPTH", "another key")
+    head = random_head("eagle", target, {"depth": 3, "ttt_steps": 1})
+    with pytest.raises(UserError, match="eagle cannot express a depth of 3"):
+        export_head(head, TargetFacts.of(target), target, "eagle", tmp_path / "out")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("kind", "name"), [("medusa", "medusa"), ("mlp_speculator", "mlp"), ("eagle3", "speculators")]
+)
+def test_no_target_is_needed_for_any_width(
+    kind: str, name: str, width: int, tmp_path: Path
+) -> None:
+    target = target_of(width)
+    head = random_head(kind, target, {})
+    assert export_head(head, TargetFacts.of(target), None, name, tmp_path / "out") < 1e-3
