@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from threading import RLock
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -63,6 +64,8 @@ class Compiled:
     """
 
     made: ClassVar[int] = 0  # graphs, by this process
+    # Held while a graph is made: what torch and our kernels keep of it is shared by all threads.
+    making: ClassVar[RLock] = RLock()
 
     def __init__(
         self,
@@ -97,13 +100,23 @@ class Compiled:
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's value; raises UserError for code that cannot be compiled."""
-        graphs = self.graphs.setdefault(self.kind(arguments), [])
+        """The function's value; raises UserError for code that cannot be compiled.
+
+        Several threads may call.
+        """
+        graphs, tried = self.graphs.setdefault(self.kind(arguments), []), 0
         for graph in graphs:
             try:
                 return graph(*arguments)
             except (OtherLayoutError, FailOnRecompileLimitHit):
-                continue  # made for arguments of another layout
+                tried += 1  # made for arguments of another layout
+        with Compiled.making:
+            if len(graphs) == tried:
+                return self._made(graphs, arguments)
+        return self(*arguments)  # another thread has just made a graph: it may be the one
+
+    def _made(self, graphs: list[Graph], arguments: Sequence[Any]) -> Any:
+        """The function's value from a new graph, which is added to those of its kind."""
         if len(graphs) == MOST_GRAPHS:
             raise UserError(
                 f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
