@@ -23,8 +23,8 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from drafthead.heads.disk_cache import usable_cache_folder
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import cache_folder
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
 from drafthead.heads.graphs.substitutions import CpuKernels
@@ -225,10 +225,11 @@ def guards_of_arguments(guards: Sequence[GuardFilterEntry]) -> list[bool]:
 
 def keep_compiled_code() -> None:
     """Let compiled code outlive the process and the machine's next start, unless the user has
-    chosen a place for it.
-
-    Importing torch's tracer writes a temporary folder into the environment: that is no choice.
+    chosen a place for it, or nothing can be written there.
     """
     place = "TORCHINDUCTOR_CACHE_DIR"
+    # Importing torch's tracer writes a temporary folder into the environment: that is no choice.
     if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
-        os.environ[place] = str(cache_folder() / "compiled")
+        folder = usable_cache_folder("compiled")
+        if folder is not None:
+            os.environ[place] = str(folder)

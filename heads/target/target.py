@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
-from torch.utils.hooks import RemovableHandle
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError

@@ -1,27 +1,38 @@
 """Decoding from several threads at once: every answer is the one that is given alone."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Lock
+from typing import Any
 
 import pytest
 import torch
-from tiny import byte_tokenizer, llama_config, tiny_llama
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+from tiny import byte_tokenizer, tiny_llama
+from transformers import BloomConfig, BloomForCausalLM
 
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TreeShape
-from drafthead.infer import decoder as decoder_module
-from drafthead.infer.decoder import Decoder, decoder_for
+from drafthead.infer import decoder as decoders
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.measuring.oracle import OracleDecoder
 
 THREADS = 3
-LENGTHS = {"equal": [8] * 8, "different": [3, 8, 5, 13, 1, 6, 11, 9]}
-Answer = Callable[[list[int]], list[int]]  # the new tokens after a prompt
+Answer = Callable[[Any], Any]  # the new tokens after a prompt
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(8, 64, (n,), generator=generator).tolist() for n in lengths]
+
+
+# Of one length another thread's answer looks right; of several, its states do not even fit.
+PROMPTS = {
+    "equal": prompts_of(8, 8, 8, 8, 8, 8, 8, 8),
+    "different": prompts_of(3, 8, 5, 13, 1, 6, 11, 9),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,84 +44,73 @@ def threads_take_turns_often() -> Iterator[None]:
     sys.setswitchinterval(usual)
 
 
-def prompts_of(lengths: Sequence[int], vocab: int = 64) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(8, vocab, (n,), generator=generator).tolist() for n in lengths]
+def all_at_once(answers: Sequence[Answer], prompts: list[Any], rounds: int) -> list[Any]:
+    """Pairs of prompts and answers, or exceptions: a thread for each of `answers` asks all prompts.
 
-
-def all_at_once(functions: Sequence[Answer], prompts: list[list[int]], rounds: int) -> list[object]:
-    """One thread for each function gives it all prompts, `rounds` times; answers or exceptions.
-
-    Each thread begins with another prompt.
+    It does so `rounds` times; each thread begins with another prompt.
     """
-    start = Barrier(len(functions))
+    start = Barrier(len(answers))
 
-    def work(number: int) -> list[tuple[list[int], object]]:
+    def work(number: int) -> list[tuple[Any, Any]]:
         start.wait()
-        given = []
+        pairs = []
         for place in range(rounds * len(prompts)):
             prompt = prompts[(place + number) % len(prompts)]
             try:
-                given.append((prompt, functions[number](prompt)))
+                pairs.append((prompt, answers[number](prompt)))
             except Exception as error:
-                given.append((prompt, repr(error)))
-        return given
+                pairs.append((prompt, repr(error)))
+        return pairs
 
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return [pair for part in pool.map(work, range(len(functions))) for pair in part]
+    with ThreadPoolExecutor(len(answers)) as pool:
+        return [pair for part in pool.map(work, range(len(answers))) for pair in part]
 
 
-def check(
-    functions: Sequence[Answer], alone: Answer, prompts: list[list[int]], rounds: int = 5
-) -> None:
-    """What the threads give is what `alone` gives."""
-    expected = {tuple(prompt): alone(prompt) for prompt in prompts}
-    given = all_at_once(functions, prompts, rounds)
-    wrong = [(p, answer) for p, answer in given if answer != expected[tuple(p)]]
-    assert not wrong, f"{len(wrong)} of {len(given)} answers are wrong: {wrong[0]}"
+def check(answers: Sequence[Answer], alone: Answer, prompts: list[Any], rounds: int = 10) -> None:
+    """All threads give the answers that `alone` gives while nothing else runs."""
+    expected = [alone(prompt) for prompt in prompts]
+    given = all_at_once(answers, prompts, rounds)
+    wrong = [(p, answer) for p, answer in given if answer != expected[prompts.index(p)]]
+    assert not wrong, f"{len(wrong)} of {len(given)} answers are wrong, such as {wrong[0]}"
 
 
 def greedy(decoder: Decoder | OracleDecoder, count: int = 4) -> Answer:
     return lambda prompt: decoder.generate([prompt], max_new_tokens=count).sequences[0]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths", PROMPTS)
 @pytest.mark.parametrize("name", ["plain", "eagle3:tree", "draft-model", "self"])
 def test_eager_answers_do_not_depend_on_other_threads(target, make_drafter, name, lengths) -> None:
     drafter = None if name == "plain" else make_drafter(name, target)
     answer = greedy(Decoder(target, drafter))
-    check([answer] * THREADS, greedy(OracleDecoder(target)), prompts_of(LENGTHS[lengths]))
+    check([answer] * THREADS, greedy(OracleDecoder(target)), PROMPTS[lengths])
 
 
-@pytest.mark.parametrize("name", ["plain", "medusa:tree", "draft-model"])
+@pytest.mark.parametrize("name", ["plain", "draft-model", "medusa:tree"])
 def test_compiled_answers_do_not_depend_on_other_threads(
     make_target, make_drafter, target, name
 ) -> None:
-    """From the first answers on, for which the graphs have still to be made."""
+    """From the first answers on, while the graphs are made."""
     compiled = CompiledTarget(make_target(seed=0))
     drafter = None if name == "plain" else make_drafter(name, compiled)
     if drafter is not None:
         drafter.compile()
     answer = greedy(Decoder(compiled, drafter))
-    for lengths in LENGTHS.values():
-        check([answer] * THREADS, greedy(OracleDecoder(target)), prompts_of(lengths))
+    for prompts in PROMPTS.values():
+        check([answer] * THREADS, greedy(OracleDecoder(target)), prompts)
 
 
 def test_decoders_over_one_model_do_not_depend_on_each_other(make_drafter) -> None:
-    """One plain, one with a head, one with sampled text; each has a target of its own."""
     model = tiny_llama()
-    plain, sampled, oracle = (Target(model) for _ in range(3))
-    headed = Target(model)
-    decoders = [
-        Decoder(plain),
-        Decoder(headed, make_drafter("eagle3:tree", headed)),
-        Decoder(sampled, make_drafter("medusa:tree", sampled)),
-    ]
-    check([*map(greedy, decoders)], greedy(OracleDecoder(oracle)), prompts_of(LENGTHS["equal"]))
+    targets = [Target(model) for _ in range(THREADS)]
+    drafters = [None, *(make_drafter("eagle3:tree", target) for target in targets[1:])]
+    answers = [greedy(Decoder(*pair)) for pair in zip(targets, drafters, strict=True)]
+    for prompts in PROMPTS.values():
+        check(answers, greedy(OracleDecoder(Target(model))), prompts)
 
 
-def test_passes_of_others_over_the_model_are_neither_read_nor_changed(target) -> None:
-    """Whoever owns the model may use it meanwhile: it knows nothing of our locks."""
+def test_passes_of_the_models_owner_are_neither_read_nor_changed(target) -> None:
+    """Whoever made the model may run it meanwhile and knows nothing of our lock."""
 
     def generate(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
@@ -118,17 +118,42 @@ def test_passes_of_others_over_the_model_are_neither_read_nor_changed(target) ->
         answer = target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return answer[0, len(prompt) :].tolist()
 
-    for lengths in LENGTHS.values():
-        check([greedy(Decoder(target)), generate], generate, prompts_of(lengths))
+    for prompts in PROMPTS.values():
+        check([greedy(Decoder(target, PromptLookup(3))), generate, generate], generate, prompts)
 
 
-def test_targets_with_alibi_arrange_the_bias_of_their_own_pass_only() -> None:
+def test_the_bias_of_an_alibi_target_is_arranged_for_its_own_pass() -> None:
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
     torch.manual_seed(0)
     model = BloomForCausalLM(config)
-    shape = TreeShape.from_paths([(0,), (1,), (0, 0)])
-    target = Target(model)
-    lookup = Decoder(target, PromptLookup(3))
-    check([greedy(lookup), greedy(Decoder(Target(model)))] * 2, greedy(OracleDecoder(target)),
-          prompts_of(LENGTHS["different"]), rounds=5)
-    assert shape
+    answers = [greedy(Decoder(Target(model), PromptLookup(n))) for n in (2, 3, 4)]
+    check(answers, greedy(OracleDecoder(Target(model))), PROMPTS["different"], rounds=5)
+
+
+def test_texts_from_several_threads_share_a_tokenizer() -> None:
+    tokenizer = byte_tokenizer()
+    decoder = Decoder(Target(tiny_llama(vocab_size=len(tokenizer)), tokenizer))
+
+    def text(prompt: str) -> str:
+        return decoder.generate(prompt, max_new_tokens=4).texts[0]
+
+    check([text] * THREADS, text, ["def f", "one", "for i in", "x" * 20])
+
+
+def test_steps_are_timed_by_one_thread_and_once(target, make_drafter, monkeypatch) -> None:
+    """Two timings at once would measure each other; what was timed serves all threads."""
+    drafter = make_drafter("medusa:own", target)
+    one_at_a_time, timed = Lock(), []
+
+    def seconds(*models: object) -> dict[object, float]:
+        assert one_at_a_time.acquire(blocking=False)
+        time.sleep(0.1)
+        timed.append(models)
+        one_at_a_time.release()
+        return {budget: 1e-3 for budget in (None, *drafter.budgets)}
+
+    monkeypatch.setattr(decoders, "step_seconds", seconds)
+    first, second = (Decoder(target, drafter, adaptive=True) for _ in range(2))
+    answers = [greedy(decoder, 20) for decoder in (first, first, second, second)]
+    check(answers, greedy(OracleDecoder(target), 20), PROMPTS["different"], rounds=3)
+    assert len(timed) == 2
