@@ -1,16 +1,23 @@
-"""Writing files atomically, and the folder for what later runs can reuse."""
+"""Writing files atomically."""
 
-import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    """Write a file so that a crash leaves the old one or the new one, never half of it.
 
-
-def cache_folder() -> Path:
-    """The user's folder for what later runs on this machine can reuse."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafthead"
+    Of several writers at once the last one wins. Raises OSError, and leaves nothing behind then.
+    """
+    # Another name for each writer, or they would rename each other's files. Not from `tempfile`,
+    # whose files no other user may read.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise

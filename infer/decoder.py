@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Unpack
+from threading import Lock
+from typing import ClassVar, Unpack
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
@@ -37,7 +38,14 @@ DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
 
 
 class Decoder:
-    """A target and the drafter that proposes tokens for it."""
+    """A target and the drafter that proposes tokens for it.
+
+    Several threads may decode at once, with one decoder or with several over one model: each pass
+    over the model belongs to its caller.
+    """
+
+    # Held while steps are timed: two timings at once would measure each other.
+    timing: ClassVar[Lock] = Lock()
 
     def __init__(
         self,
@@ -199,15 +207,23 @@ class Decoder:
         if not self.adaptive or self.drafter is None:
             return FixedPlan(self.budget)
         rows = rows_timed(rule, len(run.request.prompts))
-        key = (rule.name, run.request.sampling.temperature, rows)
-        if key not in self.plans:
-            seconds = step_seconds(self.target, self.drafter, rows, rule)
-            chances = {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
-            self.plans[key] = AdaptivePlan(seconds, chances)
-        plan = self.plans[key]
+        plan = self._plan(self.drafter, rule, run.request.sampling.temperature, rows)
         # Answers of a rule that draws children depend on the tree. They must depend on the seed
         # alone, not on other rows or earlier decodings: their budget is chosen once.
         return FixedPlan(plan.choose()) if rule.draws_children else plan
+
+    def _plan(
+        self, drafter: Drafter, rule: Verifier, temperature: float, rows: int
+    ) -> AdaptivePlan:
+        """The plan of all decodings like this one; the first of them times the steps."""
+        key = (rule.name, temperature, rows)
+        if key not in self.plans:
+            with Decoder.timing:
+                if key not in self.plans:  # else another thread has made it meanwhile
+                    seconds = step_seconds(self.target, drafter, rows, rule)
+                    chances = {budget: drafter.chances(budget) for budget in drafter.budgets}
+                    self.plans[key] = AdaptivePlan(seconds, chances)
+        return self.plans[key]
 
 
 def decoder_for(

@@ -12,7 +12,12 @@ from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.measuring.plan_table import PlanRow, plan_rows, reason
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS
-from drafthead.infer.timing.timing_cache import cache_file, rows_timed, step_seconds
+from drafthead.infer.timing.timing_cache import (
+    cache_file,
+    rows_timed,
+    stored_seconds,
+    time_and_store,
+)
 from drafthead.infer.verifiers import Verifier, verifier_for
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run
@@ -80,15 +85,15 @@ def measured_plan(decoder: Decoder, rule: Verifier, batch: int, fresh: bool) -> 
     drafter = decoder.drafter
     assert drafter is not None
     timed = rows_timed(rule, batch)
-    stored = cache_file(decoder.target, drafter, timed, rule)
-    is_stored = stored.exists() and not fresh
-    if not is_stored:
+    file = cache_file(decoder.target, drafter, timed, rule)
+    stored = None if fresh else stored_seconds(file, drafter.budgets)
+    if stored is None:
         logger.info("timing the steps of %d tree sizes", len(drafter.budgets))
-    seconds = step_seconds(decoder.target, drafter, timed, rule, fresh)
+    seconds = stored or time_and_store(decoder.target, drafter, timed, rule)
     rows = plan_rows(
         AdaptivePlan(seconds, {budget: drafter.chances(budget) for budget in drafter.budgets})
     )
-    notes = [reason(rows), timing_note(timed, batch, is_stored, stored)]
+    notes = [reason(rows), timing_note(timed, batch, stored is not None, file)]
     if all(drafter.chances(b) == Drafter.chances(drafter, b) for b in drafter.budgets):
         notes.append(
             "the head's acceptance was never measured: each depth is assumed to be accepted "

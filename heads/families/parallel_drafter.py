@@ -122,7 +122,8 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         if budget not in self.compiled_trees:
             grow = partial(self._tree, budget)
             made_for = self.target.device, self.target.dtype
-            self.compiled_trees[budget] = Compiled(grow, *made_for, GROWING)
+            # Another thread may have been quicker: its graphs are not to be made again.
+            self.compiled_trees.setdefault(budget, Compiled(grow, *made_for, GROWING))
         return TokenTree(*self.compiled_trees[budget](roots, hidden, *tables))
 
     def _tree(

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from threading import RLock
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -22,8 +23,8 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from drafthead.heads.disk_cache import usable_cache_folder
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import cache_folder
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
 from drafthead.heads.graphs.substitutions import CpuKernels
@@ -63,6 +64,8 @@ class Compiled:
     """
 
     made: ClassVar[int] = 0  # graphs, by this process
+    # Held while a graph is made: what torch and our kernels keep of it is shared by all threads.
+    making: ClassVar[RLock] = RLock()
 
     def __init__(
         self,
@@ -97,13 +100,23 @@ class Compiled:
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's value; raises UserError for code that cannot be compiled."""
-        graphs = self.graphs.setdefault(self.kind(arguments), [])
+        """The function's value; raises UserError for code that cannot be compiled.
+
+        Several threads may call.
+        """
+        graphs, tried = self.graphs.setdefault(self.kind(arguments), []), 0
         for graph in graphs:
             try:
                 return graph(*arguments)
             except (OtherLayoutError, FailOnRecompileLimitHit):
-                continue  # made for arguments of another layout
+                tried += 1  # made for arguments of another layout
+        with Compiled.making:
+            if len(graphs) == tried:
+                return self._made(graphs, arguments)
+        return self(*arguments)  # another thread has just made a graph: it may be the one
+
+    def _made(self, graphs: list[Graph], arguments: Sequence[Any]) -> Any:
+        """The function's value from a new graph, which is added to those of its kind."""
         if len(graphs) == MOST_GRAPHS:
             raise UserError(
                 f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
@@ -212,10 +225,11 @@ def guards_of_arguments(guards: Sequence[GuardFilterEntry]) -> list[bool]:
 
 def keep_compiled_code() -> None:
     """Let compiled code outlive the process and the machine's next start, unless the user has
-    chosen a place for it.
-
-    Importing torch's tracer writes a temporary folder into the environment: that is no choice.
+    chosen a place for it, or nothing can be written there.
     """
     place = "TORCHINDUCTOR_CACHE_DIR"
+    # Importing torch's tracer writes a temporary folder into the environment: that is no choice.
     if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
-        os.environ[place] = str(cache_folder() / "compiled")
+        folder = usable_cache_folder("compiled")
+        if folder is not None:
+            os.environ[place] = str(folder)

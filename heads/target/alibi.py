@@ -10,13 +10,15 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from drafthead.heads.target.hooks import in_this_thread
 from drafthead.heads.target.masks import key_positions
 
 
 class AlibiByPosition:
-    """Hooks on a model's layers that rearrange its ALiBi bias during one pass.
+    """Hooks on a model's layers that rearrange its ALiBi bias during one pass of this thread.
 
-    The model is called without a mask, and its layers receive `mask`.
+    The model is called without a mask, and its layers receive `mask`. The caller holds the model's
+    `hook_lock`, as passes with `Taps` do.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class AlibiByPosition:
     def __enter__(self) -> "AlibiByPosition":
         """Attach the hooks."""
         self.handles = [
-            layer.register_forward_pre_hook(self._arrange, with_kwargs=True)
+            layer.register_forward_pre_hook(in_this_thread(self._arrange), with_kwargs=True)
             for layer in self.layers
         ]
         return self

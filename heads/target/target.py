@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
@@ -21,6 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.hooks import hook_lock, in_this_thread
 from drafthead.heads.target.loading import (
     device_named,
     dtype_named,
@@ -286,7 +288,10 @@ def module_at(target: Target, place: int) -> nn.Module:
 
 
 class Taps:
-    """Forward hooks that store the outputs of chosen layers during one pass."""
+    """Forward hooks that store the outputs of chosen layers during one pass of this thread.
+
+    Other passes over the model that need hooks wait meanwhile, those of other targets too.
+    """
 
     def __init__(self, target: Target, spec: FeatureSpec):
         """Raises UserError when a layer of `spec` lies outside the model."""
@@ -300,21 +305,32 @@ class Taps:
         self.modules = [module_at(target, place) for place in places]
         self.before = [place == -1 for place in places]  # read the module's input, not its output
         self.kept: list[torch.Tensor | None] = [None] * len(self.modules)
+        self.lock = hook_lock(target.model)
+        self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "Taps":
-        """Attach the hooks."""
-        self.handles = [
-            module.register_forward_pre_hook(self._entry_keeper(i), with_kwargs=True)
-            if self.before[i]
-            else module.register_forward_hook(self._keeper(i))
-            for i, module in enumerate(self.modules)
-        ]
+        """Take the model's lock and attach the hooks."""
+        self.lock.acquire()
+        try:
+            for index in range(len(self.modules)):
+                self.handles.append(self._attach(index))
+        except BaseException:  # an interrupt, say, must not leave the model locked
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the hooks, whatever happened during the pass."""
-        for handle in self.handles:
-            handle.remove()
+        """Remove the hooks, whatever happened during the pass, and give back the lock."""
+        while self.handles:
+            self.handles.pop().remove()
+        self.lock.release()
+
+    def _attach(self, index: int) -> RemovableHandle:
+        module = self.modules[index]
+        if self.before[index]:
+            keeper = in_this_thread(self._entry_keeper(index))
+            return module.register_forward_pre_hook(keeper, with_kwargs=True)
+        return module.register_forward_hook(in_this_thread(self._keeper(index)))
 
     def _keeper(self, index: int) -> Callable[..., None]:
         def keep(_module: nn.Module, _inputs: object, output: object) -> None:

@@ -148,13 +148,14 @@ class TreeShape:
         self, rows: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Parents [B, N], depths [B, N] and ancestors [B, N, N] for a batch; made once."""
-        if (rows, device) not in self._tables:
+        known = self._tables  # once: two threads may each have made this dictionary
+        if (rows, device) not in known:
             of_a_row = (self.parents, self.depths, self.ancestors)
             parents, depths, ancestors = (
                 table.to(device).expand(rows, *table.shape) for table in of_a_row
             )
-            self._tables[rows, device] = parents, depths, ancestors
-        return self._tables[rows, device]
+            known[rows, device] = parents, depths, ancestors
+        return known[rows, device]
 
     @cached_property
     def _tables(

@@ -47,8 +47,9 @@ class CompiledTarget(Target):
     @property
     def compile_seconds(self) -> float:
         """Time spent on compiling so far."""
-        passes = [made.graphs for made in self.passes.values()]
-        steps = [made.graphs for made in self.steps.values()]
+        # Lists of the values: another thread may add one meanwhile.
+        passes = [made.graphs for made in list(self.passes.values())]
+        steps = [made.graphs for made in list(self.steps.values())]
         return sum(made.seconds for made in (self.move, *passes, *steps))
 
     def new_cache(self) -> TreeCache:
@@ -62,7 +63,8 @@ class CompiledTarget(Target):
         """Verify a tree after the committed tokens; see `GraphStep`."""
         made_for = features, recipe.filler
         if made_for not in self.steps:
-            self.steps[made_for] = GraphStep(self, *made_for)
+            # Not replaced, should another thread have been quicker: graphs are made only once.
+            self.steps.setdefault(made_for, GraphStep(self, *made_for))
         return self.steps[made_for](recipe, cache, draws)
 
     @torch.no_grad()
@@ -81,7 +83,7 @@ class CompiledTarget(Target):
                 input_ids, position_ids, attention_mask, features, cache, logits_to_keep
             )
         if features not in self.passes:
-            self.passes[features] = CompiledPass(self, features)
+            self.passes.setdefault(features, CompiledPass(self, features))
         return self.passes[features](input_ids, position_ids, attention_mask, cache)
 
 

@@ -18,6 +18,7 @@ A glance is due after `first_glance` drafted steps, then twice as many, ... up t
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from threading import Lock
 
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
@@ -71,7 +72,10 @@ def next_mode(mode: Mode, draft_is_best: bool, glance_due: bool) -> Mode:
 class AdaptivePlan(Planner):
     """The smallest budget, or none, that promises nearly as many tokens per second as the best.
 
-    Nearly: no larger one promises more than `required_gain` times as many.
+    Nearly: no larger one promises more than `required_gain` times as many. Decodings of several
+    threads share a plan, because what one of them learns serves the others. A step that one thread
+    chose before another changed the mode counts as a step of the new mode: that makes estimates
+    less sure, and never changes an answer.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class AdaptivePlan(Planner):
         self.next_plain_steps = settings.first_probe  # of the next spell in PLAIN
         self.glance_wait = settings.first_glance  # drafted steps from the last glance to the next
         self.drafts_until_glance = self.glance_wait
+        self.learning = Lock()
 
     def choose(self) -> Budget | None:
         """The current choice."""
@@ -103,13 +108,14 @@ class AdaptivePlan(Planner):
 
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record a step; when the current mode's steps are done, choose again."""
-        self.pace.add(budget is not None, seconds / self.seconds[budget])
-        if budget is not None:
-            self.acceptance.add(self.chances[budget], accept_lengths)
-            self.drafts_until_glance -= 1
-        self.steps_left -= 1
-        if self.steps_left <= 0:
-            self._replan()
+        with self.learning:
+            self.pace.add(budget is not None, seconds / self.seconds[budget])
+            if budget is not None:
+                self.acceptance.add(self.chances[budget], accept_lengths)
+                self.drafts_until_glance -= 1
+            self.steps_left -= 1
+            if self.steps_left <= 0:
+                self._replan()
 
     def rate(self, budget: Budget | None) -> float:
         """Expected tokens per second of a row."""

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
+from drafthead.heads.disk_cache import cache_folder, read_cached, write_cached
 from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.files import cache_folder, write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.machine import describe_machine, describe_versions
@@ -19,19 +21,17 @@ logger = logging.getLogger(__name__)
 TIMING_VERSION = 4
 
 
-def step_seconds(
-    target: Target, drafter: Drafter, batch: int, rule: Verifier, fresh: bool = False
-) -> StepSeconds:
-    """The stored result of `time_steps`; timed now if there is none, or `fresh` asks for it."""
-    path = cache_file(target, drafter, batch, rule)
-    if path.exists() and not fresh:
-        try:
-            return read_seconds(path)
-        except (ValueError, TypeError):
-            logger.warning("%s cannot be read; steps are timed again", path)
+def step_seconds(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> StepSeconds:
+    """The stored result of `time_steps`, or that of timing now."""
+    stored = stored_seconds(cache_file(target, drafter, batch, rule), drafter.budgets)
+    return stored or time_and_store(target, drafter, batch, rule)
+
+
+def time_and_store(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> StepSeconds:
+    """The result of `time_steps`, which is kept for later runs where that is possible."""
     seconds = time_steps(target, drafter, batch, rule)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps([[_fields(budget), took] for budget, took in seconds.items()]))
+    text = json.dumps([[_fields(budget), took] for budget, took in seconds.items()])
+    write_cached(cache_file(target, drafter, batch, rule), text)
     return seconds
 
 
@@ -43,12 +43,22 @@ def rows_timed(rule: Verifier, batch: int) -> int:
     return 1 if rule.draws_children else 2 ** (batch - 1).bit_length()
 
 
-def read_seconds(path: Path) -> StepSeconds:
-    """Step times written earlier; raises ValueError or TypeError for anything else."""
-    return {
-        None if fields is None else Budget(*fields): float(seconds)
-        for fields, seconds in json.loads(path.read_text())
-    }
+def stored_seconds(path: Path, budgets: Sequence[Budget]) -> StepSeconds | None:
+    """Step times of these budgets and of plain steps written earlier; None if there are none."""
+    try:
+        text = read_cached(path)
+        if text is None:
+            return None
+        seconds = {
+            None if fields is None else Budget(*fields): float(took)
+            for fields, took in json.loads(text)
+        }
+        if seconds.keys() == {None, *budgets} and all(0 < s < math.inf for s in seconds.values()):
+            return seconds
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
+        pass
+    logger.warning("%s is damaged; steps are timed again", path)
+    return None
 
 
 def _fields(budget: Budget | None) -> list[int] | None:
@@ -70,4 +80,4 @@ def cache_file(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> 
         rule.name,
     ]
     digest = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "step_costs" / f"{digest[:16]}.json"
+    return cache_folder("step_costs") / f"{digest[:16]}.json"
