@@ -44,7 +44,8 @@ NAN, INF = float("nan"), float("inf")
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 48, 63, 64, 10**9, 2**63, 10**400, 0.5, -1.5, 1e-300,
     1e300, NAN, INF, -INF, "", "x", "64", "a\0b", "\x1b[2J", "\ud800", "\u202e", "y" * 10**5, [],
-    [1], [1, 1], [-1, 3], [NAN], ["x"], [[]], list(range(3000)), {}, {"x": 1}, {"rope_type": "yarn"},
+    [1], [1, 1], [-1, 3], [NAN], ["x"], [[]], list(range(3000)), {}, {"x": 1},
+    {"rope_type": "yarn"},
     {"full_attention": {}}, "../x", "linear", "llama3", "full_attention", "sliding_attention",
 ]  # fmt: skip
 Damage = Callable[[Path, random.Random], None]
@@ -143,7 +144,8 @@ def more_keys(folder: Path, rng: random.Random) -> None:
     names = (
         "rope_scaling", "rope_parameters", "rope_theta", "head_dim", "layer_types",
         "draft_vocab_size", "block_size", "hidden_act", "model_type", "speculators_model_type",
-        "drafthead_format", "drafthead_depth", "num_hidden_layers", "tie_word_embeddings", "provenance",
+        "drafthead_format", "drafthead_depth", "num_hidden_layers", "tie_word_embeddings",
+        "provenance",
         "family",
     )  # fmt: skip
 
