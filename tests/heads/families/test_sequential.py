@@ -173,7 +173,7 @@ def test_drawn_children_carry_the_distribution_behind_the_real_path(
     for row in range(2):
         for node in range(tree.num_nodes):
             table = torch.zeros(target.vocab_size)
-            table[tree.draft_ids[row, node]] = tree.draft_probs[row, node]
+            table[tree.draft_ids[row, node]] = tree.draft_probs[row, node].float()
             if (tree.parents[row] == node).any():
                 logits = logits_behind(head, target, row, path_tokens(tree, row, node))
                 expected = (logits / 0.7).softmax(-1)

@@ -84,7 +84,7 @@ class NothingAfterEnd(LogitsProcessor):
 @pytest.mark.parametrize("options", [way for way in WAYS if "verifier" in way or not way], ids=str)
 def test_what_comes_after_an_end_may_be_forbidden(target, make_drafter, options) -> None:
     """The draft proposes the end and more; other rows go on while this one is idle."""
-    prompts = [[token] for token in range(20, 32)]
+    prompts = [[token] for token in range(8, 56)]
     decoder = Decoder(target, make_drafter("self", target))
     result = decoder.generate(
         prompts, max_new_tokens=24, logits_processor=[NothingAfterEnd()], **options

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import chi2, ncx2
 
+from drafthead.heads.cache import ColumnCache
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
@@ -39,6 +40,13 @@ LOSSLESS = sorted(v.name for v in SAMPLING if v.lossless)
 LOSSY = sorted(v.name for v in SAMPLING if not v.lossless)
 PROMPTS = [[9, 10, 11], [12, 13]]
 AT_ONE = SamplingConfig(temperature=1.0)
+
+
+def commit_without_moving(
+    cache: ColumnCache, path: torch.Tensor | None, lengths: torch.Tensor, longest: int
+) -> None:
+    """A commit that leaves accepted columns where the tree had them."""
+    cache.lengths, cache.longest, cache.pending = lengths, longest, 0
 
 
 # ---- the statistics -----------------------------------------------------------------------------
@@ -187,7 +195,7 @@ def test_a_token_outside_the_support_fails_at_once(small, make_drafter) -> None:
 
 def test_a_damaged_cache_fails(small, make_drafter, monkeypatch) -> None:
     """Accepted nodes that are not moved to their place spoil what comes after."""
-    monkeypatch.setattr("drafthead.heads.target.tree_cache.move_columns", lambda *_: None)
+    monkeypatch.setattr(ColumnCache, "commit", commit_without_moving)
     decoder = Decoder(small, make_drafter("draft-model", small))
     later = later_tokens(SampledPair(decoder, small, AT_ONE, "match"), PROMPTS, 64, 24, seed=0)
     assert chance_of_worse([later.fit]) < 1e-9
@@ -241,7 +249,7 @@ def test_a_greedy_difference_that_is_no_tie_fails(target, make_drafter, monkeypa
         ))  # fmt: skip
         monkeypatch.setitem(VERIFIERS, "greedy", wrong)
     else:
-        monkeypatch.setattr("drafthead.heads.target.tree_cache.move_columns", lambda *_: None)
+        monkeypatch.setattr(ColumnCache, "commit", commit_without_moving)
     decoder = Decoder(target, make_drafter("medusa:tree", target))
     found = greedy_differences(decoder, target, PROMPTS, 40)
     (failure,) = Evidence(torch.float32, 1e-3, [], [], None, found).failures()
