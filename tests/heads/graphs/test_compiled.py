@@ -1,6 +1,8 @@
 """Graphs of one kind: as many as the layouts of arguments ask for, and called without detours."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -76,3 +78,26 @@ def test_compiled_code_is_kept_where_a_restart_leaves_it_unless_the_user_chose_a
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", place)
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == kept.format(home=tmp_path)
+
+
+def test_compiled_code_stays_where_torch_puts_it_if_nothing_else_can_be_written(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+
+
+def test_threads_that_need_a_graph_at_once_make_one(doubled) -> None:
+    before, start = Compiled.made, Barrier(4)
+
+    @torch.no_grad()
+    def work(_: int) -> torch.Tensor:
+        start.wait()
+        return doubled(SQUARE)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(found, 2 * SQUARE) for found in pool.map(work, range(4)))
+    assert Compiled.made == before + 1
