@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from drafthead.heads.host import to_host
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.trees.recipe import TreeRecipe
@@ -47,6 +48,7 @@ class Committed:
     lengths: torch.Tensor  # [B], at least 1
     width: int | None = None  # the largest length, where T may be larger
     known_ends: Ends | None = None
+    host_tokens: list[list[int]] | None = None  # `tokens` without padding, if the host has them
 
     @cached_property
     def ends(self) -> Ends:
@@ -56,6 +58,19 @@ class Committed:
         last = self.features.last
         hidden = None if last is None else at_last(last, self.lengths)
         return Ends(at_last(self.tokens, self.lengths), hidden)
+
+    @cached_property
+    def new_tokens(self) -> list[list[int]]:
+        """Each row's tokens as lists; waits for the device only where the host has none."""
+        if self.host_tokens is not None:
+            return self.host_tokens
+        pairs = zip(to_host(self.tokens), to_host(self.lengths), strict=True)
+        return [tokens[:length] for tokens, length in pairs]
+
+    @property
+    def counts(self) -> list[int]:
+        """`lengths` as the host knows them."""
+        return [len(tokens) for tokens in self.new_tokens]
 
     def cut(self) -> "Committed":
         """The same without the positions that are padding in every row."""
@@ -67,9 +82,8 @@ class Committed:
             # compiles another graph.
             return part[:, : self.width].clone(memory_format=torch.contiguous_format)
 
-        return Committed(
-            cut(self.tokens), self.features.map(cut), self.lengths, None, self.known_ends
-        )
+        tokens, features = cut(self.tokens), self.features.map(cut)
+        return Committed(tokens, features, self.lengths, None, self.known_ends, self.host_tokens)
 
 
 class DraftSession(ABC):

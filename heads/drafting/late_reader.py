@@ -9,6 +9,7 @@ from abc import abstractmethod
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.host import to_host
 from drafthead.heads.target.features import Features
 
 
@@ -31,12 +32,14 @@ class Unread:
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows [R] only, in that order."""
+        places = to_host(rows)
         self.parts = [
             Committed(
                 part.tokens[rows],
                 part.features.map(lambda table: table[rows]),
                 part.lengths[rows],
                 part.width,
+                host_tokens=[part.new_tokens[place] for place in places],
             )
             for part in self.parts
         ]
@@ -94,4 +97,6 @@ def joined(parts: list[Committed]) -> Committed:
     last = [part.features.last for part in parts if part.features.last is not None]
     features = Features(in_order(last) if last else None, tuple(in_order([*tap]) for tap in taps))
     lengths = torch.stack([part.lengths for part in parts]).sum(0)
-    return Committed(tokens, features, lengths)
+    rows_of_parts = zip(*(part.new_tokens for part in parts), strict=True)
+    new_tokens = [[token for new in row for token in new] for row in rows_of_parts]
+    return Committed(tokens, features, lengths, host_tokens=new_tokens)

@@ -172,7 +172,7 @@ class ParallelSession(LateReader):
         positions, columns = cache.positions(tokens.shape[1]), cache.make_room(tokens.shape[1])[1]
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
         cache.keep_pending(tokens.shape[1])
-        cache.commit_first(lengths)
+        cache.commit_first(lengths, committed.counts)
         self.before = at_last(fused, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:

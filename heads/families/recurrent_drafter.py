@@ -182,7 +182,7 @@ class DraftReader:
             cache.values,
         )
         cache.keep_pending(tokens.shape[1])
-        cache.commit_first(committed.lengths)
+        cache.commit_first(committed.lengths, committed.counts)
         return Guess(*guess)
 
     def draft(

@@ -107,7 +107,7 @@ class SequentialSession(LateReader):
         positions, (_, columns) = cache.positions(count), cache.make_room(count)
         states = read(hidden, positions, mask, columns, cache.keys, cache.values)
         cache.keep_pending(count)
-        cache.commit_first(lengths)
+        cache.commit_first(lengths, committed.counts)
         return at_last(states, lengths)
 
     def keep_rows(self, rows: torch.Tensor) -> None:

@@ -1,21 +1,18 @@
 """The cache of a draft transformer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
-from drafthead.heads.cache import BLOCK, ColumnCache
+from drafthead.heads.cache import ColumnCache
+from drafthead.heads.host import to_host
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
 
 class DraftCache(ColumnCache):
-    """A cache whose rows keep the first of their pending nodes.
-
-    How many they keep is known to the device alone: reading it off a GPU would be a
-    synchronisation, so there `longest` is an upper bound until the cache is nearly full.
-    """
+    """A cache whose rows keep the first of their pending nodes."""
 
     def __init__(self, layers: Iterable[nn.Module], rows: int):
         """An empty cache for layers that have their attention under the name `self_attn`."""
@@ -26,19 +23,17 @@ class DraftCache(ColumnCache):
             for stores in (self.keys, self.values):
                 stores.append(weight.new_zeros(rows, weight.shape[0] // size, 0, size))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=self.keys[0].device)
+        self.host_lengths = [0] * rows
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been committed."""
         return self.longest == 0
 
-    @property
-    def no_gaps(self) -> bool:
-        """As for any cache, where `longest` is exact."""
-        return super().no_gaps and (self.is_empty or self.keys[0].device.type == "cpu")
-
-    def commit_first(self, counts: torch.Tensor) -> None:
+    def commit_first(self, counts: torch.Tensor, host_counts: Sequence[int]) -> None:
         """Keep the first `counts` [B] pending nodes of each row and forget the others.
+
+        `host_counts` are the same numbers: reading them off a GPU would make the host wait.
 
         With 5 and 3 positions committed and nodes at columns 5 6, counts (1, 2) keep column 5 of
         the first row and move columns 5 6 of the second to 3 4: 6 and 5 are committed.
@@ -46,15 +41,11 @@ class DraftCache(ColumnCache):
         assert self.lengths is not None
         nodes = torch.arange(self.pending, device=counts.device)
         path = None if self.no_gaps else nodes.expand(len(counts), -1)
-        lengths = self.lengths + counts
-        self.commit(path, lengths, self._longest(lengths, self.longest + self.pending))
+        pairs = zip(self.host_lengths, host_counts, strict=True)
+        self.host_lengths = [length + count for length, count in pairs]
+        self.commit(path, self.lengths + counts, max(self.host_lengths))
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
         """Continue with the rows [R] of the batch only, in that order."""
-        assert self.lengths is not None
-        super().keep_rows(rows, longest or self._longest(self.lengths[rows], self.longest))
-
-    def _longest(self, lengths: torch.Tensor, most: int) -> int:
-        """The largest of the lengths [B], or a bound of it."""
-        is_free = lengths.device.type == "cpu"
-        return int(lengths.max()) if is_free or most + BLOCK > self.keys[0].shape[2] else most
+        self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
+        super().keep_rows(rows, longest or max(self.host_lengths))

@@ -12,6 +12,7 @@ import torch
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import Unread
 from drafthead.heads.errors import UserError
+from drafthead.heads.host import to_host
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
@@ -56,6 +57,7 @@ class DraftModel(Drafter):
         check_same_tokenizer(target, model)
         self.model = model
         self.depth = depth
+        self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]
         self.budgets = chain_budgets(depth)
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
@@ -88,7 +90,7 @@ class DraftModelSession(DraftSession):
         positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
         self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
         self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
-        self.host_lengths: list[int] = lengths.tolist()
+        self.host_lengths: list[int] = to_host(lengths)
         self.unread: Unread | None = None  # until the commit of the prompt
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
         self.logits: torch.Tensor | None = None  # [B, V] after them
@@ -96,15 +98,19 @@ class DraftModelSession(DraftSession):
     def commit(self, committed: Committed) -> None:
         """Keep the committed tokens to be read at the next proposal."""
         tokens, lengths = committed.tokens, committed.lengths
+        new_tokens = committed.new_tokens
         if self.unread is None:  # the prompt pass: the prompt itself has been read already
             self.unread = Unread()
             tokens, lengths = committed.ends.roots[:, None], torch.ones_like(lengths)
-        self.unread.add(Committed(tokens, Features(last=None), lengths, committed.width))
+            new_tokens = [tokens[-1:] for tokens in new_tokens]
+        nothing = Features(last=None)
+        width = max(map(len, new_tokens))
+        self.unread.add(Committed(tokens, nothing, lengths, width, host_tokens=new_tokens))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all rows but `rows` [R]."""
         assert self.unread is not None
-        self.host_lengths = [self.host_lengths[row] for row in rows.tolist()]
+        self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
         self.cache.keep_rows(rows, max(self.host_lengths))
         self.unread.keep_rows(rows)
         if self.roots is not None and self.logits is not None:
@@ -121,7 +127,7 @@ class DraftModelSession(DraftSession):
         assert self.roots is not None and self.logits is not None
         tokens, logits = [self.roots], self.logits
         supports: list[Support] = []
-        shape = TreeShape.chain(min(budget.depth, self.drafter.depth))
+        shape = self.drafter.shapes[min(budget.depth, self.drafter.depth)]
         for depth in range(shape.depth):
             if depth > 0:
                 logits = self._feed(tokens[-1], depth)
@@ -149,9 +155,8 @@ class DraftModelSession(DraftSession):
         mask = self.cache.additive_mask(visible, self.model.dtype)
         positions = self.model.legal_positions(self.cache.lengths[:, None] + steps)
         output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)
-        self.host_lengths = [
-            old + new for old, new in zip(self.host_lengths, lengths.tolist(), strict=True)
-        ]
+        pairs = zip(self.host_lengths, committed.counts, strict=True)
+        self.host_lengths = [length + count for length, count in pairs]
         # The new columns of a single row are in place already.
         path = steps.expand(len(lengths), -1) if len(lengths) > 1 else None
         self.cache.commit(path, self.cache.lengths + lengths, max(self.host_lengths))

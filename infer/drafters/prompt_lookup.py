@@ -8,6 +8,7 @@ import torch
 
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
+from drafthead.heads.host import to_host
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import chain_budgets
@@ -30,7 +31,7 @@ class PromptLookup(Drafter):
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session with the first tokens of prompts [B, T]; the others come with commits."""
-        return PromptLookupSession(self, prompts[:, 0].tolist())
+        return PromptLookupSession(self, to_host(prompts[:, 0]))
 
 
 class Past:
@@ -70,14 +71,13 @@ class PromptLookupSession(DraftSession):
     def commit(self, committed: Committed) -> None:
         """Add the committed tokens to each row's past."""
         self.device = committed.tokens.device
-        rows = zip(self.pasts, committed.tokens.tolist(), committed.lengths.tolist(), strict=True)
-        for past, tokens, length in rows:
-            for token in tokens[:length]:
+        for past, tokens in zip(self.pasts, committed.new_tokens, strict=True):
+            for token in tokens:
                 past.append(token)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the pasts of all rows but `rows` [R]."""
-        self.pasts = [self.pasts[row] for row in rows.tolist()]
+        self.pasts = [self.pasts[row] for row in to_host(rows)]
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None

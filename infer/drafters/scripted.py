@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.host import to_host
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import tree_budgets
@@ -71,15 +72,16 @@ class ScriptedSession(DraftSession):
     def _read(self) -> None:
         """Advance each row. The prompt pass commits only the first token of the answer."""
         for committed in self.unread:
-            gained = committed.lengths.tolist() if self.roots else [1] * len(self.places)
+            rows = committed.new_tokens
+            gained = map(len, rows) if self.roots else [1] * len(rows)
             self.places = [old + new for old, new in zip(self.places, gained, strict=True)]
-            self.roots = committed.ends.roots.tolist()
+            self.roots = [tokens[-1] for tokens in rows]
         self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the state of all rows but `rows` [R]."""
         self._read()
-        kept = rows.tolist()
+        kept = to_host(rows)
         self.answers = [self.answers[row] for row in kept]
         self.places = [self.places[row] for row in kept]
         self.roots = [self.roots[row] for row in kept]

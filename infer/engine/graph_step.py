@@ -21,7 +21,7 @@ from drafthead.heads.target.target import Taps, Target
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
-from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, to_host
+from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, read_table
 from drafthead.infer.verifiers.base import Acceptance, follow
 
 
@@ -99,7 +99,7 @@ class GraphStep:
             acceptance=Acceptance(result.path, result.length, result.bonus),
             tokens=result.tokens,
             features=Features(result.last, result.taps),
-            new_tokens=to_host(result.table)[0],
+            new_tokens=read_table(result.table)[0],
             committed_lengths=result.committed,
             in_place=True,
             hidden=result.hidden,

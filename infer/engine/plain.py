@@ -7,6 +7,7 @@ graphs, so that an error in those cannot hide.
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
+from drafthead.heads.host import to_host
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.stepper import Outcome, Stepper
@@ -22,7 +23,7 @@ class PlainStepper(Stepper):
         committed = self.feed_roots()
         with self.run.stats.phase("commit"):
             session.commit(committed)
-            emitted = self.run.take_step([[token] for token in self.roots.tolist()])
+            emitted = self.run.take_step([[token] for token in to_host(self.roots)])
             self.roots = self.roots.clamp_min(0)  # NO_TOKEN of rows that have ended
             self.keep_active(session)
         return emitted

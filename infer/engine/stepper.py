@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
+from drafthead.heads.host import to_host
 from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, sample
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
@@ -56,7 +57,8 @@ class Outcome:
         """The same as drafters receive it."""
         accepted = self.acceptance
         ends = None if self.hidden is None else Ends(accepted.bonus, self.hidden)
-        return Committed(self.tokens, self.features, accepted.length, self.width, ends)
+        length, new_tokens = accepted.length, self.new_tokens
+        return Committed(self.tokens, self.features, length, self.width, ends, new_tokens)
 
 
 class Stepper(ABC):
@@ -96,12 +98,20 @@ class Stepper(ABC):
         room = min(max(self.run.request.limits), FIRST_ROOM) + self.max_nodes
         self.cache.commit_prompt(lengths, longest, room)
         first = self.next_tokens(self.target.project(hidden))
-        emitted = self.run.batch.take([[token] for token in first.tolist()])
+        first_tokens = to_host(first)
+        emitted = self.run.batch.take([[token] for token in first_tokens])
         self.roots = first.clamp_min(0)
         following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
         following.scatter_(1, lengths[:, None] - 1, self.roots[:, None])
-        ends = Ends(self.roots, hidden)
-        return Committed(following, output.features, lengths, known_ends=ends), emitted
+        pairs = zip(self.run.request.prompts, first_tokens, strict=True)
+        committed = Committed(
+            following,
+            output.features,
+            lengths,
+            known_ends=Ends(self.roots, hidden),
+            host_tokens=[[*prompt[1:], token] for prompt, token in pairs],
+        )
+        return committed, emitted
 
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of each row from logits [B, V]: the most probable one, or a draw.
@@ -189,7 +199,7 @@ class EagerStepper(Stepper):
             scores = probabilities(scores, run.request.sampling)
         acceptance = verifier.rule(tree, scores, run.random)
         tokens = following_tokens(tree, acceptance)
-        new_tokens, paths = to_host(in_one_table(tokens, acceptance))
+        new_tokens, paths = read_table(in_one_table(tokens, acceptance))
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
         in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
@@ -206,7 +216,7 @@ class EagerStepper(Stepper):
             acceptance=Acceptance(path, ones, bonus=tokens),
             tokens=tokens[:, None],
             features=output.features,
-            new_tokens=[[token] for token in tokens.tolist()],
+            new_tokens=[[token] for token in to_host(tokens)],
             committed_lengths=self.cache.lengths + 1,
             in_place=len(tokens) == 1,
         )
@@ -231,13 +241,13 @@ def in_one_table(
     return torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1)
 
 
-def to_host(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
+def read_table(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
     """Of the table [B, 1 + 2P] each row's tokens and path, as lists of its accept length.
 
     This is the step's one synchronisation.
     """
     width = table.shape[1] // 2
-    rows = table.tolist()
+    rows = to_host(table)
     new_tokens = [row[1 : 1 + row[0]] for row in rows]
     paths = [row[1 + width : 1 + width + row[0]] for row in rows]
     return new_tokens, paths

@@ -85,7 +85,7 @@ def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
         places = torch.tensor(read)[:, None] + torch.arange(int(counts.max()))
         states = hidden[torch.tensor(rows)[:, None], places.clamp_max(length - 1)]
         output = passed(states, places)
-        cache.commit_first(counts)
+        cache.commit_first(counts, counts.tolist())
         for place, (row, count) in enumerate(zip(rows, counts.tolist(), strict=True)):
             start, end = read[place], min(read[place] + count, length)
             torch.testing.assert_close(
