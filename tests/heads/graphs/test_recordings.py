@@ -1,0 +1,94 @@
+"""Recorded calls, with a rehearsal in place of the GPU: it repeats the call at fixed addresses."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from drafthead.heads.graphs.recordings import Recordings, fixed_like
+
+
+class Sums(NamedTuple):
+    rows: torch.Tensor
+    extra: tuple[torch.Tensor, ...]
+    missing: None
+
+
+def step(store: list[torch.Tensor], column: torch.Tensor, table: torch.Tensor, scale: int) -> Sums:
+    """Writes a column of the store in place, as a step writes its cache."""
+    for part in store:
+        part.index_copy_(1, column, table)
+    return Sums(table.sum(1) * scale, (store[0].sum(1),), None)
+
+
+class Rehearsal:
+    """Stands for a CUDA graph: a repetition overwrites the values of the one before."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(
+        self, function: Callable[..., Any], arguments: Sequence[Any]
+    ) -> tuple[Callable[[], None], Any]:
+        self.recorded += 1
+        value = function(*arguments)
+
+        def replay() -> None:
+            pairs = zip(tree_leaves(value), tree_leaves(function(*arguments)), strict=True)
+            for old, new in pairs:
+                if torch.is_tensor(old):
+                    old.copy_(new)
+
+        return replay, value
+
+
+def arguments(seed: int, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return torch.randperm(8)[:width], torch.randn(rows, width)
+
+
+def test_repetitions_give_what_the_function_gives_and_write_what_is_held() -> None:
+    recorded, plain = [torch.zeros(2, 8)], [torch.zeros(2, 8)]
+    rehearsal = Rehearsal()
+    calls = Recordings(step, held=[0], capture=rehearsal)
+    sizes = [1, 3, 1, 1, 3, 3, 2]
+    answers = [
+        (calls(recorded, *arguments(seed, 2, size), 2), step(plain, *arguments(seed, 2, size), 2))
+        for seed, size in enumerate(sizes)
+    ]
+    # Compared at the end: later calls have not changed the earlier answers.
+    for ours, theirs in answers:
+        assert isinstance(ours, Sums)
+        assert ours.missing is None
+        torch.testing.assert_close(ours.rows, theirs.rows)
+        torch.testing.assert_close(ours.extra, theirs.extra)
+    torch.testing.assert_close(recorded, plain)
+    assert rehearsal.recorded == 3  # one for each size
+
+
+def test_what_is_held_elsewhere_and_constants_ask_for_another_recording() -> None:
+    rehearsal = Rehearsal()
+    calls = Recordings(step, held=[0], capture=rehearsal)
+    stores = [[torch.zeros(2, 8)], [torch.zeros(2, 8)]]
+    for store in (*stores, *stores):
+        calls(store, *arguments(0, 2, 3), 1)
+    assert rehearsal.recorded == 2
+    assert calls(stores[0], *arguments(0, 2, 3), 5).rows.equal(arguments(0, 2, 3)[1].sum(1) * 5)
+    assert rehearsal.recorded == 3
+
+
+def test_the_recording_that_was_not_used_for_longest_makes_room() -> None:
+    rehearsal = Rehearsal()
+    calls, store = Recordings(step, held=[0], capture=rehearsal, most=2), [torch.zeros(2, 8)]
+    for width in (1, 2, 1, 3, 1):
+        calls(store, *arguments(0, 2, width), 1)
+    assert rehearsal.recorded == 3
+    calls(store, *arguments(0, 2, 2), 1)
+    assert rehearsal.recorded == 4
+
+
+def test_rows_that_share_a_table_share_its_place() -> None:
+    table = torch.arange(3).expand(4, 3)
+    place = fixed_like(table)
+    assert (place.shape, place.stride()) == (table.shape, table.stride())
