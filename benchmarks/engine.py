@@ -6,12 +6,11 @@ batches, a drafter that is always wrong, and the sampling rules. All that is com
 """
 
 import json
-import math
 import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -35,36 +34,46 @@ from drafthead.infer.decoder import Decoder, head_drafter
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.engine.results import DecodeResult, DecodeStats
+from drafthead.infer.engine.results import DecodeResult, DecodeStats, Stream
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.measuring.bandwidth import copy_bandwidth, weight_bytes
 from drafthead.infer.measuring.contestants import Transformers
-from drafthead.infer.measuring.pass_times import step_overhead
+from drafthead.infer.measuring.pass_times import step_overhead, time_passes
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)
-# Tokens per row that are decoded in one turn. On a GPU all of them, because the output of a CUDA
-# graph is valid only until its next call.
-TURNS = {"cpu": 16.0, "cuda": math.inf}
+PASSES = (1, 16, 64)  # nodes of the passes that are timed alone
+TURN = 16  # tokens per row that are decoded in one turn
 RULES = ("match", "rejection", "traversal")  # the lossless ones above temperature 0
 
 
-def random_llama(device: torch.device) -> Target:
-    """Hidden size 768, 12 layers, 91M parameters."""
+# Vocabulary, hidden and inner size, layers, heads, heads of keys. The large one is Llama 3's.
+SHAPES = {
+    "91M": (4096, 768, 2048, 12, 12, 12),
+    "8B": (128256, 4096, 14336, 32, 32, 8),
+}
+
+
+def random_llama(shape: str, device: torch.device) -> Target:
+    """A bfloat16 Llama of one of `SHAPES` whose greedy tokens are no near ties."""
     torch.manual_seed(0)
+    vocab, hidden, inner, layers, heads, key_heads = SHAPES[shape]
     config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
         max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=None,
         tie_word_embeddings=False,
+        dtype=torch.bfloat16,
     )
-    model = LlamaForCausalLM(config)
+    with device:
+        model = LlamaForCausalLM._from_config(config)
     # The layers hardly change the embedding, and the output head is a permutation of it: greedy
     # tokens are far from ties, and passes of any size agree on them.
     for layer in model.model.layers:
@@ -72,11 +81,11 @@ def random_llama(device: torch.device) -> Target:
         layer.mlp.down_proj.weight.data *= 0.05
     order = torch.randperm(config.vocab_size)
     model.lm_head.weight.data[order] = 50 * model.model.embed_tokens.weight.data
-    return Target(model.to(device, torch.bfloat16))
+    return Target(model)
 
 
 Rates = dict[str, list[list[float]]]  # of each contestant, by round and item
-Decoding = tuple[Iterator[Emitted], DecodeStats]  # not yet started
+Decoding = Stream[Emitted]  # not yet started
 
 
 def interleaved(
@@ -125,18 +134,18 @@ def rate(result: DecodeResult) -> float:
     return result.stats.tokens_per_second
 
 
-def take_turns(decodings: dict[str, Decoding], turn: float) -> dict[str, DecodeStats]:
-    """Run decodings to their ends, `turn` tokens per row of each at a time; returns their stats."""
+def take_turns(decodings: dict[str, Decoding]) -> dict[str, DecodeStats]:
+    """Run decodings to their ends, `TURN` tokens per row of each at a time; returns their stats."""
     # A shared machine changes its speed within an answer; in turns, the change meets all alike.
-    running, goal = dict(decodings), 0.0
+    running, goal = dict(decodings), 0
     while running:
-        goal += turn
-        for name, (steps, stats) in list(running.items()):
-            while sum(stats.decoded_tokens) < goal * len(stats.decoded_tokens):
+        goal += TURN
+        for name, steps in list(running.items()):
+            while sum(steps.stats.decoded_tokens) < goal * len(steps.stats.decoded_tokens):
                 if next(steps, None) is None:
                     del running[name]
                     break
-    return {name: stats for name, (_, stats) in decodings.items()}
+    return {name: steps.stats for name, steps in decodings.items()}
 
 
 def summary(rates: Rates, accounts: Sequence[DecodeStats], name: str) -> dict[str, Any]:
@@ -247,8 +256,7 @@ class Bench:
         rates: Rates = {name: [] for name in everyone}
 
         def decode(group: list[list[int]]) -> dict[str, DecodeStats]:
-            started = {name: start(group) for name, start in everyone.items()}
-            return take_turns(started, TURNS[self.target.device.type])
+            return take_turns({name: start(group) for name, start in everyone.items()})
 
         decode(groups[0])  # warm-up: compiling, planning
         # The same number of answers for every batch size.
@@ -328,10 +336,24 @@ def random_prompts(target: Target, count: int) -> list[list[int]]:
     return torch.randint(target.vocab_size, (count, 64), generator=generator).tolist()
 
 
+def passes(target: Target, copied: float) -> dict[str, Any]:
+    """Passes alone over a few numbers of nodes, against copying at `copied` bytes per second."""
+    seconds = time_passes(target, sizes=PASSES).verify
+    least = {nodes: weight_bytes(target, nodes) / copied for nodes in PASSES}
+    return {
+        str(nodes): {
+            "seconds": seconds[nodes],
+            "share_of_copy_bandwidth": least[nodes] / seconds[nodes],
+        }
+        for nodes in PASSES
+    }
+
+
 def measure(bench: Bench, head: Drafter | None, report: dict[str, Any]) -> None:
     """Measure everything but the sampling rules on one target, and add it to `report`."""
     drafter = head or ScriptedByPrompt(bench, 0.8)
     report["plain"] = bench.plain_against_generate()
+    report["passes"] = passes(bench.target, report["plain"]["copy_bytes_per_second"])
     overhead = step_overhead(bench.target, drafter, OVERHEAD_BUDGET, bench.prompts[:1])
     report["overhead"] = asdict(overhead) | {"share": overhead.share}
     if head is not None:
@@ -360,6 +382,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds of every comparison.")] = 3,
     tokens: Annotated[int, typer.Option(help="New tokens of every answer.")] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    large: Annotated[str, typer.Option(help="Size of the random Llama: 91M or 8B.")] = "91M",
 ) -> None:
     """Measure the engine and write engine.json."""
     started = time.perf_counter()
@@ -367,12 +390,12 @@ def main(
     bench = Bench(demo, demo_prompts(demo, prompts, 8), tokens, rounds)
     drafter = head_drafter(load_head(head, bench.target), bench.target)
     drafter.compile()
-    report: dict[str, Any] = {"demo target": {}, "random Llama, 91M": {}}
+    report: dict[str, Any] = {"demo target": {}, f"random Llama, {large}": {}}
     measure(bench, drafter, report["demo target"])
     report["sampling rules"] = sampling_rules(bench, drafter, nodes=8, seeds=4)
-    large = random_llama(device_named(device))
-    other = Bench(large, random_prompts(large, 8), tokens, rounds)
-    measure(other, None, report["random Llama, 91M"])
+    llama = random_llama(large, device_named(device))
+    other = Bench(llama, random_prompts(llama, 8), tokens, rounds)
+    measure(other, None, report[f"random Llama, {large}"])
     about = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": describe_machine(),

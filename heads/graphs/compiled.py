@@ -2,7 +2,8 @@
 
 On a CPU the weights are frozen into the graph and packed for the processor once; eagerly they are
 packed again at every call, which for one row costs more than the multiplication. Calls go through
-C++, as a step is many short calls. On a GPU the passes are recorded as CUDA graphs.
+C++, as a step is many short calls. On a GPU what was compiled is recorded as CUDA graphs, one for
+each shape; see `recordings`.
 """
 
 import os
@@ -27,6 +28,7 @@ from drafthead.heads.disk_cache import usable_cache_folder
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
+from drafthead.heads.graphs.recordings import Recordings
 from drafthead.heads.graphs.substitutions import CpuKernels
 
 CPU_OPTIONS: dict[str, Any] = {
@@ -36,7 +38,6 @@ CPU_OPTIONS: dict[str, Any] = {
     # A loop of fewer steps a thread is over before the other threads have begun.
     "cpp.min_chunk_size": 4096,
 }
-GPU_OPTIONS = {"triton.cudagraphs": True}
 # A graph that torch makes again for other arguments is made without our settings and is many times
 # slower. Older versions of torch have no option against it.
 ONE_GRAPH: dict[str, Any] = (
@@ -88,7 +89,7 @@ class Compiled:
         self.dims = Dims(function, dims)
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
-        self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else GPU_OPTIONS
+        self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else {}
         if self.has_kernels:
             from drafthead.heads.graphs.kernels.rewrites import Rewrites
 
@@ -137,7 +138,6 @@ class Compiled:
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
         started = time.perf_counter()
-        # A CUDA graph is recorded in steps, of which torch's own entry keeps count.
         recorder = Recorder(self.options) if self.on_cpu else None
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
@@ -163,8 +163,10 @@ class Compiled:
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
-        # torch's own entry may trace once more.
-        graph = recorder.direct_call(traced, result) if recorder else within(self.around, compiled)
+        if recorder:
+            graph = recorder.direct_call(traced, result)
+        else:  # torch's own entry may trace once more
+            graph = Recordings(within(self.around, compiled), self.dims.held)
         self.seconds += time.perf_counter() - started
         Compiled.made += 1
         return graph, result

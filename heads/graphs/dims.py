@@ -14,6 +14,8 @@ import torch
 # A tensor's dimensions, or those of each part of a tuple of tensors.
 Spec = str | tuple[str, ...]
 FIXED = "."
+# The letter of a cache's capacity: an argument that has it is written in place, call after call.
+CAPACITY = "C"
 
 
 class Place(NamedTuple):
@@ -54,6 +56,9 @@ class Dims:
             raise ValueError(f"{function} has no argument {sorted(unknown)[0]!r}")
         self.names, self.specs = names, [specs.get(name) for name in names]
         self.constants = [place for place, spec in enumerate(self.specs) if spec is None]
+        self.held = [
+            n for n, spec in enumerate(self.specs) if spec and CAPACITY in letters_of(spec)
+        ]
         # For each set of arguments that are None: one place to read each letter's size from.
         self.size_places: dict[tuple[bool, ...], list[Place]] = {}
 
@@ -87,6 +92,12 @@ class Dims:
                     raise ValueError(
                         f"{first.letter} is {size} in {name} and {found} in {other_name}"
                     )
+
+
+def letters_of(spec: Spec) -> list[str]:
+    """The letters of a declaration, or of all its parts."""
+    parts = spec if isinstance(spec, tuple) else (spec,)
+    return [letter for part in parts for letter in part.split()]
 
 
 def places_of(spec: Spec, argument: Any, path: tuple[int, ...]) -> list[Place]:

@@ -42,7 +42,7 @@ def cuda_graph(
 
 
 @cache
-def shared_pool() -> tuple[int, int]:
+def shared_pool() -> Any:
     """The memory of all recordings' intermediate results, which never run at the same time."""
     return torch.cuda.graph_pool_handle()
 

@@ -1,10 +1,9 @@
 """Recorded calls, with a rehearsal in place of the GPU: it repeats the call at fixed addresses."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from rehearsal import Rehearsal
 
 from drafthead.heads.graphs.recordings import Recordings, fixed_like
 
@@ -20,27 +19,6 @@ def step(store: list[torch.Tensor], column: torch.Tensor, table: torch.Tensor, s
     for part in store:
         part.index_copy_(1, column, table)
     return Sums(table.sum(1) * scale, (store[0].sum(1),), None)
-
-
-class Rehearsal:
-    """Stands for a CUDA graph: a repetition overwrites the values of the one before."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def __call__(
-        self, function: Callable[..., Any], arguments: Sequence[Any]
-    ) -> tuple[Callable[[], None], Any]:
-        self.recorded += 1
-        value = function(*arguments)
-
-        def replay() -> None:
-            pairs = zip(tree_leaves(value), tree_leaves(function(*arguments)), strict=True)
-            for old, new in pairs:
-                if torch.is_tensor(old):
-                    old.copy_(new)
-
-        return replay, value
 
 
 def arguments(seed: int, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

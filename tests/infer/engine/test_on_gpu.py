@@ -1,0 +1,99 @@
+"""What only a GPU can show: `pytest -m gpu`."""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tiny import random_prompts, tiny_llama
+
+from drafthead.heads import host
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.graphs.recordings import Recording
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.measuring.oracle import OracleDecoder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpu_target() -> Target:
+    """The target of most tests, on the GPU."""
+    model = tiny_llama(0, eos_token_id=7, pad_token_id=0)
+    return Target(model.cuda())
+
+
+def on_gpu(drafter: Drafter) -> Drafter:
+    """The drafter with all of its weights on the GPU."""
+    for part in vars(drafter).values():
+        model = part.model if isinstance(part, Target) else part
+        if isinstance(model, torch.nn.Module):
+            model.cuda()
+    return drafter
+
+
+@pytest.fixture
+def strict_waiting(monkeypatch) -> Iterator[None]:
+    """From now on, waiting for the GPU anywhere but in `to_host` is an error."""
+    real = host.to_host
+
+    def waiting(numbers: torch.Tensor) -> list:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return real(numbers)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "to_host", None) is real:
+            monkeypatch.setattr(module, "to_host", waiting)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_greedy_text_is_that_of_plain_decoding(
+    drafter_name: str,
+    compiled: bool,
+    gpu_target: Target,
+    make_target: Callable[..., Target],
+    make_drafter: Callable[[str, Target], Drafter],
+) -> None:
+    drafter = on_gpu(make_drafter(drafter_name, make_target(seed=0)))
+    prompts = random_prompts(5)
+    expected = OracleDecoder(gpu_target).generate(prompts, max_new_tokens=24).sequences
+    target = CompiledTarget(gpu_target) if compiled else gpu_target
+    if compiled:
+        drafter.compile()
+    assert Decoder(target, drafter).generate(prompts, max_new_tokens=24).sequences == expected
+
+
+def test_steps_wait_for_the_gpu_once(gpu_target: Target, strict_waiting: None) -> None:
+    decoder = Decoder(CompiledTarget(gpu_target))
+    steps = decoder.steps(random_prompts(3), max_new_tokens=64)
+    for _ in range(20):  # the prompt, compiling and recording
+        next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(20):
+        next(steps)
+
+
+def test_a_second_answer_makes_no_recording(gpu_target: Target, monkeypatch) -> None:
+    decoder = Decoder(CompiledTarget(gpu_target))
+    prompts = random_prompts(3)
+    first = decoder.generate(prompts, max_new_tokens=64)
+    made: list[Recording] = []
+    real = Recording.__init__
+
+    def noted(self: Recording, *given: object) -> None:
+        made.append(self)
+        real(self, *given)
+
+    monkeypatch.setattr(Recording, "__init__", noted)
+    second = decoder.generate(prompts, max_new_tokens=64)
+    assert (made, second.sequences) == ([], first.sequences)
