@@ -25,10 +25,10 @@ from drafthead.infer.measuring.exactness import (
 from drafthead.infer.measuring.goodness_of_fit import (
     chance_of_worse,
     chi_square_above,
+    detectable,
     fit,
     noncentral_above,
     pooled,
-    surely_found,
 )
 from drafthead.infer.measuring.rule_law import fit_of_rule
 from drafthead.infer.measuring.target_law import OTHER, TargetLaw, places_in_law
@@ -88,12 +88,12 @@ def test_what_is_promised_to_be_found_is_found() -> None:
         fits = [fit(torch.bincount(row, minlength=20), true) for row in samples]
         return sum(chance_of_worse([each]) < false_alarm for each in fits) / len(fits)
 
-    promised = surely_found([fit(count * true, true)], false_alarm, 0.99)
+    promised = detectable([fit(count * true, true)], false_alarm, 0.99)
     signs = torch.tensor([1.0, -1.0]).repeat(10)
     assert share_found(true + promised * signs / 10) > 0.97
     assert share_found(true + 0.4 * promised * signs / 10) < 0.5
     assert share_found(true) < 0.03
-    assert surely_found([fit(torch.tensor([5]), torch.tensor([1.0]))], 0.01, 0.99) == math.inf
+    assert detectable([fit(torch.tensor([5]), torch.tensor([1.0]))], 0.01, 0.99) == math.inf
 
 
 # ---- the rule on tables -------------------------------------------------------------------------
