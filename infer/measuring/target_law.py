@@ -102,7 +102,7 @@ def penalised(ids: torch.Tensor, logits: torch.Tensor, penalty: float) -> torch.
     """Logits [M, V] after whole texts ids [M, T], with transformers' own repetition penalty."""
     if penalty == 1:
         return logits
-    return RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.float())  # type: ignore[arg-type]
+    return RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.float())
 
 
 def places_in_law(
