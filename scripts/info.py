@@ -66,7 +66,7 @@ def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
 def checked(foreign: Foreign) -> str:
     """How much of what loading checks was checked here."""
     if foreign.needs_target:
-        return "configuration and values; not names and shapes of tensors: they need the target"
+        return "configuration and values; not names, shapes and types of tensors without the target"
     return "configuration and all tensors; not whether it fits its target"
 
 

@@ -50,6 +50,7 @@ def main(
     ] = 1.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Of sampled answers; 1 is none.")] = 1.0,
     verifier: Annotated[
         str,
         typer.Option(
@@ -89,8 +90,8 @@ def main(
 
     Four tests: the acceptance rule on random tables whose distribution is known; the first tokens
     of sampled answers, and all later ones, against the target's distribution, which is computed by
-    plain passes; greedy answers against plain decoding. "Surely found" is the total variation that
-    would have been noticed with a chance of 99 %. One of --head, --draft-model and --prompt-lookup
+    plain passes; greedy answers against plain decoding. "Found in 90%" is the power: the least
+    total variation that is noticed with that chance. One of --head, --draft-model, --prompt-lookup
     is needed. The exit status is 0 for PASS and 1 for FAIL.
     """
     effort = Effort(samples, answers, max_new_tokens, false_alarm)
@@ -101,7 +102,8 @@ def main(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
         compile=compile,
     )  # fmt: skip
-    pair = TestedPair(decoder, rule, SamplingConfig(temperature, top_k, top_p), seed)
+    sampling = SamplingConfig(temperature, top_k, top_p)
+    pair = TestedPair(decoder, rule, sampling, seed, repetition_penalty)
     ids = tested_prompts(prompts, limit, decoder, max_new_tokens)
     evidence = pair.evidence(ids, effort)
     tested = {"prompts": len(ids), "max_new_tokens": max_new_tokens}
@@ -133,11 +135,18 @@ class Effort:
 class TestedPair:
     """A target and a drafter, and the tests of them with their progress bars."""
 
-    def __init__(self, decoder: Decoder, rule: Verifier, sampling: SamplingConfig, seed: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        rule: Verifier,
+        sampling: SamplingConfig,
+        seed: int,
+        repetition_penalty: float = 1.0,
+    ):
         self.decoder, self.rule, self.sampling, self.seed = decoder, rule, sampling, seed
         # The model as it is loaded, never compiled.
         self.reference = Target(decoder.target.model, decoder.tokenizer)
-        self.sampled = SampledPair(decoder, self.reference, sampling, rule.name)
+        self.sampled = SampledPair(decoder, self.reference, sampling, rule.name, repetition_penalty)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -146,6 +155,7 @@ class TestedPair:
         return {
             "verifier": self.rule.name,
             "sampling": asdict(self.sampling),
+            "repetition_penalty": self.sampled.repetition_penalty,
             "tree_nodes": self.decoder.budget.nodes,
             "compile": isinstance(self.decoder.target, CompiledTarget),
             "seed": self.seed,

@@ -43,6 +43,8 @@ OURS, OUR_BLOCK = "ours", "our parallel head"
 NAMES = [*(example.name for example in EXAMPLES), OURS]
 # Copies of embeddings in the target's memory.
 ALLOWANCE = 4 * TARGET.vocab_size * TARGET.hidden_size * 4
+# What reading takes apart from the file: see `heads.formats.files`.
+APART = 32 * 2**20
 
 
 def build_examples(root: Path) -> None:
@@ -124,6 +126,28 @@ class Live(TorchDispatchMode):
             entry[0] -= 1
             if entry[0] == 0:
                 del self.alive[address]
+
+
+class Grown:
+    """Bytes by which the process's memory grew at the most, of any kind; 0 where none tells."""
+
+    PEAK = Path("/proc/self/clear_refs")  # to forget the earlier peak, on Linux
+
+    def __enter__(self) -> "Grown":
+        self.most = 0
+        self.before = self.resident("VmRSS")
+        if self.before:
+            self.PEAK.write_text("5")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.most = self.resident("VmHWM") - self.before
+
+    def resident(self, name: str) -> int:
+        if not self.PEAK.exists():
+            return 0
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
 
 
 @contextmanager

@@ -66,6 +66,7 @@ class Eagle3Keys(Keys):
 
     eagle_aux_hidden_state_layer_ids: LayerIds = Field(default=[])
     eagle_config: dict[str, Any] = Field(default={})  # where the ids may be, too
+    use_aux_hidden_state: bool = True  # of `eagle_config`; vLLM leaves `fc` out without it
     drafthead_layer_convention: str | None = None
     drafthead_depth: Parts = Eagle3Config.depth
     norm_before_residual: bool = False
@@ -164,6 +165,10 @@ def stated_taps(
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """Our layers for the ids of a configuration, in either convention, and notes on that."""
     nested = checkpoint.keys(Eagle3Keys, keys.eagle_config)
+    if not nested.use_aux_hidden_state:
+        raise UserError(
+            f"{checkpoint.config_file}: use_aux_hidden_state is False, but fc.weight joins layers"
+        )
     layers = tuple(keys.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids)
     if not layers:
         if target.num_layers is None:

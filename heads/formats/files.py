@@ -1,9 +1,11 @@
 """Reading files of a checkpoint that may be hostile: nothing is trusted, nothing is executed.
 
 Sizes, shapes and offsets that a file claims are compared with its real size before anything is
-allocated, and all tensors that are loaded share one budget of bytes (`Checkpoint.load`), so reading
-takes at most four times the file's size. Links and paths out of the folder are refused. A pickle is
-scanned before it is loaded: tensors are allowed, code is not.
+allocated, and all tensors that are loaded share one budget of bytes (`Checkpoint.load`). JSON and
+pickles, where a byte or two may become an object of hundreds, have a budget of objects. So reading
+takes at most four times the file's size, and 32 MiB that do not depend on it. Links and paths out
+of the folder are refused. A pickle is scanned before it is loaded: tensors are allowed, code is
+not.
 """
 
 import json
@@ -35,9 +37,11 @@ CONFIG_FILE = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
 MAX_JSON, MAX_HEADER = 4 * 2**20, 16 * 2**20  # bytes
+MOST_SIGNS = 2**18  # that begin or part values of a JSON text; an object in memory takes 100 bytes
 MOST_TENSORS, MOST_DIMENSIONS = 2**16, 8  # of a file; of a tensor
-# Every opcode of a pickle may make an object; a tensor takes about 30 of them and 400 bytes.
-FREE_OPCODES, BYTES_PER_OPCODE = 100_000, 8
+# Every opcode of a pickle may make an object, every third a tensor of 600 bytes. An honest tensor
+# takes about 30 opcodes, so these are for 3,000 tensors of any size, or any number of 2 kB each.
+FREE_OPCODES, BYTES_PER_OPCODE = 100_000, 64
 # A file may hold one tensor under several names, but not so often that memory runs out.
 MOST_REPEATED = 2
 SMALL = 2**20  # bytes of a file that may be sparse
@@ -124,13 +128,22 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises UserError naming the file."""
     if (size := file_size(path)) > MAX_JSON:
         raise UserError(f"{path} has {size:,} bytes, too many for a configuration")
+    text = path.read_bytes()
+    check_json(path, text)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {type(content).__name__}, not a JSON object")
     return content
+
+
+def check_json(path: Path, text: bytes) -> None:
+    """Raise UserError for JSON with so many values that they would fill the memory."""
+    signs = sum(text.count(sign) for sign in b"[{,:")
+    if signs > MOST_SIGNS:
+        raise UserError(f"{path} holds {signs:,} JSON values and separators, too many for a head")
 
 
 class TensorFile:
@@ -169,8 +182,11 @@ class SafetensorsFile(TensorFile):
         super().__init__(path)
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
-        if header > min(MAX_HEADER, self.size):
-            raise UserError(f"{path} is damaged or truncated: its header claims {header:,} bytes")
+            if header > min(MAX_HEADER, self.size):
+                raise UserError(
+                    f"{path} is damaged or truncated: its header claims {header:,} bytes"
+                )
+            check_json(path, file.read(header))
         try:
             self.opened = safe_open(path, "pt")
             names = self.opened.keys()
@@ -383,7 +399,10 @@ def checkpoints_at(path: Path) -> Iterator[Checkpoint]:
     config = read_json(folder / CONFIG_FILE) if has_config else {}
     found = [path] if path != folder else weight_files(folder)
     if not found:
-        raise UserError(f"{folder / 'model.safetensors'} does not exist: is {path} a trained head?")
+        raise UserError(
+            f"{folder / 'model.safetensors'} does not exist, nor any other file in .safetensors, "
+            f"{', '.join(PICKLES)}: is {path} a trained head?"
+        )
     for weights in found:
         yield Checkpoint(path, weights, config)
 
@@ -403,8 +422,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    """The first line of an error's message.
+
+    Where torch refuses a pickle that line advises to load it with its code; the reason comes later.
+    """
+    message = str(error).strip() or repr(error)
+    return message.rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0]
 
 
 @contextmanager

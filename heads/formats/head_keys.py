@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from pydantic import ConfigDict, Field, create_model
 
 from drafthead.heads.formats.keys import MOST_PARTS, MOST_SIZE, MOST_TOKENS, Keys, LayerId
-from drafthead.heads.formats.rope import check_rope
+from drafthead.heads.formats.rope import known_rope
 
 # Fields of the families' configurations; a size of 0 is filled in from the target.
 LIMITS = {
@@ -70,7 +70,7 @@ def read_head_config(config_class: type, content: dict[str, Any], file: Path) ->
     values = {name: getattr(keys, name) for name in content}
     if values.get("rope_parameters") is not None:
         rope, head_dim = values["rope_parameters"], values.get("head_dim", 0)
-        check_rope(rope, head_dim, file, "head.rope_parameters")
+        values["rope_parameters"] = known_rope(rope, head_dim, file, "head.rope_parameters")
     return config_class(**values)
 
 

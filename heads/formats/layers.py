@@ -51,6 +51,7 @@ class LayerKeys(Keys):
     partial_rotary_factor: float = 1.0
     layer_types: Annotated[list[str], Field(fail_fast=True)] = Field(default=[])
     sliding_window: Count = 0
+    logit_scale: float = 1.0  # vLLM multiplies the draft's logits by it
 
 
 class FullLayerKeys(LayerKeys):
@@ -99,6 +100,7 @@ def refuse_options(file: Path, keys: LayerKeys) -> None:
         "hidden_act": keys.hidden_act not in ("silu", "swish"),
         "mlp_bias": keys.mlp_bias,
         "partial_rotary_factor": keys.partial_rotary_factor != 1,
+        "logit_scale": keys.logit_scale != 1,
         # A window as long as the context hides nothing.
         "layer_types": windows and keys.sliding_window < keys.max_position_embeddings,
     }

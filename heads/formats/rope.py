@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.keys import Keys, Positive
@@ -23,9 +23,8 @@ NEEDED = {
 
 
 class RopeKeys(Keys):
-    """Rotary parameters as transformers 5 names them; others are kept and have no effect."""
+    """Rotary parameters as transformers 5 names them; others have no effect."""
 
-    model_config = ConfigDict(extra="allow")
     rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] = "default"
     rope_theta: Annotated[float, Field(ge=1, le=1e15)] = DEFAULT_THETA
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] = 1.0  # our layers rotate all
@@ -43,10 +42,13 @@ class RopeKeys(Keys):
     truncate: bool | None = None
 
 
-def check_rope(
+def known_rope(
     rope: Mapping[str, Any], head_dim: int, file: Path, within: str = "rope_parameters"
-) -> None:
-    """Raise UserError for rotary parameters with which positions would not be rotated sensibly."""
+) -> dict[str, Any]:
+    """The rotary parameters that transformers knows; it would warn of every other key.
+
+    Raises UserError for those with which positions would not be rotated sensibly.
+    """
     keys = RopeKeys.of(rope, file, within)
     for name in NEEDED.get(keys.rope_type, ()):
         if getattr(keys, name) is None:
@@ -60,6 +62,7 @@ def check_rope(
             raise UserError(
                 f"{file}: {name} has {len(factors)} numbers, but must have {head_dim // 2}"
             )
+    return {key: value for key, value in rope.items() if key in RopeKeys.model_fields}
 
 
 class RopeForms(Keys):
@@ -94,7 +97,7 @@ def rope_of(config: Mapping[str, Any], head_dim: int, file: Path) -> dict[str, A
                 )
         chosen |= form
     chosen = {"rope_type": "default", "rope_theta": DEFAULT_THETA, **chosen}
-    check_rope(chosen, head_dim, file)
+    chosen = known_rope(chosen, head_dim, file)
     chosen.pop("partial_rotary_factor", None)
     return {**chosen, "rope_theta": float(chosen["rope_theta"])}
 

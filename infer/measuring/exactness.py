@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
@@ -33,17 +34,28 @@ TIE_STEPS = {torch.float32: 128, torch.bfloat16: 1, torch.float16: 1}
 class SampledPair:
     """A decoder that samples under a verifier, and the target whose law it should follow.
 
-    Raises UserError for a decoder whose steps need not verify trees: they would test nothing.
+    Raises UserError for a decoder whose steps need not verify trees, which would test nothing, and
+    for a penalty that is not above 0.
     """
 
     decoder: Decoder
     reference: Target
     sampling: SamplingConfig
     verifier: str
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.decoder.adaptive or self.decoder.drafter is None:
             raise UserError("exactness is tested with a drafter and trees of a fixed size")
+        if not self.repetition_penalty > 0:
+            raise UserError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The penalty, if there is one."""
+        if self.repetition_penalty == 1:
+            return None
+        return GenerationConfig(do_sample=True, repetition_penalty=self.repetition_penalty)
 
     def sample(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> DecodeResult:
         """A sampled answer to each prompt."""
@@ -55,6 +67,7 @@ class SampledPair:
             top_p=self.sampling.top_p,
             verifier=self.verifier,
             seed=seed,
+            generation_config=self.generation_config,
         )
 
 
@@ -74,7 +87,10 @@ def sampled_start(
     on_samples: Callable[[int], object] = lambda _: None,
 ) -> Start:
     """Decode one prompt `samples` times, with seeds from `seed` on, and compare LENGTH tokens."""
-    law = TargetLaw(pair.reference, prompt, pair.sampling, samples, pair.decoder.end_ids)
+    law = TargetLaw(
+        pair.reference, prompt, pair.sampling, samples, pair.decoder.end_ids,
+        pair.repetition_penalty,
+    )  # fmt: skip
     found: Counter[Text] = Counter()
     impossible = 0
     for start in range(0, samples, ROWS):
@@ -135,7 +151,9 @@ def later_tokens(
         for prompt, answer in zip(batch, result.sequences, strict=True):
             if len(answer) < 2:
                 continue
-            place, chance = places_in_law(pair.reference, prompt, answer, pair.sampling)
+            place, chance = places_in_law(
+                pair.reference, prompt, answer, pair.sampling, pair.repetition_penalty
+            )
             points = place + chance * torch.rand(len(place), generator=generator)
             cells = (points * PLACES).long().clamp_max(PLACES - 1)
             later.counts += torch.bincount(cells, minlength=PLACES)

@@ -1,4 +1,4 @@
-"""Do counts follow a law? Pearson's chi-square test, and the deviation that it surely notices."""
+"""Do counts follow a law? Pearson's chi-square test, and the deviation that it notices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ def chi_square_above(statistic: float, degrees: float) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def surely_found(fits: Sequence[Fit], false_alarm: float, power: float) -> float:
+def detectable(fits: Sequence[Fit], false_alarm: float, power: float) -> float:
     """The total variation that is noticed with chance `power`, however it is spread over the cells.
 
     A law at total variation d (on the cells; the mean over all samples) moves the statistic to a

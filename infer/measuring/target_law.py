@@ -6,6 +6,7 @@ No tree, cache or acceptance rule is used, so an error in those cannot hide here
 from collections.abc import Iterable, Sequence
 
 import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.features import FeatureSpec
@@ -35,7 +36,9 @@ class TargetLaw:
         sampling: SamplingConfig,
         samples: int,
         end_ids: frozenset[int],
+        repetition_penalty: float = 1.0,
     ):
+        self.sampling, self.repetition_penalty = sampling, repetition_penalty
         self.chances: dict[Text, float] = {}  # of the cells
         self.next_token: dict[Text, torch.Tensor] = {}  # [V] after a text
         self.largest_logit = 0.0
@@ -45,7 +48,7 @@ class TargetLaw:
             if not texts:
                 break
             longer: dict[Text, float] = {}
-            for text, law in zip(texts, self._laws(target, prompt, texts, sampling), strict=True):
+            for text, law in zip(texts, self._laws(target, prompt, texts), strict=True):
                 self.next_token[text] = law
                 joint = texts[text] * law.double()  # [V]
                 common = (joint >= least).nonzero().flatten().tolist()
@@ -62,7 +65,6 @@ class TargetLaw:
         target: Target,
         prompt: Sequence[int],
         texts: Iterable[Text],  # all of one length
-        sampling: SamplingConfig,
     ) -> Iterable[torch.Tensor]:
         """Next-token probabilities [V] after the prompt and each text, by plain passes."""
         ids = torch.tensor([[*prompt, *text] for text in texts], dtype=torch.long)
@@ -72,7 +74,8 @@ class TargetLaw:
             output = target.run(batch, positions, None, LOGITS_ONLY, logits_to_keep=1)
             logits = output.logits[:, -1]
             self.largest_logit = max(self.largest_logit, float(logits.amax()))
-            yield from probabilities(logits, sampling).cpu()
+            logits = penalised(batch, logits, self.repetition_penalty)
+            yield from probabilities(logits, self.sampling).cpu()
 
     def cell(self, answer: Sequence[int]) -> Text:
         """The cell that an answer falls into."""
@@ -95,8 +98,19 @@ class TargetLaw:
         )
 
 
+def penalised(ids: torch.Tensor, logits: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits [M, V] after whole texts ids [M, T], with transformers' own repetition penalty."""
+    if penalty == 1:
+        return logits
+    return RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.float())
+
+
 def places_in_law(
-    target: Target, prompt: list[int], answer: list[int], sampling: SamplingConfig
+    target: Target,
+    prompt: list[int],
+    answer: list[int],
+    sampling: SamplingConfig,
+    repetition_penalty: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the parts of an answer's tokens but the first begin, and their widths, float64 [T - 1].
 
@@ -106,7 +120,12 @@ def places_in_law(
     ids = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device)[None]
     output = target.run(ids, positions, None, LOGITS_ONLY, logits_to_keep=len(answer) - 1)
-    law = probabilities(output.logits[0], sampling).double()  # [T - 1, V]
+    rows = output.logits[0].split(1)  # each after a text of its own
+    texts = [ids[:, : len(prompt) + known] for known in range(1, len(answer))]
+    logits = torch.cat(
+        [penalised(text, row, repetition_penalty) for text, row in zip(texts, rows, strict=True)]
+    )
+    law = probabilities(logits, sampling).double()  # [T - 1, V]
     tokens = torch.tensor(answer[1:], device=law.device)[:, None]
     own = law.gather(1, tokens)
     smaller_id = torch.arange(law.shape[1], device=law.device) < tokens

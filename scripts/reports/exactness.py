@@ -12,13 +12,14 @@ from drafthead.heads.files import write_text
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.measuring.comparison import Divergence
 from drafthead.infer.measuring.exactness import Evidence, LaterTokens, is_near_tie, rounding_doubt
-from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, freedom, surely_found
+from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, detectable, freedom
 from drafthead.scripts.reports.tables import print_table
 
-POWER = 0.99
+POWER = 0.9
 SMALL_DOUBT = 1e-3  # total variation per token below which rounding is not mentioned
 LISTED_DIFFERENCES = 10
-COLUMNS = ("test", "samples", "cells", "p-value", "total variation", "by chance", "surely found")
+FOUND = f"found in {POWER:.0%}"
+COLUMNS = ("test", "samples", "cells", "p-value", "total variation", "by chance", FOUND)
 
 
 def report_evidence(
@@ -51,7 +52,7 @@ def fit_cells(name: str, fits: list[Fit], false_alarm: float) -> list[str]:
         f"{chance_of_worse(fits):.3g}",
         mean([each.total_variation for each in fits]),
         mean([each.expected_total_variation for each in fits]),
-        f"{surely_found(fits, false_alarm, POWER):.4f}",
+        f"{detectable(fits, false_alarm, POWER):.4f}",
     ]
 
 
@@ -107,13 +108,13 @@ def verdict(evidence: Evidence, verifier: str) -> str:
     if evidence.later is None:
         aside = ", near ties aside" if evidence.greedy else ""
         return f"PASS with {verifier}: greedy answers are the target's own{aside}"
-    detectable = ", ".join(
-        f"{surely_found(fits, evidence.level, POWER):.3f} in {part}"
+    deviations = ", ".join(
+        f"{detectable(fits, evidence.level, POWER):.3f} in {part}"
         for part, fits in evidence.parts.items()
     )
     return (
         f"PASS with {verifier}: no difference from the target's distribution; a total variation of "
-        f"{detectable} would have been found in {POWER:.0%} of runs, and exact decoding fails in "
+        f"{deviations} would have been found in {POWER:.0%} of runs, and exact decoding fails in "
         f"1 of {1 / evidence.false_alarm:g}"
     )
 
@@ -132,7 +133,7 @@ def write_evidence(
         "parts": {
             part: {
                 "p_value": chance_of_worse(fits),
-                "surely_found": min(1.0, surely_found(fits, evidence.level, POWER)),
+                "detectable": min(1.0, detectable(fits, evidence.level, POWER)),
                 "experiments": [asdict(each) for each in fits],
             }
             for part, fits in evidence.parts.items()

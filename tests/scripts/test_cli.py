@@ -168,7 +168,11 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
 @pytest.mark.parametrize(
     ("options", "verifier", "verdict"),
     [
-        (("--verifier", "traversal"), "traversal", "PASS"),
+        (
+            ("--verifier", "traversal", "--top-p", "0.9", "--repetition-penalty", "1.3"),
+            "traversal",
+            "PASS",
+        ),
         (("--verifier", "typical"), "typical", "FAIL"),
         (("--compile",), "match", "PASS"),
     ],
@@ -240,6 +244,10 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("verify-exactness", *TARGET), "choose one of head"),
         (("verify-exactness", *TARGET, "--prompt-lookup", "--samples", "5"), "at least 100"),
         (("verify-exactness", *TARGET, "--prompt-lookup", "--false-alarm", "2"), "between 0 and 1"),
+        (
+            ("verify-exactness", *TARGET, "--prompt-lookup", "--repetition-penalty", "0"),
+            "repetition_penalty must be above 0, got 0",
+        ),
         (
             ("verify-exactness", *TARGET, "--prompt-lookup", "--verifier", "greedy"),
             "would ignore temperature",

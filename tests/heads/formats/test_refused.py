@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from damaged import (
+    APART,
     OUR_BLOCK,
     OURS,
+    Grown,
     Live,
     changed,
     reconfigured,
@@ -93,6 +97,86 @@ def test_a_pickle_of_many_objects_is_refused_before_they_are_made(
     weights_of(folder).unlink()
     torch.save([{} for _ in range(200_000)], folder / "head.bin")
     assert "objects, not only tensors" in refusal(folder, whole)
+
+
+def crowded_pickle(path: Path, body: bytes, data: int) -> None:
+    """A pickle of a list, with `data` bytes of one tensor; `h\x01h\x02R` makes a view of it."""
+
+    def word(text: str) -> bytes:
+        return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+    storage = word("storage") + b"ctorch\nFloatStorage\n" + word("0") + word("cpu")
+    view = b"((" + storage + b"J" + struct.pack("<i", data // 4) + b"tQK\0K\4\x85K\1\x85\x89"
+    view += b"ccollections\nOrderedDict\n)Rtq\2"
+    with zipfile.ZipFile(path, "w") as archive:
+        rebuild = b"\x80\2ctorch._utils\n_rebuild_tensor_v2\nq\1"
+        archive.writestr("archive/data.pkl", rebuild + view + b"](" + body + b"e.")
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/data/0", bytes(data))
+
+
+def crowded_header(path: Path, content: dict[str, Any]) -> None:
+    header = json.dumps(content).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+VIEW, NONE = b"h\1h\2R", {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+CROWDED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "views": (
+        lambda path: crowded_pickle(path / "head.bin", VIEW * 200_000, 2**22),
+        "objects, not only tensors",
+    ),
+    "views, nearly too many": (
+        lambda path: crowded_pickle(path / "head.bin", VIEW * 54_000, 2**22),
+        "holds list, not tensors by name",
+    ),
+    "dictionaries": (
+        lambda path: crowded_pickle(path / "head.bin", b"}" * 10**6, 2**22),
+        "objects, not only tensors",
+    ),
+    "tensors": (
+        lambda path: crowded_header(
+            path / "model.safetensors", {str(n): NONE for n in range(150_000)}
+        ),
+        "too many for a head",
+    ),
+    "tensors, nearly too many": (
+        lambda path: crowded_header(
+            path / "model.safetensors", {str(n): NONE for n in range(23_000)}
+        ),
+        "no draft head",
+    ),
+    "dimensions": (
+        lambda path: crowded_header(
+            path / "model.safetensors", {"x": {**NONE, "shape": [0] * 10**6}}
+        ),
+        "too many for a head",
+    ),
+    "lists": (
+        lambda path: (path / "config.json").write_text(json.dumps({"x": [[]] * 900_000})),
+        "too many for a head",
+    ),
+    "lists, nearly too many": (
+        lambda path: (path / "config.json").write_text(json.dumps({"x": [[]] * 130_000})),
+        "hidden_size is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CROWDED)
+def test_what_would_fill_the_memory_is_refused_before_it_is_made(
+    kind: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("eagle")
+    damage, complaint = CROWDED[kind]
+    if "list" not in kind:
+        weights_of(folder).unlink()
+    damage(folder)
+    size = size_of(folder)
+    with time_limit(SECONDS), Grown() as grown, pytest.raises(UserError, match=complaint):
+        read_foreign(folder, TargetFacts())
+    assert grown.most <= 4 * size + APART
 
 
 def test_a_tensor_of_many_dimensions_is_named_briefly(
@@ -216,6 +300,8 @@ def test_measured_acceptance_has_types_and_bounds(
         ({"eagle_aux_hidden_state_layer_ids": [1, "x"]}, "layer_ids.1 is 'x'"),
         ({"layer_types": ["full_attention", 5]}, "layer_types.1 is 5"),
         ({"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
+        ({"logit_scale": 0.25}, "logit_scale is 0.25"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
         ({"deep": json.loads("[" * 500 + "]" * 500)}, "recursion limit"),
         ({"hidden_act": "\x1b[2J" * 999}, "hidden_act is '\\x1b[2J"),
     ],
@@ -269,9 +355,30 @@ def test_info_says_what_it_could_not_check(copied: Callable[[str], Path], whole:
 
     reconfigured(folder, without_ids)
     changed(folder, lambda t: t.update({"fc.weight": t["fc.weight"][:30].clone()}))
-    assert "not names and shapes of tensors" in info(folder)
+    assert "not names, shapes and types of tensors" in info(folder)
     with pytest.raises(UserError, match="fc.weight"):
         load_head(folder, target_of(whole))
+
+
+def test_a_pickle_that_torch_refuses_comes_without_torchs_advice_to_load_its_code(
+    copied: Callable[[str], Path], whole: Path
+) -> None:
+    folder = copied("medusa")
+    weights_of(folder).unlink()
+    crowded_pickle(folder / "head.bin", b"}\x94", 16)  # MEMOIZE, which torch does not know
+    assert refusal(folder, whole).endswith("Unsupported operand 148")
+
+
+def test_rotary_keys_that_transformers_does_not_know_give_no_warning(
+    copied: Callable[[str], Path], whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied("eagle3-sglang")
+    reconfigured(folder, lambda config: config["rope_parameters"].update({"\x1b[2J": 1, "x": [2]}))
+    load_head(folder, target_of(whole))
+    own = shutil.copytree(whole / OUR_BLOCK, folder.parent / "own")
+    reconfigured(own, lambda config: config["head"]["rope_parameters"].update(x=1))
+    load_head(own, target_of(whole))
+    assert not caplog.records
 
 
 def test_a_checkpoint_that_holds_nothing_else_is_still_read(

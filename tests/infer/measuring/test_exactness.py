@@ -25,13 +25,13 @@ from drafthead.infer.measuring.exactness import (
 from drafthead.infer.measuring.goodness_of_fit import (
     chance_of_worse,
     chi_square_above,
+    detectable,
     fit,
     noncentral_above,
     pooled,
-    surely_found,
 )
 from drafthead.infer.measuring.rule_law import fit_of_rule
-from drafthead.infer.measuring.target_law import OTHER, TargetLaw, places_in_law
+from drafthead.infer.measuring.target_law import OTHER, TargetLaw, penalised, places_in_law
 from drafthead.infer.verifiers import VERIFIERS, Verifier
 from drafthead.infer.verifiers.base import Acceptance
 
@@ -88,12 +88,12 @@ def test_what_is_promised_to_be_found_is_found() -> None:
         fits = [fit(torch.bincount(row, minlength=20), true) for row in samples]
         return sum(chance_of_worse([each]) < false_alarm for each in fits) / len(fits)
 
-    promised = surely_found([fit(count * true, true)], false_alarm, 0.99)
+    promised = detectable([fit(count * true, true)], false_alarm, 0.99)
     signs = torch.tensor([1.0, -1.0]).repeat(10)
     assert share_found(true + promised * signs / 10) > 0.97
     assert share_found(true + 0.4 * promised * signs / 10) < 0.5
     assert share_found(true) < 0.03
-    assert surely_found([fit(torch.tensor([5]), torch.tensor([1.0]))], 0.01, 0.99) == math.inf
+    assert detectable([fit(torch.tensor([5]), torch.tensor([1.0]))], 0.01, 0.99) == math.inf
 
 
 # ---- the rule on tables -------------------------------------------------------------------------
@@ -178,6 +178,27 @@ def test_lossy_and_biased_answers_fail_in_both_parts(small, make_drafter, hasty,
     evidence = evidence_of(Decoder(small, make_drafter("draft-model", small)), small, name)
     assert max(p_values(evidence)) < evidence.level
     assert len(evidence.failures()) == 2
+
+
+def test_a_repetition_penalty_is_part_of_the_law(small, make_drafter) -> None:
+    decoder = Decoder(small, make_drafter("draft-model", small))
+    pair = SampledPair(decoder, small, AT_ONE, "rejection", 1.5)
+    assert chance_of_worse([sampled_start(pair, PROMPTS[0], 600, seed=0).fit]) > 1e-3
+    assert chance_of_worse([later_tokens(pair, PROMPTS, 64, 24, seed=0).fit]) > 1e-3
+
+
+def test_answers_with_another_penalty_fail(small, make_drafter, monkeypatch) -> None:
+    decoder = Decoder(small, make_drafter("draft-model", small))
+    pair = SampledPair(decoder, small, AT_ONE, "rejection", 1.5)
+    monkeypatch.setattr(SampledPair, "generation_config", None)
+    assert chance_of_worse([sampled_start(pair, PROMPTS[0], 600, seed=0).fit]) < 1e-6
+    assert chance_of_worse([later_tokens(pair, PROMPTS, 64, 24, seed=0).fit]) < 1e-6
+
+
+def test_penalised_logits_are_transformers_for_each_text() -> None:
+    ids, logits = torch.tensor([[0, 2], [1, 1]]), torch.tensor([[3.0, 2, -4], [3, 2, -4]])
+    expected = torch.tensor([[1.5, 2, -8], [3, 1, -4]])
+    assert torch.equal(penalised(ids, logits, 2.0), expected)
 
 
 def test_a_token_outside_the_support_fails_at_once(small, make_drafter) -> None:
