@@ -36,7 +36,8 @@ class InventReport:
     """What a file holds, and what this run did."""
 
     kept: int
-    dropped: dict[str, int]  # messages by reason, those of earlier runs included
+    # Messages by reason, those of earlier runs included; empty when there was nothing to do.
+    dropped: dict[str, int]
     tokens: int  # drawn by this run
     seconds: float
 
@@ -52,7 +53,7 @@ def invent(
     progress = begin(output, source.settings, overwrite)
     texts = texts_written(output)
     if len(texts) >= number:
-        return InventReport(len(texts), progress.dropped, 0, 0.0)
+        return InventReport(len(texts), {}, 0, 0.0)
     inventor = Inventor(source, number, progress, texts[: progress.kept])
     started = time.perf_counter()
     with (

@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
+from drafthead.infer.request.text_pieces import texts_of
 from drafthead.train.conversations import Conversation
 from drafthead.train.distillation import row_seed
 from drafthead.train.supervision import special_ids
@@ -110,7 +111,7 @@ class MessageSource:
     ) -> Message:
         """A message without its end."""
         ids = beginning + (drawn[:-1] if drawn[-1] in self.ends else drawn)
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        (text,) = texts_of([ids], self.tokenizer)
         if self.turn.end_text:
             text = text.partition(self.turn.end_text)[0]
         has_control_token = not self.controls.isdisjoint(ids)
