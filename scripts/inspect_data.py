@@ -11,6 +11,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.gguf_files import model_folder
 from drafthead.train.conversations import Conversation, read_conversations
 from drafthead.train.supervision import (
     SupervisedTokens,
@@ -36,9 +37,10 @@ class DataSummary:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id; UserError if there is none."""
+    """The tokenizer of a folder, GGUF file or hub id; UserError if there is none."""
+    folder = model_folder(name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer can be loaded from {name} ({reason})") from error

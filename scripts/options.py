@@ -15,7 +15,7 @@ def at_least_one(option: typer.CallbackParam, value: int) -> int:
     return value
 
 
-TargetName = Annotated[str, typer.Option(help="Target model: folder or hub id.")]
+TargetName = Annotated[str, typer.Option(help="Target model: folder, GGUF file or hub id.")]
 HeadFolder = Annotated[Path | None, typer.Option(help="Folder of a trained head.")]
 DraftModelName = Annotated[str | None, typer.Option(help="Separate draft model.")]
 PromptLookupSwitch = Annotated[bool, typer.Option(help="Draft from the prompt itself.")]

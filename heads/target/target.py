@@ -22,6 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
 from drafthead.heads.target.loading import (
     device_named,
@@ -134,19 +135,20 @@ class Target:
     def from_pretrained(
         cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
     ) -> "Target":
-        """Load a model, or a PEFT adapter with its base model, from a folder or hub id.
+        """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
 
         `dtype` is `auto` (as stored), `float32`, `bfloat16` or `float16`; `device` is `auto` (a GPU
         if there is one) or a torch device. Raises UserError naming what could not be loaded.
         """
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
-        refuse_missing_folder(str(name))
+        source = model_folder(name)
+        refuse_missing_folder(str(source))
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=torch_dtype, trust_remote_code=trust_code
+                source, dtype=torch_dtype, trust_remote_code=trust_code
             )
-            tokenizer = load_tokenizer(name, model.name_or_path or str(name), trust_code)
+            tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
             if not is_on(model, torch_device):  # quantised weights may not be movable
                 model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps Module.to
         except Exception as error:  # transformers raises many kinds for a bad folder

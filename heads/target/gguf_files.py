@@ -1,0 +1,163 @@
+"""Targets in GGUF files: dequantised once, into a folder that transformers loads like any other."""
+
+import hashlib
+import importlib.util
+import logging
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from drafthead.heads.disk_cache import usable_cache_folder
+from drafthead.heads.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+HEADER_BYTES = 1 << 20  # of a file's beginning that tell it from others
+
+
+def model_folder(name: str | Path) -> str | Path:
+    """What transformers loads for a target's name: the name itself, unless it means a GGUF file.
+
+    A `.gguf` file, or a folder that holds one and no other weights, gives the folder of its
+    bfloat16 copy, which is made the first time. Raises UserError for a file that is missing,
+    damaged or one part of several, or whose architecture transformers cannot read, for a folder
+    with several GGUF files, and when the package `gguf` is missing.
+    """
+    file = gguf_file(Path(name))
+    return name if file is None else dequantised_folder(file)
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path means; None when it means something else."""
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        if not path.exists():
+            raise UserError(f"cannot load the model {path}: this file does not exist")
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if not files or any(any(path.glob(pattern)) for pattern in OTHER_WEIGHTS):
+        return None
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UserError(f"{path} holds {len(files)} GGUF files: name one of {names}")
+    return files[0]
+
+
+def dequantised_folder(file: Path) -> Path:
+    """The folder of a file's copy, from the cache or written now; UserError as `model_folder`."""
+    base = usable_cache_folder("gguf") or Path(folder_of_this_process().name)
+    folder = base / f"{file.stem}-{fingerprint(file)}"
+    if folder.is_dir():
+        return folder
+    check_file(file)
+    logger.info("%s is dequantised once, into %s", file, folder)
+    unfinished = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}.tmp")
+    unfinished.mkdir()
+    try:
+        with only_errors_logged():
+            write_copy(file, unfinished)
+        move_whole(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+@cache
+def folder_of_this_process() -> TemporaryDirectory[str]:
+    """Where copies are kept when the cache cannot be written; removed when the process ends."""
+    return TemporaryDirectory(prefix="drafthead-gguf-")
+
+
+def move_whole(unfinished: Path, folder: Path) -> None:
+    """Give a finished folder its name, unless another process was first."""
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def fingerprint(file: Path) -> str:
+    """16 hexadecimal digits that change with the file and with the software that reads it."""
+    about = file.stat()
+    with file.open("rb") as opened:
+        header = opened.read(HEADER_BYTES)
+    digest = hashlib.blake2b(header, digest_size=8)
+    digest.update(f"{about.st_size} {about.st_mtime_ns} {transformers.__version__}".encode())
+    return digest.hexdigest()
+
+
+def check_file(file: Path) -> None:
+    """Raise UserError for a file that is no whole GGUF file, or one that cannot be read here."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(f"reading {file} needs the package gguf: python -m pip install gguf")
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise UserError(f"{file} is not a GGUF file: its first four bytes are not GGUF")
+    from gguf import GGUFReader
+
+    try:
+        parts = GGUFReader(file).get_field("split.count")
+    except Exception as error:  # the reader checks nothing, so damage shows as errors of any kind
+        raise UserError(
+            f"{file} is damaged or was not downloaded to its end ({type(error).__name__}: "
+            f"{first_line(error)}): fetch it again"
+        ) from error
+    if parts is not None and parts.contents() > 1:
+        raise UserError(
+            f"{file} is one of {parts.contents()} parts: join them with "
+            "`llama-gguf-split --merge` and name the result"
+        )
+
+
+def write_copy(file: Path, folder: Path) -> None:
+    """Write a file's model in bfloat16 and its tokenizer, with the chat template, into a folder.
+
+    Raises UserError for an architecture or tokenizer that transformers cannot read.
+    """
+    home, name = file.parent, file.name
+    try:
+        config = AutoConfig.from_pretrained(home, gguf_file=name)
+        loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair
+            home, gguf_file=name, dtype=torch.bfloat16, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=name)
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"transformers cannot read {file}: {first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"{file} lacks {len(missing)} of the model's weights, such as {missing[0]}")
+    # What transformers has loaded counts as quantised and cannot be saved, so its weights go into
+    # another model of the same configuration.
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def only_errors_logged() -> Iterator[None]:
+    """Without transformers' warnings: they advise on packed weights, which are not used here."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind where there is none."""
+    return str(error).strip().partition("\n")[0] or repr(error)

@@ -1,0 +1,220 @@
+"""GGUF targets: what the file holds is what decodes, and what cannot be read is named."""
+
+import importlib.util
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tiny import CHAT_TEMPLATE, SPECIALS, byte_tokenizer, tiny_llama, write_target
+from transformers import LlamaForCausalLM
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target import gguf_files
+from drafthead.heads.target.gguf_files import model_folder
+from drafthead.heads.target.target import Target
+from drafthead.scripts.inspect_data import load_tokenizer
+
+TEXT = "Größe <|user|> of 12 abacus"
+# Our names of a layer's weights and those of GGUF.
+LAYER = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def model() -> LlamaForCausalLM:
+    return tiny_llama(vocab_size=len(SPECIALS) + 257, rms_norm_eps=1e-6)
+
+
+def gguf_name(name: str) -> str:
+    for ours, theirs in (
+        ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output"),
+        ("model.layers", "blk"), *LAYER.items(),
+    ):  # fmt: skip
+        name = name.replace(ours, theirs)
+    return name
+
+
+def rotary_order(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys in GGUF's order: both numbers of a rotated pair side by side."""
+    halves = weight.reshape(heads, 2, -1, weight.shape[-1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    vocab = byte_tokenizer().get_vocab()
+    tokens = [*sorted(vocab, key=lambda token: vocab[token]), "ab"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS)))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def write_gguf(
+    path: Path, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, arch: str = "llama"
+) -> LlamaForCausalLM:
+    """A small Llama with its tokenizer as a GGUF file; returns the model that it describes."""
+    stored = model()
+    config = stored.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_tokenizer(writer)
+    for name, parameter in stored.named_parameters():
+        # A copy holds bfloat16, so that is what the expected model holds.
+        values, stored_as = parameter.data.bfloat16().float().numpy(), gguf.GGMLQuantizationType.F32
+        if values.ndim == 2:
+            stored_as = kind
+        packed = gguf.quantize(values, stored_as)
+        parameter.data = torch.tensor(gguf.dequantize(packed, stored_as)).bfloat16().float()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        for part, number in heads.items():
+            if part in name:
+                packed = rotary_order(packed, number)
+        writer.add_tensor(gguf_name(name), packed, raw_dtype=stored_as)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored.eval()
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_a_file_loads_as_the_model_that_it_holds(tmp_path, kind) -> None:
+    path = tmp_path / "small.gguf"
+    expected = write_gguf(path, gguf.GGMLQuantizationType[kind])
+    target = Target.from_pretrained(path, "float32", "cpu")
+    ids = torch.arange(40)[None] % target.vocab_size
+    assert torch.equal(target.model(ids).logits, expected(ids).logits)
+    assert Target.from_pretrained(tmp_path).dtype == torch.bfloat16  # the folder means its file
+
+
+def test_tokens_control_tokens_and_chat_format_come_from_the_file(tmp_path) -> None:
+    path = tmp_path / "small.gguf"
+    write_gguf(path)
+    tokenizer, plain = load_tokenizer(str(path)), byte_tokenizer()
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == TEXT and len(plain) in ids  # the merged token "ab"
+    assert ids.count(SPECIALS.index("<|user|>")) == 1
+    assert tokenizer.eos_token == "<|end|>"
+    turn = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(turn, tokenize=False) == "<|user|>hi<|end|>"
+
+
+def test_a_copy_is_made_once_for_each_content(tmp_path) -> None:
+    path = tmp_path / "small.gguf"
+    write_gguf(path)
+    first = Path(model_folder(path))
+    made = (first / "config.json").stat().st_mtime_ns
+    assert model_folder(tmp_path) == first
+    assert (first / "config.json").stat().st_mtime_ns == made
+    write_gguf(path, gguf.GGMLQuantizationType.BF16)
+    second = model_folder(path)
+    assert second != first
+    assert set(first.parent.iterdir()) == {first, second}
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "small.gguf"
+    write_gguf(path)
+
+    def fail(_file: Path, folder: Path) -> None:
+        (folder / "config.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gguf_files, "write_copy", fail)
+    with pytest.raises(KeyboardInterrupt):
+        model_folder(path)
+    assert not list((tmp_path / "cache" / "drafthead" / "gguf").iterdir())
+
+
+def test_without_a_cache_a_copy_lasts_for_the_process(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "small.gguf"
+    write_gguf(path)
+    (tmp_path / "cache").touch()
+    first = model_folder(path)
+    assert (Path(first) / "model.safetensors").exists() and model_folder(path) == first
+
+
+def test_other_weights_go_before_a_gguf_file(tmp_path) -> None:
+    write_target(tmp_path)
+    (tmp_path / "small.gguf").touch()
+    assert model_folder(tmp_path) == tmp_path
+    assert model_folder("owner/name") == "owner/name"
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def split(path: Path) -> None:
+    """Say in the header that the file is one of two."""
+    key = b"split.count"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, 2)
+    content = path.read_bytes()
+    count = struct.unpack_from("<Q", content, 16)[0]
+    path.write_bytes(content[:16] + struct.pack("<Q", count + 1) + entry + content[24:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda path: path.unlink(), "does not exist"),
+        (lambda path: path.write_bytes(b"PK\x03\x04"), "is not a GGUF file"),
+        (lambda path: path.write_bytes(b""), "is not a GGUF file"),
+        (lambda path: cut(path, 0.01), "not downloaded to its end"),
+        (lambda path: cut(path, 0.9), "not downloaded to its end"),
+        (split, "one of 2 parts"),
+        (lambda path: write_gguf(path, arch="wavtokenizer-dec"), "wavtokenizer-dec"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, damage, problem) -> None:
+    path = tmp_path / "small.gguf"
+    write_gguf(path)
+    damage(path)
+    with pytest.raises(UserError, match=problem) as error:
+        Target.from_pretrained(path)
+    assert str(path) in str(error.value)
+
+
+def test_missing_weights_are_an_error(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "small.gguf"
+    monkeypatch.setitem(LAYER, "mlp.up_proj", "renamed")
+    write_gguf(path)
+    with pytest.raises(UserError, match="lacks 2 of the model's weights"):
+        model_folder(path)
+
+
+def test_several_files_in_a_folder_are_refused_and_listed(tmp_path) -> None:
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"holds 2 GGUF files: name one of a\.gguf, b\.gguf"):
+        Target.from_pretrained(tmp_path)
+
+
+def test_without_the_package_the_command_is_named(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "small.gguf"
+    write_gguf(path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "gguf" else find(n))
+    with pytest.raises(UserError, match="python -m pip install gguf"):
+        model_folder(path)
