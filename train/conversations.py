@@ -12,6 +12,7 @@ from datasets import DatasetDict, load_dataset, load_from_disk
 from pyarrow import parquet
 
 from drafthead.heads.errors import UserError
+from drafthead.train.answer_tokens import StoredTokens, stored_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Conversation:
     id: str
     messages: list[Message]
     source: str
+    tokens: StoredTokens | None = None  # the answers as they were generated, if the row has them
 
     @property
     def where(self) -> str:
@@ -91,8 +93,8 @@ def read_conversations(
         if not messages:
             empty.append(row.place)
             continue
-        name = _unique(_row_id(row), taken)
-        conversations.append(Conversation(name, messages, f"{row.file}:{row.number}"))
+        name, tokens = _unique(_row_id(row), taken), stored_tokens(row.values, row.place)
+        conversations.append(Conversation(name, messages, f"{row.file}:{row.number}", tokens))
         if len(conversations) == limit:
             break
     if not conversations:

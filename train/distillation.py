@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
+from drafthead.train.answer_tokens import AnswerTokens, StoredTokens, vocabulary_of
 from drafthead.train.conversations import Conversation, Message
 from drafthead.train.supervision import encode_prompt
 
@@ -74,11 +75,15 @@ class _Dialogue:
         self.conversation = job.conversation
         self.turns = job.turns
         self.messages: list[Message] = []
-        self.tokens = 0
-        self.answered = 0
+        self.answers: list[AnswerTokens] = []
 
-    def row(self, settings: DistillSettings) -> dict[str, Any]:
-        """The row of the output file."""
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that were generated."""
+        return sum(len(turn.answer) for turn in self.answers)
+
+    def row(self, settings: DistillSettings, vocabulary: str) -> dict[str, Any]:
+        """The row of the output file: text for people, token ids for training."""
         return {
             "id": self.conversation.id,
             "messages": self.messages,
@@ -89,6 +94,7 @@ class _Dialogue:
             "top_p": settings.top_p,
             "seed": settings.seed,
             "source": self.conversation.source,
+            **StoredTokens(tuple(self.answers), vocabulary).columns(),
         }
 
 
@@ -204,8 +210,9 @@ def distill(
     """Append the target's answer to every user turn of every conversation to `output`.
 
     Each conversation becomes one JSON row: id, messages (each answer with `finished`: False if it
-    was cut before its EOS), tokens, settings, source. Turns are answered in order, later ones after
-    the target's own earlier answers. Rows come longest prompt first, not in the source's order.
+    was cut before its EOS), tokens, settings, source, and the ids of each prompt and answer. Turns
+    are answered in order, later ones after the target's own earlier answers. Rows come longest
+    prompt first, not in the source's order.
     Rows already in the output stay as they are. Raises UserError for settings that differ from
     those of the output, and if no prompt fits into the context.
     """
@@ -219,6 +226,7 @@ def distill(
             f"tokens of {settings.target}: use shorter prompts or another target"
         )
     _log_budget(jobs, len(conversations), settings)
+    vocabulary = vocabulary_of(_tokenizer(decoder))
     started = time.perf_counter()
     written = tokens = cut = 0
     shortened: list[str] = []
@@ -227,11 +235,11 @@ def distill(
         tqdm(total=len(jobs), desc="distill", unit="row") as bar,
     ):
         for dialogue in _answer_all(decoder, jobs, settings, batch_size):
-            file.write(json.dumps(dialogue.row(settings), ensure_ascii=False) + "\n")
+            file.write(json.dumps(dialogue.row(settings, vocabulary), ensure_ascii=False) + "\n")
             file.flush()
             written, tokens = written + 1, tokens + dialogue.tokens
             cut += sum(not message.get("finished", True) for message in dialogue.messages)
-            if dialogue.answered < len(dialogue.turns):
+            if len(dialogue.answers) < len(dialogue.turns):
                 shortened.append(dialogue.conversation.id)
             speed = tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
@@ -289,7 +297,7 @@ def _answer_turn(
     asked: list[_Dialogue] = []
     prompts: list[list[int]] = []
     for dialogue in dialogues:
-        if turn >= len(dialogue.turns) or dialogue.answered < turn:
+        if turn >= len(dialogue.turns) or len(dialogue.answers) < turn:
             continue
         messages = dialogue.messages + dialogue.turns[turn]
         prompt = encode_prompt(tokenizer, messages, dialogue.conversation.where)
@@ -305,14 +313,22 @@ def _answer_turn(
         top_p=settings.top_p,
         seed=[row_seed(settings.seed, d.conversation.id, turn) for d in asked],
     )
-    rows = zip(asked, answers.sequences, answers.texts, answers.finished, strict=True)
-    for dialogue, ids, text, finished in rows:
-        if not finished:  # the cut may have gone through a character
-            text = text.rstrip("\ufffd")
+    rows = zip(asked, prompts, answers.sequences, answers.finished, strict=True)
+    for dialogue, prompt, ids, finished in rows:
+        text = answer_text(tokenizer, ids, finished)
         answer = {"role": "assistant", "content": text, "finished": finished}
         dialogue.messages += [*dialogue.turns[turn], answer]
-        dialogue.tokens += len(ids)
-        dialogue.answered += 1
+        dialogue.answers.append(AnswerTokens(prompt, ids))
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], finished: bool) -> str:
+    """The text of an answer [T] without its end token; control tokens inside it are shown.
+
+    A message must hold them, or the next prompt would lack the marks of channels and tools.
+    """
+    shown = ids[:-1] if finished else ids
+    text = str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+    return text if finished else text.rstrip("\ufffd")  # the cut may go through a character
 
 
 def _tokenizer(decoder: Decoder) -> PreTrainedTokenizerBase:

@@ -1,16 +1,19 @@
 """The tokens of a conversation that training supervises: those that the assistant wrote.
 
-The tokenizer's chat template is rendered with and without each answer, so any template works,
-without `{% generation %}` tags.
+Where a row stores the ids that the target generated, these are supervised. Of a text, the
+tokenizer's chat template is rendered with and without each answer, so any template works, without
+`{% generation %}` tags.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.train.answer_tokens import AnswerTokens, check_vocabulary
 from drafthead.train.conversations import Conversation, Message
 
 logger = logging.getLogger(__name__)
@@ -202,23 +205,53 @@ def supervise(
     return marked
 
 
+def supervised_sequences(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> list[SupervisedTokens]:
+    """The sequences to learn from: of stored token ids, or else one of the text.
+
+    Raises UserError as `supervise` does, and for stored ids of another tokenizer.
+    """
+    if conversation.tokens is None:
+        return [supervise(tokenizer, conversation.messages, conversation.where)]
+    check_vocabulary(conversation.tokens, tokenizer, conversation.where)
+    return join_turns(conversation.tokens.answers)
+
+
+def join_turns(answers: Sequence[AnswerTokens]) -> list[SupervisedTokens]:
+    """Each answer after its own prompt; one sequence as long as a prompt continues the one before.
+
+    The turns ``p A`` and ``p A q B`` make the sequence p A q B with both answers supervised. Where
+    a template drops earlier reasoning, the second prompt is another text, and there are two.
+    """
+    sequences: list[SupervisedTokens] = []
+    for turn in answers:
+        mask: list[bool] = []
+        if sequences and turn.prompt[: len(sequences[-1].input_ids)] == sequences[-1].input_ids:
+            mask = sequences.pop().mask
+        mask = mask + [False] * (len(turn.prompt) - len(mask)) + [True] * len(turn.answer)
+        sequences.append(SupervisedTokens(turn.prompt + turn.answer, mask))
+    return sequences
+
+
 def supervise_rows(
     tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation], max_length: int
 ) -> SupervisedRows:
-    """`supervise` each conversation and cut it to `max_length` tokens.
+    """The `supervised_sequences` of all conversations, cut to `max_length` tokens.
 
     Rows that are left without a supervised token are dropped and logged. Raises UserError as
-    `supervise` does, and if no row is left.
+    `supervised_sequences` does, and if no row is left.
     """
     rows: list[SupervisedTokens] = []
     truncated, dropped = 0, []
     for conversation in conversations:
-        marked = supervise(tokenizer, conversation.messages, conversation.where)
-        truncated += len(marked.input_ids) > max_length
-        if any(marked.mask[:max_length]):
-            rows.append(SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length]))
-        else:
-            dropped.append(conversation.where)
+        for marked in supervised_sequences(tokenizer, conversation):
+            truncated += len(marked.input_ids) > max_length
+            cut = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
+            if any(cut.mask):
+                rows.append(cut)
+            else:
+                dropped.append(conversation.where)
     if not rows:
         raise UserError(
             f"no answer of {len(conversations)} rows begins within {max_length} tokens: "

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.scripts import distill as distill_verb
+from drafthead.train.answer_tokens import vocabulary_of
 from drafthead.train.conversations import Conversation, Message, read_conversations
 from drafthead.train.distillation import (
     DistillReport,
@@ -40,7 +41,6 @@ SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_token
 @dataclass(frozen=True)
 class FakeAnswers:
     sequences: list[list[int]]
-    texts: list[str]
     finished: list[bool]
 
 
@@ -65,7 +65,7 @@ class FakeDecoder:
     ) -> FakeAnswers:
         self.batches.append(self.tokenizer.batch_decode(prompts))
         time.sleep(self.delay)
-        answers = FakeAnswers([], [], [])
+        answers = FakeAnswers([], [])
         for prompt, row in zip(prompts, seed, strict=True):
             word = hashlib.md5(f"{prompt} {row}".encode()).hexdigest()[: self.answer_tokens]
             ids = [*self.tokenizer(word)["input_ids"], self.tokenizer.eos_token_id]
@@ -73,7 +73,6 @@ class FakeDecoder:
             if self.max_length is not None:
                 room = min(room, self.max_length - len(prompt))
             answers.sequences.append(ids[:room])
-            answers.texts.append(self.tokenizer.decode(ids[:room], skip_special_tokens=True))
             answers.finished.append(len(ids) <= room)
         return answers
 
@@ -110,6 +109,10 @@ def test_rows_hold_question_answer_settings_and_source(output: Path) -> None:
     assert question == {"role": "user", "content": "0xx"}
     assert answer["role"] == "assistant"
     assert len(answer["content"]) == 8
+    [ids] = row.pop("token_ids")
+    assert decoder.tokenizer.decode(ids["prompt"]) == "<|user|>0xx<|end|><|assistant|>"
+    assert decoder.tokenizer.decode(ids["answer"]) == answer["content"] + "<|end|>"
+    assert row.pop("vocabulary") == vocabulary_of(decoder.tokenizer)
     assert row == {
         "id": "row-2",
         "finished": True,
@@ -144,11 +147,11 @@ def test_an_answer_cut_at_the_limit_is_marked_and_teaches_no_end(output: Path) -
 def test_an_answer_cut_within_a_character_ends_before_it(output: Path) -> None:
     class HalfCharacter(FakeDecoder):
         def generate(self, prompts: list[list[int]], **options: object) -> FakeAnswers:
-            assert options["max_new_tokens"] == 20
-            return FakeAnswers([[5, 6]], ["four\ufffd"], [False])
+            ids = self.tokenizer("four 日")["input_ids"]
+            return FakeAnswers([ids[:-1]], [False])
 
     distill(HalfCharacter(), asked(1), output, SETTINGS)
-    assert rows_by_id(output)["row-0"]["messages"][-1]["content"] == "four"
+    assert rows_by_id(output)["row-0"]["messages"][-1]["content"] == "four "
 
 
 def test_every_user_turn_is_answered_after_the_targets_own_answers(output: Path) -> None:
@@ -339,10 +342,7 @@ def test_greedy_answers_are_those_of_the_target(tiny_target: Path, output: Path)
             prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
         )
         new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-        expected = tokenizer.decode(new, skip_special_tokens=True)
-        if new[-1] != tokenizer.eos_token_id:  # the limit may have cut a character
-            expected = expected.rstrip("\ufffd")
-        assert rows[prompt.id]["messages"][-1]["content"] == expected
+        assert rows[prompt.id]["token_ids"][0]["answer"] == new.tolist()
 
 
 def test_sampled_answers_are_the_same_in_other_batches(
