@@ -87,6 +87,9 @@ class Trainer:
         if state is not None:
             self.progress = read_progress(state, self.writer.fingerprint)
             self.accelerator.load_state(str(state))
+            # The state holds how many micro-batches its processes had done: with another number of
+            # processes the optimiser would step in the middle of a step.
+            self.accelerator.step = 0
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.folder.begin(self.progress if state else None)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def run(config: Path, *overrides: str) -> Path:
     return Path(loaded.train.output)
 
 
-def start(config: Path, *launcher: str) -> subprocess.Popen[str]:
+def start(config: Path, *launcher: str, **environment: str) -> subprocess.Popen[str]:
     """Train in another process."""
     command = [*(launcher or (sys.executable,)), str(ENTRY), "--config", str(config)]
     return subprocess.Popen(
@@ -115,7 +116,7 @@ def start(config: Path, *launcher: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
 
@@ -315,25 +316,47 @@ def test_micro_batches_do_not_change_the_losses(configure):
         assert column(split, key) == pytest.approx(column(whole, key), abs=1e-5)
 
 
-def test_two_processes_learn_what_one_learns(configure):
-    alone = run(configure("alone"))
+def run_together(config: Path, engine: str = "cpu2", **environment: str) -> Path:
+    """Train in two processes; gives the output folder."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / "cpu2.yaml")]
-    config = configure("together")
-    process = start(config, *launcher)
+    launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
+    process = start(config, *launcher, **environment)
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
-    folder = config.parent / "together"
+    return config.with_suffix("")
+
+
+def test_two_processes_learn_what_one_learns(configure):
+    alone = run(configure("alone"))
+    folder = run_together(configure("together"))
     for key in ("loss", "grad_norm"):
         assert column(folder, key) == pytest.approx(column(alone, key), abs=1e-5)
     # Both processes were there: each kept its random state.
     assert len(list((folder / "state" / "step-000000012").glob("random_states_*"))) == 2
-    last = [
-        json.loads((config.parent / f / "evaluation.jsonl").read_text())
-        for f in ("alone", "together")
-    ]
+    last = [json.loads((f / "evaluation.jsonl").read_text()) for f in (alone, folder)]
     assert last[0]["anchors"] == last[1]["anchors"]
     assert last[0]["tau_chain"] == pytest.approx(last[1]["tau_chain"])
+
+
+def test_a_run_of_two_processes_is_continued_by_one(configure):
+    """After 3 steps of 2 micro-batches, one process accumulates 4: 6 is in the middle of a step."""
+    settings = {"max_steps": 6, "save_every": 3, "micro_batch_rows": 1}
+    expected = run(configure("alone", **settings))
+    config = configure("changing", **settings)
+    folder = run_together(config)
+    unfinish(folder, step=3)
+    run(config)
+    for key in ("loss", "grad_norm"):
+        assert column(folder, key) == pytest.approx(column(expected, key), abs=1e-5)
+
+
+def unfinish(folder: Path, step: int) -> None:
+    """Leave a finished run as if it had been killed after the state of that step was saved."""
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "finished": False}))
+    for state in folder.glob("state/step-*"):
+        if state.name != f"step-{step:09d}":
+            shutil.rmtree(state)
 
 
 def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(configure):
