@@ -11,7 +11,8 @@ from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.train.answer_tokens import AnswerTokens, vocabulary_of
 from drafthead.train.conversations import Conversation, read_conversations
-from drafthead.train.distillation import DistillSettings, distill
+from drafthead.train.distillation import distill
+from drafthead.train.distilled_file import DistilledFile, DistillSettings
 from drafthead.train.packing import DataConfig, load_packed
 from drafthead.train.supervision import SupervisedTokens, join_turns, supervised_sequences
 
@@ -29,21 +30,21 @@ def distilled(decoder: Decoder, folder: Path, rows: int = 40, turns: int = 1) ->
     messages = [{"role": "user", "content": f"{turn}"} for turn in range(turns)]
     prompts = [Conversation(f"{i}", messages, f"prompts.jsonl:{i + 1}") for i in range(rows)]
     settings = DistillSettings("target", "prompts.jsonl", 24, temperature=1.0)
-    distill(decoder, prompts, folder / "answers.jsonl", settings)
+    with DistilledFile(folder / "answers.jsonl", settings) as file:
+        distill(decoder, prompts, file)
     return folder / "answers.jsonl"
 
 
 def generated(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list, list]]:
-    """Records prompts and answers of every call of `generate` from now on."""
+    """Records prompts and answers of all decoding from now on."""
     calls: list[tuple[list, list]] = []
-    generate = decoder.generate
 
-    def watched(prompts: list[list[int]], **options: object) -> object:
-        result = generate(prompts, **options)
+    def watched(prompts: list[list[int]], **options: object) -> list[dict[int, list[int]]]:
+        result = decoder.generate(prompts, **options)
         calls.extend(zip(prompts, result.sequences, strict=True))
-        return result
+        return [dict(enumerate(result.sequences))]
 
-    monkeypatch.setattr(decoder, "generate", watched)
+    monkeypatch.setattr(decoder, "steps", watched)
     return calls
 
 
