@@ -6,7 +6,7 @@ of a control token may be nothing. Ids say what the target said.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 
-IDS_COLUMN, VOCABULARY_COLUMN = "token_ids", "vocabulary"
+IDS_COLUMN, VOCABULARY_COLUMN, WEIGHTS_COLUMN = "token_ids", "vocabulary", "target_weights"
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,6 @@ class StoredTokens:
 
     answers: tuple[AnswerTokens, ...]
     vocabulary: str | None
-
-    def columns(self) -> dict[str, Any]:
-        """As the columns of a row."""
-        ids = [asdict(answer) for answer in self.answers]
-        return {IDS_COLUMN: ids, VOCABULARY_COLUMN: self.vocabulary}
 
 
 def stored_tokens(values: Mapping[str, Any], place: str) -> StoredTokens | None:

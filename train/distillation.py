@@ -7,18 +7,25 @@ killed at any moment continues where it stopped and writes the rows that it woul
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
-from drafthead.train.answer_tokens import AnswerTokens, StoredTokens, vocabulary_of
+from drafthead.train.answer_tokens import (
+    IDS_COLUMN,
+    VOCABULARY_COLUMN,
+    WEIGHTS_COLUMN,
+    AnswerTokens,
+    vocabulary_of,
+)
 from drafthead.train.console import AnswerBar
 from drafthead.train.conversations import Conversation, Message
 from drafthead.train.distilled_file import DistilledFile, DistillSettings, question_hash
 from drafthead.train.supervision import encode_prompt
+from drafthead.train.weights import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +69,7 @@ class _Dialogue:
         """Number of tokens that were generated."""
         return sum(len(turn.answer) for turn in self.answers)
 
-    def row(self, settings: DistillSettings, vocabulary: str) -> dict[str, Any]:
+    def row(self, settings: DistillSettings) -> dict[str, Any]:
         """The row of the output file: text for people, token ids for training."""
         return {
             "id": self.conversation.id,
@@ -75,7 +82,7 @@ class _Dialogue:
             "seed": settings.seed,
             "source": self.conversation.source,
             "question": self.question,
-            **StoredTokens(tuple(self.answers), vocabulary).columns(),
+            IDS_COLUMN: [asdict(answer) for answer in self.answers],
         }
 
 
@@ -121,6 +128,8 @@ def distill(
     prompt first, not in the source's order. Rows already in the file stay as they are. Raises
     UserError for rows that were asked something else, and if no prompt fits into the context.
     """
+    weights = weights_fingerprint(decoder.target)
+    file.check_weights(weights)
     jobs, too_long = _jobs(decoder, _missing(conversations, file))
     if too_long and len(too_long) == len(conversations):
         raise UserError(
@@ -128,11 +137,11 @@ def distill(
             f"tokens of {file.settings.target}: use shorter prompts or another target"
         )
     _log_budget(jobs, len(conversations), file.settings)
-    vocabulary = vocabulary_of(_tokenizer(decoder))
+    common = {WEIGHTS_COLUMN: weights, VOCABULARY_COLUMN: vocabulary_of(_tokenizer(decoder))}
     cut, shortened = 0, []
     with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
         for dialogues in _answer_all(decoder, jobs, file.settings, bar):
-            file.append([dialogue.row(file.settings, vocabulary) for dialogue in dialogues])
+            file.append([dialogue.row(file.settings) | common for dialogue in dialogues])
             cut += sum(dialogue.answers_cut for dialogue in dialogues)
             shortened += [d.conversation.id for d in dialogues if len(d.answers) < len(d.turns)]
         already = len(conversations) - len(jobs) - len(too_long)

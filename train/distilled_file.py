@@ -91,6 +91,20 @@ class DistilledFile:
                     "same settings, another --output, or --overwrite to start again"
                 )
 
+    def check_weights(self, weights: str) -> None:
+        """Raise UserError if the rows there were written by a target with other weights.
+
+        `weights` is its `weights_fingerprint`; a new file records it.
+        """
+        manifest = manifest_path(self.path)
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+        if recorded.setdefault("weights", weights) != weights:
+            raise UserError(
+                f"the weights of {self.settings.target} are no longer those that {self.path} was "
+                "begun with: choose another --output, or --overwrite to start again"
+            )
+        write_text(manifest, json.dumps(recorded, indent=2) + "\n")
+
     def __enter__(self) -> "DistilledFile":
         """Lock the file; raises UserError when another process has it, and as `check`."""
         with ExitStack() as opened:

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,11 @@ from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.train.features import load_target
+from drafthead.train.full_disk import full_disk_named
 from drafthead.train.loop import Trainer
 from drafthead.train.packing import load_packed
 from drafthead.train.run_config import RunConfig, load_run_config
+from drafthead.train.run_folder import RunFolder
 from drafthead.train.step import TrainingTask
 
 logger = logging.getLogger(__name__)
@@ -32,9 +35,19 @@ def train(config: RunConfig) -> bool:
     """Train a head as configured; False when it was stopped and can be continued."""
     accelerator = build_accelerator(config)
     folder = config.folder()
-    if folder.status(config.train.overwrite) == "finished":
-        logger.info("%s holds this run, finished: nothing to do", folder.path)
-        return True
+    lock = folder.locked() if accelerator.is_main_process else nullcontext()
+    with full_disk_named(folder.path), lock:
+        if folder.status(config.train.overwrite) == "finished":
+            logger.info("%s holds this run, finished: nothing to do", folder.path)
+            return True
+        with logging_redirect_tqdm():
+            finished = build_trainer(accelerator, config, folder).fit()
+    accelerator.end_training()
+    return finished
+
+
+def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder) -> Trainer:
+    """Load target and data, and make the head."""
     set_seed(config.train.seed)
     data, precision = config.data, config.train.mixed_precision
     target = load_target(config.target, precision, data.max_length, accelerator.device)
@@ -46,10 +59,7 @@ def train(config: RunConfig) -> bool:
     if data.validation is not None:
         held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)
     task = TrainingTask(target, config.target.name, head, rows, held_out)
-    with logging_redirect_tqdm():
-        finished = Trainer(accelerator, task, config.train, config.optimizer, folder).fit()
-    accelerator.end_training()
-    return finished
+    return Trainer(accelerator, task, config.train, config.optimizer, folder)
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from tiny import byte_tokenizer, write_target
+from tiny import byte_tokenizer, tiny_llama, write_target
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.scripts import distill as distill_verb
 from drafthead.train.answer_tokens import vocabulary_of
@@ -41,6 +42,7 @@ class FakeDecoder:
     delay: float = 0.0  # seconds a batch
     answer_tokens: int = 8
     tokenizer: PreTrainedTokenizerFast = field(default_factory=byte_tokenizer)
+    target: Target = field(default_factory=lambda: Target(tiny_llama()))
     batches: list[list[str]] = field(default_factory=list)  # prompts as texts
 
     @property
@@ -118,7 +120,7 @@ def test_rows_hold_question_answer_settings_and_source(output: Path) -> None:
     assert answer["role"] == "assistant"
     assert len(answer["content"]) == 8
     [ids] = row.pop("token_ids")
-    del row["question"]
+    del row["question"], row["target_weights"]
     assert decoder.tokenizer.decode(ids["prompt"]) == "<|user|>0xx<|end|><|assistant|>"
     assert decoder.tokenizer.decode(ids["answer"]) == answer["content"] + "<|end|>"
     assert row.pop("vocabulary") == vocabulary_of(decoder.tokenizer)
@@ -226,6 +228,15 @@ def test_a_half_written_line_is_dropped_and_answered_again(output: Path, kept: i
     output.write_bytes(content[: last + kept])
     distilled(FakeDecoder(), asked(3), output)
     assert rows_by_id(output) == whole
+
+
+def test_other_weights_under_the_same_name_are_refused(output: Path) -> None:
+    distilled(FakeDecoder(), asked(2), output)
+    before = output.read_bytes()
+    retrained = FakeDecoder(target=Target(tiny_llama(seed=1)))
+    with pytest.raises(UserError, match="the weights of fake are no longer those"):
+        distilled(retrained, asked(3), output)
+    assert output.read_bytes() == before
 
 
 class RoundedByBatch(FakeDecoder):

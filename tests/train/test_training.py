@@ -3,6 +3,7 @@
 conftest.py runs what asks for a `family` once for each head family.
 """
 
+import errno
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.evaluation import count_paths, expected_tau, measure
 from drafthead.train.features import check_row_length, positions_in_segments, read_features
+from drafthead.train.loop import Trainer
 from drafthead.train.packing import (
     DataConfig,
     RowOrder,
@@ -357,6 +359,74 @@ def unfinish(folder: Path, step: int) -> None:
     for state in folder.glob("state/step-*"):
         if state.name != f"step-{step:09d}":
             shutil.rmtree(state)
+
+
+def test_a_run_goes_on_from_the_older_state_when_the_newest_is_damaged(configure, caplog):
+    settings = {"max_steps": 6, "save_every": 2}
+    expected = losses(run(configure("whole", **settings)))
+    config = configure("damaged", **settings)
+    folder = interrupted(config, step=4)
+    optimizer = folder / "state" / "step-000000004" / "optimizer.bin"
+    optimizer.write_bytes(optimizer.read_bytes()[:1000])
+    run(config)
+    assert "step-000000004 is damaged (optimizer.bin" in caplog.text
+    assert losses(folder) == expected
+
+
+def interrupted(config: Path, step: int) -> Path:
+    """Train until that step and stop without saving, as a kill does; gives the folder."""
+    take_step = Trainer._step
+
+    def stopping(trainer: Trainer, *arguments: object) -> object:
+        if trainer.progress.step == step:
+            raise KeyboardInterrupt
+        return take_step(trainer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "_step", stopping)
+        train(load_run_config(config))
+    return config.with_suffix("")
+
+
+def test_a_disk_that_is_full_while_saving_loses_no_step(configure, monkeypatch):
+    settings = {"max_steps": 6, "save_every": 2}
+    expected = losses(run(configure("whole", **settings)))
+    config = configure("full", **settings)
+    save = torch.save
+
+    def fail_at_the_second_state(value: object, file: object, **options: object) -> None:
+        if (config.with_suffix("") / "state" / "step-000000002").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(value, file, **options)
+
+    monkeypatch.setattr(torch, "save", fail_at_the_second_state)
+    with pytest.raises(UserError, match=r"the disk of .*full is full: make room"):
+        run(config)
+    monkeypatch.undo()
+    assert losses(run(config)) == expected
+
+
+def test_a_folder_that_another_process_trains_into_is_refused(configure):
+    config = configure()
+    with (
+        load_run_config(config).folder().locked(),
+        pytest.raises(UserError, match=r"another process is writing .*run: wait"),
+    ):
+        run(config)
+    run(config)
+
+
+def test_resuming_with_other_target_weights_is_refused(configure, files: Path, tmp_path: Path):
+    shutil.copytree(files / "target", tmp_path / "target")
+    config = configure(max_steps=4, save_every=2)
+    text = config.read_text().replace(str(files / "target"), str(tmp_path / "target"))
+    config.write_text(text)
+    interrupted(config, step=3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    model.lm_head.weight.data += 0.01
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(UserError, match="the weights of the target are no longer"):
+        run(config)
 
 
 def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(configure):
