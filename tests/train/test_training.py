@@ -27,7 +27,7 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.evaluation import count_paths, expected_tau, measure
+from drafthead.train.evaluation import measure
 from drafthead.train.features import check_row_length, positions_in_segments, read_features
 from drafthead.train.loop import Trainer
 from drafthead.train.packing import (
@@ -40,6 +40,7 @@ from drafthead.train.packing import (
     pack,
     pack_sequences,
 )
+from drafthead.train.ranks import RankedAnchors, count_paths
 from drafthead.train.run_config import load_run_config
 from drafthead.train.run_folder import RunFolder, cut_log, first_difference
 from drafthead.train.train_heads import new_head, train
@@ -263,13 +264,12 @@ def test_a_head_of_another_size_than_the_target_is_refused(target: Target):
 def test_ranks_become_accuracies_tau_and_path_counts():
     """Four anchors, two depths; the third head guess was right twice at depth 1."""
     ranks = torch.tensor([[0, 0], [0, 2], [2, 0], [2, MAX_RANK]])
-    result = measure(ranks)
+    result = measure(RankedAnchors(ranks, [(0, 1)] * 4, [5, 6, 7, 8]))
     assert result.top1 == (0.5, 0.5)
     assert result.alpha == (0.5, 0.5)
-    assert result.tau_chain == 1 + (2 + 1) / 4
+    # One step from the first root accepts two, and the token after them ends the answer.
+    assert result.tau_chain == 3 / 1
     assert result.path_counts == {(): 4, (0,): 2, (2,): 2, (0, 0): 1, (0, 2): 1, (2, 0): 1}
-    # (0,), then (1,) and (2,) because a sibling comes with those ranked better, then (0, 0).
-    assert expected_tau(result.path_counts, 5, anchors=4) == 1 + (2 + 0 + 2 + 1) / 4
 
 
 def test_kept_paths_are_the_most_frequent_and_form_a_tree():
@@ -505,6 +505,29 @@ def test_a_finished_run_does_nothing_when_started_again(configure, caplog):
         run(config)
     assert "finished: nothing to do" in caplog.text
     assert (folder / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_a_finished_run_goes_on_when_it_is_to_last_longer(configure):
+    config = configure(max_steps=4)
+    folder = run(config)
+    first = losses(folder)
+    longer = losses(run(config, "train.max_steps=8"))
+    assert len(longer) == 8 and longer[:4] == first
+    assert json.loads((folder / "run.json").read_text())["settings"]["train"]["max_steps"] == 8
+    with pytest.raises(UserError, match="train.max_steps was 8 and is now 6"):
+        run(config, "train.max_steps=6")
+    with pytest.raises(UserError, match="optimizer.lr was"):
+        run(config, "train.max_steps=9", "optimizer.lr=0.01")
+
+
+def test_taps_chosen_for_another_depth_are_named(target: Target, caplog):
+    config = HEADS["parallel"].config_class(taps=(0,))
+    new_head("parallel", config, target, torch.ones(target.vocab_size))
+    assert "head.taps is [0]; without that setting it would be [0, 1], for the" in caplog.text
+    caplog.clear()
+    config = HEADS["parallel"].config_class(taps=(0, 1))
+    new_head("parallel", config, target, torch.ones(target.vocab_size))
+    assert not caplog.text
 
 
 def test_other_settings_in_the_same_folder_are_refused_unless_overwritten(configure):
