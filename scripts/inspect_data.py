@@ -46,7 +46,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def summarise(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]) -> DataSummary:
-    """Mark every conversation; rows that training would refuse are named in `problems`."""
+    """Mark every conversation; rows that training leaves out are named in `problems`."""
     lengths, supervised, problems = [], [], []
     without_end = 0
     controls = special_ids(tokenizer)
@@ -104,7 +104,7 @@ def summary_table(summary: DataSummary, title: str) -> Table:
     rows = [
         ("rows", f"{summary.rows:,}"),
         ("rows with the ids that the target generated", f"{summary.with_ids:,}"),
-        ("rows that training refuses", len(summary.problems)),
+        ("rows that training leaves out", len(summary.problems)),
     ]
     if total:
         rows += [
@@ -153,7 +153,7 @@ def show_conversations(
     conversations: list[Conversation],
     show_tokens: bool,
 ) -> None:
-    """Print conversations, or why training refuses them."""
+    """Print conversations, or why nothing can be learnt of them."""
     for conversation in conversations:
         ids = "text only" if conversation.tokens is None else "token ids as generated"
         console.print(Text(f"{conversation.id} ({conversation.where}), {ids}", style="bold"))

@@ -19,6 +19,7 @@ from drafthead.heads.formats.files import read_json
 from drafthead.train.locks import only_writer
 from drafthead.train.saved_states import Progress, SavedStates
 
+DURATIONS = ("epochs", "max_steps", "max_minutes")  # settings of the section `train`
 METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"
 PACKAGES = ("drafthead", "torch", "transformers", "accelerate", "safetensors")
 Settings = dict[str, dict[str, Any]]  # section -> setting -> value
@@ -56,6 +57,16 @@ def first_difference(old: Settings, new: Settings) -> str | None:
     return None
 
 
+def is_longer(old: Settings, new: Settings) -> bool:
+    """Whether the only difference is that the new run lasts longer, in the same unit."""
+    for key in DURATIONS:
+        before, after = old["train"].get(key), new["train"].get(key)
+        if before is not None and after is not None and after > before:
+            same = {**new, "train": {**new["train"], key: before}}
+            return first_difference(old, same) is None
+    return False
+
+
 class RunFolder:
     """One run's folder. Every process may read it, only the main process writes."""
 
@@ -73,6 +84,7 @@ class RunFolder:
     def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
         """What the folder holds; "new" also means that an old run may be overwritten.
 
+        A finished run that is to last longer is resumable: it goes on from its last step.
         Raises UserError when it holds another run that may not be overwritten.
         """
         if not (self.path / "run.json").exists():
@@ -81,9 +93,12 @@ class RunFolder:
         finished = record.get("finished", False)
         if not finished and not self.states.newest_first():
             return "new"
-        difference = first_difference(self._completed(record["settings"]), self.settings)
+        recorded = self._completed(record["settings"])
+        difference = first_difference(recorded, self.settings)
         if overwrite and (finished or difference):
             return "new"
+        if finished and self.states.newest_first() and is_longer(recorded, self.settings):
+            return "resumable"
         if difference:
             raise UserError(
                 f"{self.path} holds a run with other settings ({difference}): choose another "

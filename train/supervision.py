@@ -19,6 +19,10 @@ from drafthead.train.conversations import Conversation, Message
 logger = logging.getLogger(__name__)
 
 
+class UnusableRowError(UserError):
+    """A row that nothing can be learnt from; training goes on without it."""
+
+
 @dataclass(frozen=True)
 class SupervisedTokens:
     """Token ids [T] of one rendered conversation, and which of them are supervised [T]."""
@@ -53,7 +57,7 @@ def render(
 ) -> str:
     """The text of a conversation under the tokenizer's chat template.
 
-    Raises UserError that names `where`, if there is no template or it refuses the messages.
+    Raises UserError if there is no template, and UnusableRowError if it refuses the messages.
     """
     require_chat_template(tokenizer)
     try:
@@ -62,7 +66,7 @@ def render(
         )
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(
+        raise UnusableRowError(
             f"{where}: the chat template refuses the roles {roles} ({error}); "
             "remove or merge the messages that it does not accept"
         ) from error
@@ -192,7 +196,7 @@ def _answer_length(control: list[bool], blank: list[bool], finished: bool) -> in
 def supervise(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
 ) -> SupervisedTokens:
-    """As `mark_answers`, but a conversation without a supervised token is a UserError."""
+    """As `mark_answers`, but a conversation without a supervised token is an UnusableRowError."""
     marked = mark_answers(tokenizer, messages, where)
     if not any(marked.mask):
         answered = any(message["role"] == "assistant" for message in messages[1:])
@@ -201,7 +205,7 @@ def supervise(
             if answered
             else "no assistant answers a message; distill the prompts first"
         )
-        raise UserError(f"0 supervised tokens in {where}: {reason}")
+        raise UnusableRowError(f"0 supervised tokens in {where}: {reason}")
     return marked
 
 
@@ -239,19 +243,33 @@ def supervise_rows(
 ) -> SupervisedRows:
     """The `supervised_sequences` of all conversations, cut to `max_length` tokens.
 
-    Rows that are left without a supervised token are dropped and logged. Raises UserError as
-    `supervised_sequences` does, and if no row is left.
+    Rows without anything to learn are counted and logged. Raises UserError if no row is left, and
+    for a tokenizer that cannot be used.
     """
     rows: list[SupervisedTokens] = []
-    truncated, dropped = 0, []
+    truncated, dropped, unusable = 0, [], []
     for conversation in conversations:
-        for marked in supervised_sequences(tokenizer, conversation):
+        try:
+            sequences = supervised_sequences(tokenizer, conversation)
+        except UnusableRowError as error:
+            unusable.append(str(error))
+            continue
+        for marked in sequences:
             truncated += len(marked.input_ids) > max_length
             cut = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
             if any(cut.mask):
                 rows.append(cut)
             else:
                 dropped.append(conversation.where)
+    if len(unusable) == len(conversations):
+        raise UserError(unusable[0])
+    if unusable:
+        logger.warning(
+            "%d of %d rows are left out; the first: %s",
+            len(unusable),
+            len(conversations),
+            unusable[0],
+        )
     if not rows:
         raise UserError(
             f"no answer of {len(conversations)} rows begins within {max_length} tokens: "
