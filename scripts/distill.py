@@ -11,6 +11,7 @@ from drafthead.scripts import options
 from drafthead.train.conversations import read_conversations
 from drafthead.train.distillation import DistillReport, distill
 from drafthead.train.distilled_file import DistilledFile, DistillSettings
+from drafthead.train.full_disk import full_disk_named
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def main(
     settings = DistillSettings(
         target, prompts, max_new_tokens, temperature, top_p, seed, prompt_column, dtype, batch_size
     )
-    with DistilledFile(Path(output), settings, overwrite) as file:
+    path = Path(output)
+    with full_disk_named(path), DistilledFile(path, settings, overwrite) as file:
         conversations = read_conversations(prompts, prompt_column, limit)
         decoder = Decoder.from_pretrained(target, dtype=dtype, device=device)
-        log_report(distill(decoder, conversations, file), file.path)
+        log_report(distill(decoder, conversations, file), path)

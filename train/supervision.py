@@ -243,33 +243,18 @@ def supervise_rows(
 ) -> SupervisedRows:
     """The `supervised_sequences` of all conversations, cut to `max_length` tokens.
 
-    Rows without anything to learn are counted and logged. Raises UserError if no row is left, and
+    What has nothing to learn is counted and logged. Raises UserError if nothing else is left, and
     for a tokenizer that cannot be used.
     """
     rows: list[SupervisedTokens] = []
-    truncated, dropped, unusable = 0, [], []
-    for conversation in conversations:
-        try:
-            sequences = supervised_sequences(tokenizer, conversation)
-        except UnusableRowError as error:
-            unusable.append(str(error))
-            continue
-        for marked in sequences:
-            truncated += len(marked.input_ids) > max_length
-            cut = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
-            if any(cut.mask):
-                rows.append(cut)
-            else:
-                dropped.append(conversation.where)
-    if len(unusable) == len(conversations):
-        raise UserError(unusable[0])
-    if unusable:
-        logger.warning(
-            "%d of %d rows are left out; the first: %s",
-            len(unusable),
-            len(conversations),
-            unusable[0],
-        )
+    truncated, dropped = 0, []
+    for where, marked in _usable(tokenizer, conversations):
+        truncated += len(marked.input_ids) > max_length
+        cut = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
+        if any(cut.mask):
+            rows.append(cut)
+        else:
+            dropped.append(where)
     if not rows:
         raise UserError(
             f"no answer of {len(conversations)} rows begins within {max_length} tokens: "
@@ -282,3 +267,23 @@ def supervise_rows(
             f"of them dropped because no answer was left{first}"
         )
     return SupervisedRows(rows, truncated, tuple(dropped))
+
+
+def _usable(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]
+) -> list[tuple[str, SupervisedTokens]]:
+    """The sequences of the rows that can be learnt from, with their places."""
+    sequences: list[tuple[str, SupervisedTokens]] = []
+    problems: list[str] = []
+    for conversation in conversations:
+        try:
+            found = supervised_sequences(tokenizer, conversation)
+            sequences += [(conversation.where, marked) for marked in found]
+        except UnusableRowError as error:
+            problems.append(str(error))
+    if len(problems) == len(conversations):
+        raise UserError(problems[0])
+    if problems:
+        counts = f"{len(problems)} of {len(conversations)}"
+        logger.warning("%s rows are left out; the first: %s", counts, problems[0])
+    return sequences
