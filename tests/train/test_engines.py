@@ -122,7 +122,7 @@ def test_bf16_training_takes_a_target_stored_in_float32_under_every_engine(
     torch.manual_seed(0)
     total, _ = LossModule(head, target, "bf16")(batch)
     total.backward()
-    assert float(total) == pytest.approx(float(expected), rel=0.02)
+    assert total.item() == pytest.approx(expected.item(), rel=0.02)
 
 
 def trained(config: Path, output: Path, *settings: str, engine: str = "") -> list[float]:
