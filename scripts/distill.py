@@ -9,12 +9,9 @@ import typer
 from drafthead.infer import Decoder
 from drafthead.scripts import options
 from drafthead.train.conversations import read_conversations
-from drafthead.train.distillation import (
-    DistillReport,
-    DistillSettings,
-    check_settings,
-    distill,
-)
+from drafthead.train.distillation import DistillReport, distill
+from drafthead.train.distilled_file import DistilledFile, DistillSettings
+from drafthead.train.full_disk import full_disk_named
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +62,10 @@ def main(
 ) -> None:
     """Write the target's own answers to prompts; all user turns are answered in order."""
     settings = DistillSettings(
-        target, prompts, max_new_tokens, temperature, top_p, seed, prompt_column, dtype
+        target, prompts, max_new_tokens, temperature, top_p, seed, prompt_column, dtype, batch_size
     )
-    if not overwrite:  # before a large model is loaded
-        check_settings(Path(output), settings)
-    conversations = read_conversations(prompts, prompt_column, limit)
-    decoder = Decoder.from_pretrained(target, dtype=dtype, device=device)
-    report = distill(decoder, conversations, Path(output), settings, batch_size, overwrite)
-    log_report(report, Path(output))
+    path = Path(output)
+    with full_disk_named(path), DistilledFile(path, settings, overwrite) as file:
+        conversations = read_conversations(prompts, prompt_column, limit)
+        decoder = Decoder.from_pretrained(target, dtype=dtype, device=device)
+        log_report(distill(decoder, conversations, file), path)

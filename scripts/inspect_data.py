@@ -18,7 +18,7 @@ from drafthead.train.supervision import (
     mark_answers,
     require_chat_template,
     special_ids,
-    supervise,
+    supervised_sequences,
 )
 
 SUPERVISED, CONTEXT, EDGE = "bold green", "dim", "red"
@@ -27,9 +27,10 @@ NAMED = 10  # problems that are printed; the others are only counted
 
 @dataclass(frozen=True)
 class DataSummary:
-    """Lengths of the usable rows in tokens, and what is wrong with the others."""
+    """Lengths of the usable sequences in tokens, and what is wrong with the others."""
 
     rows: int
+    with_ids: int  # rows that hold the token ids of their answers
     lengths: list[int]
     supervised: list[int]
     without_end: int  # rows whose last supervised token is no control token
@@ -47,21 +48,23 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def summarise(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]) -> DataSummary:
-    """Mark every conversation; rows that training would refuse are named in `problems`."""
+    """Mark every conversation; rows that training leaves out are named in `problems`."""
     lengths, supervised, problems = [], [], []
     without_end = 0
     controls = special_ids(tokenizer)
     for conversation in conversations:
         try:
-            marked = supervise(tokenizer, conversation.messages, conversation.where)
+            sequences = supervised_sequences(tokenizer, conversation)
         except UserError as error:
             problems.append(str(error))
             continue
-        emitted = [i for i, learnt in zip(marked.input_ids, marked.mask, strict=True) if learnt]
-        lengths.append(len(marked.input_ids))
-        supervised.append(len(emitted))
-        without_end += emitted[-1] not in controls
-    return DataSummary(len(conversations), lengths, supervised, without_end, problems)
+        for marked in sequences:
+            emitted = [i for i, learnt in zip(marked.input_ids, marked.mask, strict=True) if learnt]
+            lengths.append(len(marked.input_ids))
+            supervised.append(len(emitted))
+            without_end += emitted[-1] not in controls
+    with_ids = sum(conversation.tokens is not None for conversation in conversations)
+    return DataSummary(len(conversations), with_ids, lengths, supervised, without_end, problems)
 
 
 def runs(marked: SupervisedTokens, token_by_token: bool) -> list[tuple[list[int], bool]]:
@@ -100,14 +103,21 @@ def summary_table(summary: DataSummary, title: str) -> Table:
     """The statistics as a table of two columns."""
     table = Table(title=title, show_header=False)
     total, learnt = sum(summary.lengths), sum(summary.supervised)
-    rows = [("rows", f"{summary.rows:,}"), ("rows that training refuses", len(summary.problems))]
+    rows = [
+        ("rows", f"{summary.rows:,}"),
+        ("rows with the ids that the target generated", f"{summary.with_ids:,}"),
+        ("rows that training leaves out", len(summary.problems)),
+    ]
     if total:
         rows += [
             ("tokens", f"{total:,}"),
             ("supervised tokens", f"{learnt:,} ({learnt / total:.1%})"),
             ("rows whose last answer lacks an end-of-turn", summary.without_end),
         ]
-        for name, values in (("tokens a row", summary.lengths), ("supervised", summary.supervised)):
+        for name, values in (
+            ("tokens a sequence", summary.lengths),
+            ("supervised", summary.supervised),
+        ):
             shown = np.percentile(values, [0, 50, 90, 99, 100]).round().astype(int)
             rows.append((f"{name}: min, 50 %, 90 %, 99 %, max", ", ".join(map(str, shown))))
     for name, value in rows:
@@ -145,15 +155,26 @@ def show_conversations(
     conversations: list[Conversation],
     show_tokens: bool,
 ) -> None:
-    """Print conversations, or why training refuses them."""
+    """Print conversations, or why nothing can be learnt of them."""
     for conversation in conversations:
-        console.print(Text(f"{conversation.id} ({conversation.where})", style="bold"))
+        ids = "text only" if conversation.tokens is None else "token ids as generated"
+        console.print(Text(f"{conversation.id} ({conversation.where}), {ids}", style="bold"))
         try:
-            marked = mark_answers(tokenizer, conversation.messages, conversation.where)
+            sequences = sequences_to_show(tokenizer, conversation)
         except UserError as error:
             console.print(Text(str(error), style=EDGE))
             continue
-        console.print(paint(tokenizer, marked, show_tokens, console.is_terminal), end="\n\n")
+        for marked in sequences:
+            console.print(paint(tokenizer, marked, show_tokens, console.is_terminal), end="\n\n")
+
+
+def sequences_to_show(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> list[SupervisedTokens]:
+    """What training reads of a conversation; of a text also when there is nothing to learn."""
+    if conversation.tokens is None:
+        return [mark_answers(tokenizer, conversation.messages, conversation.where)]
+    return supervised_sequences(tokenizer, conversation)
 
 
 def show_summary(console: Console, summary: DataSummary, title: str) -> None:

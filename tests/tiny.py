@@ -75,12 +75,12 @@ def random_prompts(count: int, vocab: int = VOCAB) -> list[list[int]]:
 
 
 def write_conversations(path: Path, count: int, seed: int) -> None:
-    """Answers of very different lengths that a head can learn."""
-    chance = random.Random(seed)
+    """Answers of very different lengths that a head can learn; other seeds ask otherwise."""
+    chance, question = random.Random(seed), "count" if seed == 0 else f"count{seed}"
     with path.open("w") as file:
         for _ in range(count):
             messages = [
-                {"role": "user", "content": "count"},
+                {"role": "user", "content": question},
                 {"role": "assistant", "content": "abcd " * chance.randint(1, 9)},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")

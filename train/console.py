@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+import time
 from types import FrameType
 
 from tqdm import tqdm
@@ -63,3 +64,31 @@ class StepBar:
             f"loss {loss:.3f}, tau {tau:.2f}, {tokens_per_second:.0f} tok/s", refresh=False
         )
         self.bar.update(min(round(done), self.bar.total) - self.bar.n)
+
+
+class AnswerBar:
+    """A progress bar over answers, which moves when an answer ends and not by whole batches."""
+
+    def __init__(self, total: int):
+        self.bar = tqdm(total=total, desc="distill", unit="answer")
+        self.tokens = 0
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> "AnswerBar":
+        """Show the bar."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the bar; what it shows stays."""
+        self.bar.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since the bar was made."""
+        return time.perf_counter() - self._started
+
+    def update(self, tokens: int, ended: int) -> None:
+        """Count what one pass of the target added: new tokens, and answers that are complete."""
+        self.tokens += tokens
+        self.bar.set_postfix_str(f"{self.tokens / self.seconds:,.0f} tokens/s", refresh=False)
+        self.bar.update(ended)

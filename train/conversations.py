@@ -12,6 +12,7 @@ from datasets import DatasetDict, load_dataset, load_from_disk
 from pyarrow import parquet
 
 from drafthead.heads.errors import UserError
+from drafthead.train.answer_tokens import WEIGHTS_COLUMN, StoredTokens, stored_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,22 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
+class Writer:
+    """The model that wrote a row's answers, as the row says it."""
+
+    name: str
+    weights: str | None  # its `weights_fingerprint`
+
+
+@dataclass(frozen=True)
 class Conversation:
     """Messages in order, an id that is unique in its source, and its place: "FILE:line"."""
 
     id: str
     messages: list[Message]
     source: str
+    tokens: StoredTokens | None = None  # the answers as they were generated, if the row has them
+    writer: Writer | None = None  # of the answers, if the row says it
 
     @property
     def where(self) -> str:
@@ -91,8 +102,9 @@ def read_conversations(
         if not messages:
             empty.append(row.place)
             continue
-        name = _unique(_row_id(row), taken)
-        conversations.append(Conversation(name, messages, f"{row.file}:{row.number}"))
+        name, tokens = _unique(_row_id(row), taken), stored_tokens(row.values, row.place)
+        place, writer = f"{row.file}:{row.number}", _row_writer(row.values)
+        conversations.append(Conversation(name, messages, place, tokens, writer))
         if len(conversations) == limit:
             break
     if not conversations:
@@ -107,6 +119,14 @@ def _row_id(row: _Row) -> str:
         if row.values.get(column) not in (None, ""):
             return str(row.values[column])
     return f"{Path(row.file).name}:{row.number}"
+
+
+def _row_writer(values: dict[str, Any]) -> Writer | None:
+    """Who answered a row of `drafthead distill`; other data has columns `target` of other kinds."""
+    name, weights = values.get("target"), values.get(WEIGHTS_COLUMN)
+    if not isinstance(name, str) or "finished" not in values:
+        return None
+    return Writer(name, weights if isinstance(weights, str) else None)
 
 
 def _unique(name: str, taken: set[str]) -> str:

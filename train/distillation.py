@@ -1,50 +1,33 @@
 """The target's own answers to prompts: the data that draft heads learn best from.
 
-Rows are appended and flushed one by one, and each row's seed follows from its id. So a run that was
-killed at any moment continues where it stopped and writes the same rows. A manifest beside the
-output keeps runs with other settings out of the file.
+Each row's seed follows from its id, and the batches from the list of prompts. So a run that was
+killed at any moment continues where it stopped and writes the rows that it would have written.
 """
 
 import hashlib
-import json
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
+from drafthead.train.answer_tokens import (
+    IDS_COLUMN,
+    VOCABULARY_COLUMN,
+    WEIGHTS_COLUMN,
+    AnswerTokens,
+    vocabulary_of,
+)
+from drafthead.train.console import AnswerBar
 from drafthead.train.conversations import Conversation, Message
+from drafthead.train.distilled_file import DistilledFile, DistillSettings, question_hash
 from drafthead.train.supervision import encode_prompt
+from drafthead.train.weights import weights_fingerprint
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DistillSettings:
-    """Everything that decides the content of the rows; a resumed run must have the same."""
-
-    target: str
-    prompts: str
-    max_new_tokens: int = 256  # for each answer
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0
-    seed: int = 0
-    prompt_column: str | None = None
-    dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise UserError(f"temperature must not be negative, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must lie in (0, 1], got {self.top_p}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +47,7 @@ class DistillReport:
 class _Job:
     conversation: Conversation
     turns: list[list[Message]]  # each ends with the user message to answer
+    question: str  # see `question_hash`
     prompt_length: int  # tokens of the first prompt
 
 
@@ -71,14 +55,22 @@ class _Dialogue:
     """A conversation while it is being answered."""
 
     def __init__(self, job: _Job):
-        self.conversation = job.conversation
-        self.turns = job.turns
+        self.conversation, self.turns, self.question = job.conversation, job.turns, job.question
         self.messages: list[Message] = []
-        self.tokens = 0
-        self.answered = 0
+        self.answers: list[AnswerTokens] = []
+
+    @property
+    def answers_cut(self) -> int:
+        """Number of answers without an end."""
+        return sum(not message.get("finished", True) for message in self.messages)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that were generated."""
+        return sum(len(turn.answer) for turn in self.answers)
 
     def row(self, settings: DistillSettings) -> dict[str, Any]:
-        """The row of the output file."""
+        """The row of the output file: text for people, token ids for training."""
         return {
             "id": self.conversation.id,
             "messages": self.messages,
@@ -89,6 +81,8 @@ class _Dialogue:
             "top_p": settings.top_p,
             "seed": settings.seed,
             "source": self.conversation.source,
+            "question": self.question,
+            IDS_COLUMN: [asdict(answer) for answer in self.answers],
         }
 
 
@@ -123,122 +117,54 @@ def row_seed(seed: int, row_id: str, turn: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def manifest_path(output: Path) -> Path:
-    """The JSON file beside the output that records the settings."""
-    # Not *.json: a folder of outputs can be read as training data.
-    return output.with_name(output.name + ".manifest")
-
-
-def prepare_output(output: Path, settings: DistillSettings, overwrite: bool) -> set[str]:
-    """Ids already in the output; writes the manifest of a new one.
-
-    A half-written last line of a killed run is cut off. Raises UserError if the file belongs to a
-    run with other settings or to no run.
-    """
-    if overwrite:
-        output.unlink(missing_ok=True)
-    if _begun(output):
-        check_settings(output, settings)
-        return _ids_written(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    manifest = manifest_path(output)
-    temporary = manifest.with_name(manifest.name + ".tmp")
-    temporary.write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(manifest)
-    return set()
-
-
-def _begun(output: Path) -> bool:
-    return output.exists() and output.stat().st_size > 0
-
-
-def check_settings(output: Path, settings: DistillSettings) -> None:
-    """Raise UserError if the output was begun with other settings or by no distillation."""
-    if not _begun(output):
-        return
-    manifest = manifest_path(output)
-    if not manifest.exists():
-        raise UserError(
-            f"{output} exists without {manifest.name}, so its settings are unknown: choose another "
-            "--output, or --overwrite to start again"
-        )
-    try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{manifest} is not valid JSON ({error.msg}): use --overwrite") from error
-    for key, value in asdict(settings).items():
-        if recorded.get(key) != value:
-            raise UserError(
-                f"{output} was begun with {key} {recorded.get(key)!r}, now {value!r}: give the "
-                "same settings, another --output, or --overwrite to start again"
-            )
-
-
-def _ids_written(output: Path) -> set[str]:
-    content = output.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        logger.info("%s: dropped a half-written last line", output)
-        with output.open("r+b") as file:
-            file.truncate(whole)
-    ids = set()
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
-        try:
-            ids.add(json.loads(line)["id"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{output}, line {number}: not a row of a distillation ({error}); "
-                "use --overwrite to start again"
-            ) from error
-    return ids
-
-
 def distill(
-    decoder: Decoder,
-    conversations: Sequence[Conversation],
-    output: Path,
-    settings: DistillSettings,
-    batch_size: int = 32,
-    overwrite: bool = False,
+    decoder: Decoder, conversations: Sequence[Conversation], file: DistilledFile
 ) -> DistillReport:
-    """Append the target's answer to every user turn of every conversation to `output`.
+    """Add the target's answer to every user turn of every conversation to a file that is open.
 
     Each conversation becomes one JSON row: id, messages (each answer with `finished`: False if it
-    was cut before its EOS), tokens, settings, source. Turns are answered in order, later ones after
-    the target's own earlier answers. Rows come longest prompt first, not in the source's order.
-    Rows already in the output stay as they are. Raises UserError for settings that differ from
-    those of the output, and if no prompt fits into the context.
+    was cut before its EOS), tokens, settings, source, and the ids of each prompt and answer. Turns
+    are answered in order, later ones after the target's own earlier answers. Rows come longest
+    prompt first, not in the source's order. Rows already in the file stay as they are. Raises
+    UserError for rows that were asked something else, and if no prompt fits into the context.
     """
-    if batch_size < 1:
-        raise UserError(f"the batch size must be at least 1, got {batch_size}")
-    done = prepare_output(output, settings, overwrite)
-    jobs, too_long = _jobs(decoder, [c for c in conversations if c.id not in done])
+    weights = weights_fingerprint(decoder.target)
+    file.check_weights(weights)
+    jobs, too_long = _jobs(decoder, _missing(conversations, file))
     if too_long and len(too_long) == len(conversations):
         raise UserError(
             f"all {len(too_long)} prompts are longer than the context of {decoder.max_length} "
-            f"tokens of {settings.target}: use shorter prompts or another target"
+            f"tokens of {file.settings.target}: use shorter prompts or another target"
         )
-    _log_budget(jobs, len(conversations), settings)
-    started = time.perf_counter()
-    written = tokens = cut = 0
-    shortened: list[str] = []
-    with (
-        output.open("a", encoding="utf-8") as file,
-        tqdm(total=len(jobs), desc="distill", unit="row") as bar,
-    ):
-        for dialogue in _answer_all(decoder, jobs, settings, batch_size):
-            file.write(json.dumps(dialogue.row(settings), ensure_ascii=False) + "\n")
-            file.flush()
-            written, tokens = written + 1, tokens + dialogue.tokens
-            cut += sum(not message.get("finished", True) for message in dialogue.messages)
-            if dialogue.answered < len(dialogue.turns):
-                shortened.append(dialogue.conversation.id)
-            speed = tokens / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
-            bar.update()
-    seconds = time.perf_counter() - started
-    already = len(conversations) - len(jobs) - len(too_long)
-    return DistillReport(already, written, tokens, seconds, cut, tuple(too_long), tuple(shortened))
+    _log_budget(jobs, len(conversations), file.settings)
+    common = {WEIGHTS_COLUMN: weights, VOCABULARY_COLUMN: vocabulary_of(_tokenizer(decoder))}
+    cut, shortened = 0, []
+    with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
+        for dialogues in _answer_all(decoder, jobs, file.settings, bar):
+            file.append([dialogue.row(file.settings) | common for dialogue in dialogues])
+            cut += sum(dialogue.answers_cut for dialogue in dialogues)
+            shortened += [d.conversation.id for d in dialogues if len(d.answers) < len(d.turns)]
+        already = len(conversations) - len(jobs) - len(too_long)
+        return DistillReport(
+            already, len(jobs), bar.tokens, bar.seconds, cut, tuple(too_long), tuple(shortened)
+        )
+
+
+def _missing(conversations: Sequence[Conversation], file: DistilledFile) -> list[Conversation]:
+    """The conversations without a row; UserError if a row answers another question than now."""
+    written = file.questions()
+    for conversation in conversations:
+        question = written.get(conversation.id)
+        if question is not None and question != _question(user_turns(conversation)):
+            raise UserError(
+                f"{conversation.where} is not what row {conversation.id} of {file.path} answers: "
+                "the prompts have changed; choose another --output, or --overwrite to start again"
+            )
+    return [conversation for conversation in conversations if conversation.id not in written]
+
+
+def _question(turns: list[list[Message]]) -> str:
+    return question_hash([message for turn in turns for message in turn])
 
 
 def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Job], list[str]]:
@@ -252,7 +178,7 @@ def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Jo
         if decoder.max_length is not None and length >= decoder.max_length:
             too_long.append(conversation.id)
         else:
-            jobs.append(_Job(conversation, turns, length))
+            jobs.append(_Job(conversation, turns, _question(turns), length))
     # Similar lengths share a batch, and a batch that does not fit into memory fails at once.
     jobs.sort(key=lambda job: (len(job.turns), job.prompt_length), reverse=True)
     return jobs, too_long
@@ -272,24 +198,29 @@ def _log_budget(jobs: list[_Job], rows: int, settings: DistillSettings) -> None:
 
 
 def _answer_all(
-    decoder: Decoder, jobs: list[_Job], settings: DistillSettings, batch_size: int
-) -> Iterator[_Dialogue]:
-    for first in range(0, len(jobs), batch_size):
-        dialogues = [_Dialogue(job) for job in jobs[first : first + batch_size]]
+    decoder: Decoder, jobs: list[_Job], settings: DistillSettings, bar: AnswerBar
+) -> Iterator[list[_Dialogue]]:
+    """The dialogues of one batch after the other, answered."""
+    for first in range(0, len(jobs), settings.batch_size):
+        dialogues = [_Dialogue(job) for job in jobs[first : first + settings.batch_size]]
         for turn in range(max(len(dialogue.turns) for dialogue in dialogues)):
-            _answer_turn(decoder, dialogues, turn, settings)
-        yield from dialogues
+            _answer_turn(decoder, dialogues, turn, settings, bar)
+        yield dialogues
 
 
 def _answer_turn(
-    decoder: Decoder, dialogues: list[_Dialogue], turn: int, settings: DistillSettings
+    decoder: Decoder,
+    dialogues: list[_Dialogue],
+    turn: int,
+    settings: DistillSettings,
+    bar: AnswerBar,
 ) -> None:
     """Answer user turn `turn` of all dialogues that have one and whose prompt fits."""
     tokenizer, limit = _tokenizer(decoder), decoder.max_length
     asked: list[_Dialogue] = []
     prompts: list[list[int]] = []
     for dialogue in dialogues:
-        if turn >= len(dialogue.turns) or dialogue.answered < turn:
+        if turn >= len(dialogue.turns) or len(dialogue.answers) < turn:
             continue
         messages = dialogue.messages + dialogue.turns[turn]
         prompt = encode_prompt(tokenizer, messages, dialogue.conversation.where)
@@ -298,21 +229,49 @@ def _answer_turn(
             prompts.append(prompt)
     if not asked:
         return
-    answers = decoder.generate(
+    seeds = [row_seed(settings.seed, d.conversation.id, turn) for d in asked]
+    answers = _generate(decoder, prompts, seeds, settings, bar)
+    for dialogue, prompt, ids in zip(asked, prompts, answers, strict=True):
+        finished = ids[-1] in decoder.end_ids
+        text = answer_text(tokenizer, ids, finished)
+        answer = {"role": "assistant", "content": text, "finished": finished}
+        dialogue.messages += [*dialogue.turns[turn], answer]
+        dialogue.answers.append(AnswerTokens(prompt, ids))
+
+
+def _generate(
+    decoder: Decoder,
+    prompts: list[list[int]],
+    seeds: list[int],
+    settings: DistillSettings,
+    bar: AnswerBar,
+) -> list[list[int]]:
+    """The answer of each prompt as token ids, its end token included."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    passes = decoder.steps(
         prompts,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        seed=[row_seed(settings.seed, d.conversation.id, turn) for d in asked],
+        seed=seeds,
     )
-    rows = zip(asked, answers.sequences, answers.texts, answers.finished, strict=True)
-    for dialogue, ids, text, finished in rows:
-        if not finished:  # the cut may have gone through a character
-            text = text.rstrip("\ufffd")
-        answer = {"role": "assistant", "content": text, "finished": finished}
-        dialogue.messages += [*dialogue.turns[turn], answer]
-        dialogue.tokens += len(ids)
-        dialogue.answered += 1
+    for emitted in passes:
+        for number, tokens in emitted.items():
+            answers[number] += tokens
+        ended = sum(tokens[-1] in decoder.end_ids for tokens in emitted.values())
+        bar.update(sum(map(len, emitted.values())), ended)
+    bar.update(0, sum(answer[-1] not in decoder.end_ids for answer in answers))
+    return answers
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], finished: bool) -> str:
+    """The text of an answer [T] without its end token; control tokens inside it are shown.
+
+    A message must hold them, or the next prompt would lack the marks of channels and tools.
+    """
+    shown = ids[:-1] if finished else ids
+    text = str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+    return text if finished else text.rstrip("\ufffd")  # the cut may go through a character
 
 
 def _tokenizer(decoder: Decoder) -> PreTrainedTokenizerBase:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drafthead.train.run_config import TrainConfig
-from drafthead.train.run_folder import Progress
+from drafthead.train.saved_states import Progress
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Packing changes no feature: attention stays inside a segment, where positions start from 0.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,17 @@ def check_row_length(target: Target, name: str, max_length: int) -> None:
         )
 
 
+def computing_in(mixed_precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """The one rule of number types: with `bf16`, products are computed in bfloat16.
+
+    It holds whatever types weights and inputs have. DDP leaves both in float32, DeepSpeed casts the
+    head's weights and FSDP its inputs as well; none of them casts what the target has stored.
+    """
+    if mixed_precision == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
 def positions_in_segments(segments: torch.Tensor) -> torch.Tensor:
     """Position ids [B, T] that start from 0 in each segment; `segments` is [B, T].
 
@@ -73,8 +84,7 @@ def read_features(
     tokens = tokens.to(target.device)
     # A 16-bit target runs as in decoding; autocast is only for a float32 target.
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
-    kind = target.device.type
-    with torch.autocast(kind, torch.bfloat16) if casts else nullcontext():
+    with computing_in(mixed_precision if casts else "no", target.device):
         output = target.run(
             tokens.input_ids,
             positions_in_segments(tokens.segments),

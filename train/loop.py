@@ -16,15 +16,9 @@ from drafthead.train.evaluation import Evaluation, evaluate
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.packing import RowOrder
 from drafthead.train.run_config import TrainConfig
-from drafthead.train.run_folder import (
-    EVALUATION_FILE,
-    METRICS_FILE,
-    Progress,
-    RunFolder,
-    cut_log,
-    read_progress,
-)
+from drafthead.train.run_folder import EVALUATION_FILE, METRICS_FILE, RunFolder, cut_log
 from drafthead.train.run_writer import RunWriter
+from drafthead.train.saved_states import Progress, read_progress
 from drafthead.train.step import StepRecord, StepRunner, TrainingTask
 
 logger = logging.getLogger(__name__)
@@ -83,10 +77,13 @@ class Trainer:
     def _begin(self) -> None:
         """Load the latest state, open the logs, and report what is to be done."""
         resumes = self.folder.status(self.config.overwrite) == "resumable"
-        state = self.folder.latest_state() if resumes else None
+        state = self.writer.state_to_resume() if resumes else None
         if state is not None:
-            self.progress = read_progress(state, self.writer.fingerprint)
+            self.progress = read_progress(state, self.writer.sources)
             self.accelerator.load_state(str(state))
+            # The state holds how many micro-batches its processes had done: with another number of
+            # processes the optimiser would step in the middle of a step.
+            self.accelerator.step = 0
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.folder.begin(self.progress if state else None)
@@ -140,7 +137,7 @@ class Trainer:
         if not math.isfinite(record.loss):
             raise UserError(
                 f"the loss became {record.loss} in step {record.step}: lower optimizer.lr; "
-                f"the last state in {self.folder.states} was saved before that"
+                f"the last state in {self.folder.states.path} was saved before that"
             )
         return record, stopping > 0
 

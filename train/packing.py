@@ -8,12 +8,12 @@ import bisect
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.train.conversations import read_conversations
+from drafthead.train.conversations import Writer, read_conversations
 from drafthead.train.supervision import supervise_rows
 
 PACKING_WINDOW = 1024  # conversations that are packed together
@@ -67,6 +67,7 @@ class PackedData:
 
     sequences: tuple[TokenSequence, ...]
     rows: tuple[tuple[int, ...], ...]  # indices of the sequences of each row
+    writers: frozenset[Writer | None] = frozenset()  # who answered; None where a row does not say
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """The given rows as right-padded tensors [B, T]."""
@@ -112,7 +113,8 @@ def load_packed(
         TokenSequence(torch.tensor(row.input_ids, dtype=torch.int32), torch.tensor(row.mask))
         for row in rows
     ]
-    return pack_sequences(sequences, config.max_length, seed)
+    writers = frozenset(conversation.writer for conversation in conversations)
+    return replace(pack_sequences(sequences, config.max_length, seed), writers=writers)
 
 
 def pack_sequences(sequences: Sequence[TokenSequence], max_length: int, seed: int) -> PackedData:

@@ -15,8 +15,7 @@ import torch
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.trees.static import grow_tree
-from drafthead.heads.trees.tree import Path
-from drafthead.train.evaluation import count_paths
+from drafthead.train.ranks import accepted_in, count_paths, roots_of_steps
 
 REPLAY_NODES = 16  # of the tree that is drafted after each root, the root included
 
@@ -39,28 +38,3 @@ def replayed(batch: HeadBatch, ranks: torch.Tensor) -> HeadBatch:
     roots = torch.zeros_like(batch.supervised)
     roots[rows[chosen], anchors[chosen] + 1] = True
     return replace(batch, roots=roots)
-
-
-def accepted_in(tree: set[Path], ranks: Path) -> int:
-    """How many true tokens with these ranks a tree holds in a row: 1 for (0, 1) and a chain."""
-    depth = 0
-    while depth < len(ranks) and ranks[: depth + 1] in tree:
-        depth += 1
-    return depth
-
-
-def roots_of_steps(
-    conversations: list[tuple[int, int]], anchors: list[int], accepted: list[int]
-) -> list[int]:
-    """The numbers of the anchors that decoding drafts from.
-
-    A conversation's first anchor, and then always the one that is `accepted` + 1 tokens further.
-    With anchors 3 4 5 6 7 and accepted 2 0 0 0 0 these are anchors 3, 6 and 7: numbers 0, 3, 4.
-    """
-    chosen: list[int] = []
-    current, next_place = None, 0
-    for number, (conversation, anchor) in enumerate(zip(conversations, anchors, strict=True)):
-        if conversation != current or anchor >= next_place:
-            chosen.append(number)
-            current, next_place = conversation, anchor + accepted[number] + 1
-    return chosen

@@ -8,10 +8,10 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 import drafthead.heads  # noqa: F401  fills the registry of head families
 from drafthead.heads.base import head_family
@@ -34,7 +34,10 @@ class TrainConfig:
     max_minutes: float | None = None
     batch_rows: int = 16  # rows of an optimiser step, over all processes
     micro_batch_rows: int = 4  # rows that a process computes at a time
-    mixed_precision: Literal["no", "bf16"] = "no"
+    mixed_precision: Annotated[
+        Literal["no", "bf16"],
+        BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
+    ] = "no"
     seed: int = 0
     save_every: int | None = None  # steps between saved states
     save_minutes: float = 10.0  # the same in minutes

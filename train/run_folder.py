@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -16,20 +16,13 @@ from typing import Any, Literal
 from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
 from drafthead.heads.formats.files import read_json
+from drafthead.train.locks import only_writer
+from drafthead.train.saved_states import Progress, SavedStates
 
+DURATIONS = ("epochs", "max_steps", "max_minutes")  # settings of the section `train`
 METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"
-KEPT_STATES = 2
 PACKAGES = ("drafthead", "torch", "transformers", "accelerate", "safetensors")
 Settings = dict[str, dict[str, Any]]  # section -> setting -> value
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come."""
-
-    step: int = 0  # optimiser steps done
-    seconds: float = 0.0  # of training, evaluating and saving
-    supervised_tokens: int = 0
 
 
 def provenance(settings: Settings) -> dict[str, Any]:
@@ -64,6 +57,16 @@ def first_difference(old: Settings, new: Settings) -> str | None:
     return None
 
 
+def is_longer(old: Settings, new: Settings) -> bool:
+    """Whether the only difference is that the new run lasts longer, in the same unit."""
+    for key in DURATIONS:
+        before, after = old["train"].get(key), new["train"].get(key)
+        if before is not None and after is not None and after > before:
+            same = {**new, "train": {**new["train"], key: before}}
+            return first_difference(old, same) is None
+    return False
+
+
 class RunFolder:
     """One run's folder. Every process may read it, only the main process writes."""
 
@@ -72,22 +75,30 @@ class RunFolder:
         # Settings are compared after a round trip through JSON, where tuples become lists.
         self.path, self.settings = path, json.loads(json.dumps(settings))
         self.defaults: Settings = json.loads(json.dumps(defaults))
-        self.states = path / "state"
+        self.states = SavedStates(path / "state")
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Nobody else may train into the folder; UserError when somebody does."""
+        return only_writer(self.path / ".lock", self.path)
 
     def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
         """What the folder holds; "new" also means that an old run may be overwritten.
 
+        A finished run that is to last longer is resumable: it goes on from its last step.
         Raises UserError when it holds another run that may not be overwritten.
         """
         if not (self.path / "run.json").exists():
             return "new"
         record = read_json(self.path / "run.json")
         finished = record.get("finished", False)
-        if not finished and self.latest_state() is None:
+        if not finished and not self.states.newest_first():
             return "new"
-        difference = first_difference(self._completed(record["settings"]), self.settings)
+        recorded = self._completed(record["settings"])
+        difference = first_difference(recorded, self.settings)
         if overwrite and (finished or difference):
             return "new"
+        if finished and self.states.newest_first() and is_longer(recorded, self.settings):
+            return "resumable"
         if difference:
             raise UserError(
                 f"{self.path} holds a run with other settings ({difference}): choose another "
@@ -104,16 +115,18 @@ class RunFolder:
 
     def begin(self, resumed: Progress | None) -> None:
         """Write `run.json` and remove what was logged after the state that the run resumes from."""
+        self.states.discard_temporary()  # it may be what filled the disk
         if resumed is None:
-            shutil.rmtree(self.states, ignore_errors=True)
-        self.states.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.states.path, ignore_errors=True)
+        self.states.path.mkdir(parents=True, exist_ok=True)
         step = resumed.step if resumed else 0
         for name in (METRICS_FILE, EVALUATION_FILE):
             cut_log(self.path / name, step)
         self._write_record(finished=False)
 
     def finish(self) -> None:
-        """Mark the run as finished."""
+        """Mark the run as finished; of its states the last one stays, to extend the run from."""
+        self.states.drop_old(kept=1)
         self._write_record(finished=True)
 
     def _write_record(self, finished: bool) -> None:
@@ -124,39 +137,6 @@ class RunFolder:
         """Append one line to a log."""
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-    def latest_state(self) -> Path | None:
-        """The state with the most steps."""
-        return max(self.states.glob("step-*"), default=None)
-
-    def temporary_state(self) -> Path:
-        """Where a state is written before it is complete."""
-        return self.states / "unfinished"
-
-    def discard_temporary(self) -> None:
-        """Remove what a killed run may have left incomplete."""
-        shutil.rmtree(self.temporary_state(), ignore_errors=True)
-
-    def keep_state(self, progress: Progress, fingerprint: str) -> None:
-        """Make the temporary state the latest one, in one rename, and drop the oldest."""
-        values = {**vars(progress), "data": fingerprint}
-        write_text(self.temporary_state() / "progress.json", json.dumps(values) + "\n")
-        final = self.states / f"step-{progress.step:09d}"
-        shutil.rmtree(final, ignore_errors=True)
-        self.temporary_state().rename(final)
-        for old in sorted(self.states.glob("step-*"))[:-KEPT_STATES]:
-            shutil.rmtree(old)
-
-
-def read_progress(state: Path, fingerprint: str) -> Progress:
-    """The progress of a saved state; raises UserError when it was trained on other data."""
-    values = read_json(state / "progress.json")
-    if values.pop("data") != fingerprint:
-        raise UserError(
-            f"the training data is no longer that of {state}: restore it, choose "
-            "another train.output, or remove that folder"
-        )
-    return Progress(**values)
 
 
 def cut_log(path: Path, last_step: int) -> None:

@@ -1,14 +1,18 @@
 """Writes what a run produces: its logs, the states to resume from, and the head."""
 
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from drafthead.heads.checkpoint import save_head
 from drafthead.train.evaluation import Evaluation
-from drafthead.train.run_folder import Progress, RunFolder, provenance
+from drafthead.train.run_folder import RunFolder, provenance
+from drafthead.train.saved_states import Progress, Sources
 from drafthead.train.step import TrainingTask
+from drafthead.train.weights import weights_fingerprint
 
 
 class RunWriter:
@@ -19,7 +23,7 @@ class RunWriter:
     ):
         """`model` is the prepared `LossModule` around the task's head."""
         self.accelerator, self.folder, self.task, self.model = accelerator, folder, task, model
-        self.fingerprint = task.train.fingerprint()
+        self.sources = Sources(task.train.fingerprint(), weights_fingerprint(task.target))
 
     def log(self, name: str, record: dict[str, Any]) -> None:
         """One line in the folder's log `name`, and one point in TensorBoard."""
@@ -29,15 +33,23 @@ class RunWriter:
         values = {f"{group}/{key}": v for key, v in flat(record).items() if key != "step"}
         self.accelerator.log(values, step=record["step"])
 
+    def state_to_resume(self) -> Path:
+        """The newest whole state; UserError when there is none."""
+        # One process reads the files, and all take the state that it chose.
+        chosen = [self.folder.states.newest_whole()] if self.accelerator.is_main_process else [None]
+        [state] = broadcast_object_list(chosen)
+        assert state is not None
+        return state
+
     def save_state(self, progress: Progress) -> None:
         """Write all that resuming needs under a temporary name, then rename it."""
         if self.accelerator.is_main_process:
-            self.folder.discard_temporary()
+            self.folder.states.discard_temporary()
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(self.folder.temporary_state()))
+        self.accelerator.save_state(str(self.folder.states.temporary))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            self.folder.keep_state(progress, self.fingerprint)
+            self.folder.states.keep(progress, self.sources)
         self.accelerator.wait_for_everyone()
 
     def write_head(self, progress: Progress, evaluation: Evaluation | None) -> None:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.target.target import Target
-from drafthead.train.evaluation import chain_lengths
-from drafthead.train.features import read_features
+from drafthead.train.features import computing_in, read_features
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
@@ -25,6 +24,7 @@ from drafthead.train.optimizers import (
     set_learning_rates,
 )
 from drafthead.train.packing import PackedData
+from drafthead.train.ranks import chain_lengths
 from drafthead.train.replay import replayed
 from drafthead.train.run_config import TrainConfig
 
@@ -50,7 +50,7 @@ class StepRecord:
     loss: float  # weighted over depths, per supervised token
     depth_loss: tuple[float, ...]  # nats a token
     depth_top1: tuple[float, ...]  # share of positions with a true token at that depth
-    tau: float  # tokens per pass of a greedy chain, on training data
+    tau: float  # 1 + right guesses in a row, over all positions: not the tau of decoding
     grad_norm: float | None  # before clipping; None where the launcher's engine hides it
     lr: tuple[float, ...]  # of each optimiser
     supervised_tokens: int  # since the start of the run
@@ -66,14 +66,14 @@ class LossModule(nn.Module):
     The target stays outside: as a submodule it would be wrapped, sharded and saved.
     """
 
-    def __init__(self, head: DraftHead, target: Target):
+    def __init__(self, head: DraftHead, target: Target, mixed_precision: str):
         super().__init__()
-        self.head = head
-        self._target = target
+        self.head, self._target, self._mixed_precision = head, target, mixed_precision
 
     def forward(self, batch: HeadBatch) -> tuple[torch.Tensor, HeadLoss]:
         """The summed loss as a plain tensor [], where FSDP looks for it, and the whole loss."""
-        loss = self.head.loss(batch, self._target)
+        with computing_in(self._mixed_precision, self._target.device):
+            loss = self.head.loss(batch, self._target)
         return loss.total, loss
 
 
@@ -104,7 +104,7 @@ class StepRunner:
         optimizers = build_optimizers(task.head.named_parameters(), optimizer)
         self.peaks = [o.param_groups[0]["lr"] for o in optimizers]
         self.model, *self.optimizers = accelerator.prepare(
-            LossModule(task.head, task.target), *optimizers
+            LossModule(task.head, task.target, config.mixed_precision), *optimizers
         )
         self.on_policy = False  # in the second stage
         self.rates: list[float] = []  # of the last step

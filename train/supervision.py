@@ -1,19 +1,26 @@
 """The tokens of a conversation that training supervises: those that the assistant wrote.
 
-The tokenizer's chat template is rendered with and without each answer, so any template works,
-without `{% generation %}` tags.
+Where a row stores the ids that the target generated, these are supervised. Of a text, the
+tokenizer's chat template is rendered with and without each answer, so any template works, without
+`{% generation %}` tags.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.train.answer_tokens import AnswerTokens, check_vocabulary
 from drafthead.train.conversations import Conversation, Message
 
 logger = logging.getLogger(__name__)
+
+
+class UnusableRowError(UserError):
+    """A row that nothing can be learnt from; training goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ def render(
 ) -> str:
     """The text of a conversation under the tokenizer's chat template.
 
-    Raises UserError that names `where`, if there is no template or it refuses the messages.
+    Raises UserError if there is no template, and UnusableRowError if it refuses the messages.
     """
     require_chat_template(tokenizer)
     try:
@@ -59,7 +66,7 @@ def render(
         )
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(
+        raise UnusableRowError(
             f"{where}: the chat template refuses the roles {roles} ({error}); "
             "remove or merge the messages that it does not accept"
         ) from error
@@ -189,7 +196,7 @@ def _answer_length(control: list[bool], blank: list[bool], finished: bool) -> in
 def supervise(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
 ) -> SupervisedTokens:
-    """As `mark_answers`, but a conversation without a supervised token is a UserError."""
+    """As `mark_answers`, but a conversation without a supervised token is an UnusableRowError."""
     marked = mark_answers(tokenizer, messages, where)
     if not any(marked.mask):
         answered = any(message["role"] == "assistant" for message in messages[1:])
@@ -198,27 +205,56 @@ def supervise(
             if answered
             else "no assistant answers a message; distill the prompts first"
         )
-        raise UserError(f"0 supervised tokens in {where}: {reason}")
+        raise UnusableRowError(f"0 supervised tokens in {where}: {reason}")
     return marked
+
+
+def supervised_sequences(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> list[SupervisedTokens]:
+    """The sequences to learn from: of stored token ids, or else one of the text.
+
+    Raises UserError as `supervise` does, and for stored ids of another tokenizer.
+    """
+    if conversation.tokens is None:
+        return [supervise(tokenizer, conversation.messages, conversation.where)]
+    check_vocabulary(conversation.tokens, tokenizer, conversation.where)
+    return join_turns(conversation.tokens.answers)
+
+
+def join_turns(answers: Sequence[AnswerTokens]) -> list[SupervisedTokens]:
+    """Each answer after its own prompt; one sequence as long as a prompt continues the one before.
+
+    The turns ``p A`` and ``p A q B`` make the sequence p A q B with both answers supervised. Where
+    a template drops earlier reasoning, the second prompt is another text, and there are two.
+    """
+    sequences: list[SupervisedTokens] = []
+    for turn in answers:
+        mask: list[bool] = []
+        if sequences and turn.prompt[: len(sequences[-1].input_ids)] == sequences[-1].input_ids:
+            mask = sequences.pop().mask
+        mask = mask + [False] * (len(turn.prompt) - len(mask)) + [True] * len(turn.answer)
+        sequences.append(SupervisedTokens(turn.prompt + turn.answer, mask))
+    return sequences
 
 
 def supervise_rows(
     tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation], max_length: int
 ) -> SupervisedRows:
-    """`supervise` each conversation and cut it to `max_length` tokens.
+    """The `supervised_sequences` of all conversations, cut to `max_length` tokens.
 
-    Rows that are left without a supervised token are dropped and logged. Raises UserError as
-    `supervise` does, and if no row is left.
+    What has nothing to learn is counted and logged. Raises UserError if nothing else is left, and
+    for a tokenizer that cannot be used.
     """
     rows: list[SupervisedTokens] = []
     truncated, dropped = 0, []
-    for conversation in conversations:
-        marked = supervise(tokenizer, conversation.messages, conversation.where)
+    for where, marked in _usable(tokenizer, conversations):
         truncated += len(marked.input_ids) > max_length
-        if any(marked.mask[:max_length]):
-            rows.append(SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length]))
+        cut = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
+        if any(cut.mask):
+            rows.append(cut)
         else:
-            dropped.append(conversation.where)
+            dropped.append(where)
     if not rows:
         raise UserError(
             f"no answer of {len(conversations)} rows begins within {max_length} tokens: "
@@ -231,3 +267,23 @@ def supervise_rows(
             f"of them dropped because no answer was left{first}"
         )
     return SupervisedRows(rows, truncated, tuple(dropped))
+
+
+def _usable(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]
+) -> list[tuple[str, SupervisedTokens]]:
+    """The sequences of the rows that can be learnt from, with their places."""
+    sequences: list[tuple[str, SupervisedTokens]] = []
+    problems: list[str] = []
+    for conversation in conversations:
+        try:
+            found = supervised_sequences(tokenizer, conversation)
+            sequences += [(conversation.where, marked) for marked in found]
+        except UnusableRowError as error:
+            problems.append(str(error))
+    if len(problems) == len(conversations):
+        raise UserError(problems[0])
+    if problems:
+        counts = f"{len(problems)} of {len(conversations)}"
+        logger.warning("%s rows are left out; the first: %s", counts, problems[0])
+    return sequences

@@ -4,24 +4,31 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
+from drafthead.train.data_checks import check_held_out, check_writers
+from drafthead.train.engines import build_accelerator
 from drafthead.train.features import load_target
+from drafthead.train.full_disk import full_disk_named
 from drafthead.train.loop import Trainer
 from drafthead.train.packing import load_packed
 from drafthead.train.run_config import RunConfig, load_run_config
+from drafthead.train.run_folder import RunFolder
 from drafthead.train.step import TrainingTask
+from drafthead.train.weights import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -32,51 +39,33 @@ def train(config: RunConfig) -> bool:
     """Train a head as configured; False when it was stopped and can be continued."""
     accelerator = build_accelerator(config)
     folder = config.folder()
-    if folder.status(config.train.overwrite) == "finished":
-        logger.info("%s holds this run, finished: nothing to do", folder.path)
-        return True
+    lock = folder.locked() if accelerator.is_main_process else nullcontext()
+    with full_disk_named(folder.path), lock:
+        if folder.status(config.train.overwrite) == "finished":
+            logger.info("%s holds this run, finished: nothing to do", folder.path)
+            return True
+        with logging_redirect_tqdm():
+            finished = build_trainer(accelerator, config, folder).fit()
+    accelerator.end_training()
+    return finished
+
+
+def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder) -> Trainer:
+    """Load target and data, and make the head."""
     set_seed(config.train.seed)
     data, precision = config.data, config.train.mixed_precision
     target = load_target(config.target, precision, data.max_length, accelerator.device)
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
     rows = load_packed(data.train, tokenizer, data, config.train.seed)
+    check_writers(data.train, rows.writers, config.target.name, weights_fingerprint(target))
     head = new_head(config.family, config.head, target, rows.token_counts(target.vocab_size))
     held_out = None
     if data.validation is not None:
         held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)
+        check_held_out(rows, held_out, data.validation)
     task = TrainingTask(target, config.target.name, head, rows, held_out)
-    with logging_redirect_tqdm():
-        finished = Trainer(accelerator, task, config.train, config.optimizer, folder).fit()
-    accelerator.end_training()
-    return finished
-
-
-def build_accelerator(config: RunConfig) -> Accelerator:
-    """accelerate as the launcher set it up; UserError for settings that cannot be combined."""
-    output = config.train.output
-    accelerator = Accelerator(
-        # Without this, processes on a machine without a GPU would not find each other.
-        cpu=config.train.cpu or not torch.accelerator.is_available(),
-        mixed_precision=config.train.mixed_precision,
-        log_with="tensorboard",
-        project_config=ProjectConfiguration(output, logging_dir=f"{output}/tensorboard"),
-    )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise UserError(
-            f"{launched} processes were launched, accelerate joined {accelerator.num_processes}: "
-            "launch with one of the files in configs/accelerate/"
-        )
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if sharded and config.optimizer.name == "muon":
-        raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        settings = accelerator.deepspeed_plugin.deepspeed_config
-        settings["train_micro_batch_size_per_gpu"] = config.train.micro_batch_rows
-        settings["gradient_clipping"] = config.optimizer.max_grad_norm
-    config.train.accumulation(accelerator.num_processes)
-    return accelerator
+    return Trainer(accelerator, task, config.train, config.optimizer, folder)
 
 
 def new_head(family: str, config: Any, target: Target, token_counts: torch.Tensor) -> DraftHead:
@@ -85,10 +74,24 @@ def new_head(family: str, config: Any, target: Target, token_counts: torch.Tenso
     Raises UserError when the head cannot have the configured sizes.
     """
     cls = head_family(family)
+    check_taps(cls, config, target)
     head = cls(cls.sized(config, target))
     head.prepare(token_counts)
     head.initialize(target)
     return head
+
+
+def check_taps(cls: type[DraftHead], config: Any, target: Target) -> None:
+    """Log when the taps that a configuration names are not the usual ones for this target."""
+    chosen = getattr(config, "taps", ())
+    usual = cls.sized(replace(config, taps=()), target).taps if chosen else chosen
+    if tuple(chosen) != tuple(usual):
+        logger.warning(
+            "head.taps is %s; without that setting it would be %s, for the target's %d layers",
+            list(chosen),
+            list(usual),
+            target.num_layers,
+        )
 
 
 def main(

@@ -1,6 +1,7 @@
 """Reading conversations of every shape, and the loss mask under real-world chat templates."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from drafthead.heads.errors import UserError
 from drafthead.scripts import inspect_data
 from drafthead.train import conversations as module
+from drafthead.train.answer_tokens import vocabulary_of
 from drafthead.train.conversations import (
     Conversation,
     Message,
@@ -500,6 +502,16 @@ def test_piped_inspection_brackets_supervised_text(inspect) -> None:
     output = inspect([{"messages": TWO_TURNS}])
     assert "<|im_start|>assistant\n⟦It is four.<|im_end|>⟧" in output
     assert "\x1b[" not in output
+
+
+def test_inspection_shows_the_ids_that_were_generated(inspect, bpe: Tokenizer) -> None:
+    """Here the text of the answer is not what its ids say."""
+    ids = {"prompt": [0, 2], "answer": [*bpe.encode("Sure").ids[1:], 3]}
+    vocabulary = vocabulary_of(with_template(bpe, CHATML))
+    output = inspect([{"messages": TWO_TURNS, "token_ids": [ids], "vocabulary": vocabulary}])
+    assert "token ids as generated\n<s><|im_start|>⟦Sure<|im_end|>⟧" in output
+    assert re.search(r"rows with the ids that the target generated\W+1", output)
+    assert "It is four" not in output
 
 
 def test_inspection_names_rows_without_supervised_tokens(inspect) -> None:

@@ -9,7 +9,11 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
-from drafthead.train.replay import accepted_in, replayed, roots_of_steps
+from drafthead.train.evaluation import measure, ranked_anchors
+from drafthead.train.features import read_features
+from drafthead.train.packing import TokenSequence, collate
+from drafthead.train.ranks import accepted_in, roots_of_steps
+from drafthead.train.replay import replayed
 
 N = MAX_RANK
 
@@ -52,6 +56,8 @@ def test_replayed_roots_are_those_of_decoding(target, make_head) -> None:
     accepted = [accepted_in(tree, tuple(row)) for row in ranks.tolist()]
     keys = [(int(row), 1) for row in rows]
     chosen = roots_of_steps(keys, anchors.tolist(), accepted)
+    replayed_run = ranked_anchors(batch, ranks)
+    assert replayed_run.tau(tree) == pytest.approx(result.stats.tau)
     for row, lengths in enumerate(result.stats.accept_lengths):
         begins = 4 + torch.tensor([0, *lengths[:-1]]).cumsum(0)
         replayed_places = [int(anchors[n]) + 1 for n in chosen if int(rows[n]) == row]
@@ -89,3 +95,24 @@ def test_a_head_that_is_never_or_always_right_is_replayed_too(target, make_head,
     roots = replayed(batch, torch.tensor(ranks)).roots
     expected = supervised if ranks[0][0] == N else supervised & (torch.arange(24) % 3 == 2)
     assert torch.equal(roots, expected)
+
+
+def test_the_tau_that_is_reported_is_the_tau_of_decoding(family: str, target, make_head) -> None:
+    """Answers that end where they end, several to a row, drafted as chains by every family."""
+    head = make_head(family, target)
+    depth = head.depth
+    prompts = [[9, 10, 11], [20, 21], [30, 31, 32, 33], [8], [40, 41, 42], [50, 51]]
+    decoder = Decoder(target, drafter_for(head, target, TreeShape.chain(depth)))
+    result = decoder.generate(prompts, max_new_tokens=60)
+    sequences = [
+        TokenSequence(
+            torch.tensor(p + s, dtype=torch.int32),
+            torch.arange(len(p) + len(s)) >= len(p),
+        )
+        for p, s in zip(prompts, result.sequences, strict=True)
+    ]
+    tokens = collate([sequences[:2], sequences[2:3], sequences[3:]])
+    batch = read_features(target, tokens, head.features_needed, "no")
+    evaluation = measure(ranked_anchors(batch, head.loss(batch, target).ranks))
+    assert evaluation.tau_chain == pytest.approx(result.stats.tau)
+    assert evaluation.anchors == sum(map(len, result.sequences))

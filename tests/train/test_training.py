@@ -3,10 +3,12 @@
 conftest.py runs what asks for a `family` once for each head family.
 """
 
+import errno
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,8 +27,9 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.evaluation import count_paths, expected_tau, measure
+from drafthead.train.evaluation import measure
 from drafthead.train.features import check_row_length, positions_in_segments, read_features
+from drafthead.train.loop import Trainer
 from drafthead.train.packing import (
     DataConfig,
     RowOrder,
@@ -37,6 +40,7 @@ from drafthead.train.packing import (
     pack,
     pack_sequences,
 )
+from drafthead.train.ranks import RankedAnchors, count_paths
 from drafthead.train.run_config import load_run_config
 from drafthead.train.run_folder import RunFolder, cut_log, first_difference
 from drafthead.train.train_heads import new_head, train
@@ -107,7 +111,7 @@ def run(config: Path, *overrides: str) -> Path:
     return Path(loaded.train.output)
 
 
-def start(config: Path, *launcher: str) -> subprocess.Popen[str]:
+def start(config: Path, *launcher: str, **environment: str) -> subprocess.Popen[str]:
     """Train in another process."""
     command = [*(launcher or (sys.executable,)), str(ENTRY), "--config", str(config)]
     return subprocess.Popen(
@@ -115,7 +119,7 @@ def start(config: Path, *launcher: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
 
@@ -260,13 +264,12 @@ def test_a_head_of_another_size_than_the_target_is_refused(target: Target):
 def test_ranks_become_accuracies_tau_and_path_counts():
     """Four anchors, two depths; the third head guess was right twice at depth 1."""
     ranks = torch.tensor([[0, 0], [0, 2], [2, 0], [2, MAX_RANK]])
-    result = measure(ranks)
+    result = measure(RankedAnchors(ranks, [(0, 1)] * 4, [5, 6, 7, 8]))
     assert result.top1 == (0.5, 0.5)
     assert result.alpha == (0.5, 0.5)
-    assert result.tau_chain == 1 + (2 + 1) / 4
+    # One step from the first root accepts two, and the token after them ends the answer.
+    assert result.tau_chain == 3 / 1
     assert result.path_counts == {(): 4, (0,): 2, (2,): 2, (0, 0): 1, (0, 2): 1, (2, 0): 1}
-    # (0,), then (1,) and (2,) because a sibling comes with those ranked better, then (0, 0).
-    assert expected_tau(result.path_counts, 5, anchors=4) == 1 + (2 + 0 + 2 + 1) / 4
 
 
 def test_kept_paths_are_the_most_frequent_and_form_a_tree():
@@ -315,25 +318,115 @@ def test_micro_batches_do_not_change_the_losses(configure):
         assert column(split, key) == pytest.approx(column(whole, key), abs=1e-5)
 
 
-def test_two_processes_learn_what_one_learns(configure):
-    alone = run(configure("alone"))
+def run_together(config: Path, engine: str = "cpu2", **environment: str) -> Path:
+    """Train in two processes; gives the output folder."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / "cpu2.yaml")]
-    config = configure("together")
-    process = start(config, *launcher)
+    launcher += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
+    process = start(config, *launcher, **environment)
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
-    folder = config.parent / "together"
+    return config.with_suffix("")
+
+
+def test_two_processes_learn_what_one_learns(configure):
+    alone = run(configure("alone"))
+    folder = run_together(configure("together"))
     for key in ("loss", "grad_norm"):
         assert column(folder, key) == pytest.approx(column(alone, key), abs=1e-5)
     # Both processes were there: each kept its random state.
     assert len(list((folder / "state" / "step-000000012").glob("random_states_*"))) == 2
-    last = [
-        json.loads((config.parent / f / "evaluation.jsonl").read_text())
-        for f in ("alone", "together")
-    ]
+    last = [json.loads((f / "evaluation.jsonl").read_text()) for f in (alone, folder)]
     assert last[0]["anchors"] == last[1]["anchors"]
     assert last[0]["tau_chain"] == pytest.approx(last[1]["tau_chain"])
+
+
+def test_a_run_of_two_processes_is_continued_by_one(configure):
+    """After 3 steps of 2 micro-batches, one process accumulates 4: 6 is in the middle of a step."""
+    settings = {"max_steps": 6, "save_every": 3, "micro_batch_rows": 1}
+    expected = run(configure("alone", **settings))
+    config = configure("changing", **settings)
+    folder = run_together(config)
+    unfinish(folder, step=3)
+    run(config)
+    for key in ("loss", "grad_norm"):
+        assert column(folder, key) == pytest.approx(column(expected, key), abs=1e-5)
+
+
+def unfinish(folder: Path, step: int) -> None:
+    """Leave a finished run as if it had been killed after the state of that step was saved."""
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "finished": False}))
+    for state in folder.glob("state/step-*"):
+        if state.name != f"step-{step:09d}":
+            shutil.rmtree(state)
+
+
+def test_a_run_goes_on_from_the_older_state_when_the_newest_is_damaged(configure, caplog):
+    settings = {"max_steps": 6, "save_every": 2}
+    expected = losses(run(configure("whole", **settings)))
+    config = configure("damaged", **settings)
+    folder = interrupted(config, step=4)
+    optimizer = folder / "state" / "step-000000004" / "optimizer.bin"
+    optimizer.write_bytes(optimizer.read_bytes()[:1000])
+    run(config)
+    assert "step-000000004 is damaged (optimizer.bin" in caplog.text
+    assert losses(folder) == expected
+
+
+def interrupted(config: Path, step: int) -> Path:
+    """Train until that step and stop without saving, as a kill does; gives the folder."""
+    take_step = Trainer._step
+
+    def stopping(trainer: Trainer, *arguments: object) -> object:
+        if trainer.progress.step == step:
+            raise KeyboardInterrupt
+        return take_step(trainer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "_step", stopping)
+        train(load_run_config(config))
+    return config.with_suffix("")
+
+
+def test_a_disk_that_is_full_while_saving_loses_no_step(configure, monkeypatch):
+    settings = {"max_steps": 6, "save_every": 2}
+    expected = losses(run(configure("whole", **settings)))
+    config = configure("full", **settings)
+    save = torch.save
+
+    def fail_at_the_second_state(value: object, file: object, **options: object) -> None:
+        if (config.with_suffix("") / "state" / "step-000000002").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(value, file, **options)
+
+    monkeypatch.setattr(torch, "save", fail_at_the_second_state)
+    with pytest.raises(UserError, match=r"the disk of .*full is full: make room"):
+        run(config)
+    monkeypatch.undo()
+    assert losses(run(config)) == expected
+
+
+def test_a_folder_that_another_process_trains_into_is_refused(configure):
+    config = configure()
+    with (
+        load_run_config(config).folder().locked(),
+        pytest.raises(UserError, match=r"another process is writing .*run: wait"),
+    ):
+        run(config)
+    run(config)
+
+
+def test_resuming_with_other_target_weights_is_refused(configure, files: Path, tmp_path: Path):
+    shutil.copytree(files / "target", tmp_path / "target")
+    config = configure(max_steps=4, save_every=2)
+    text = config.read_text().replace(str(files / "target"), str(tmp_path / "target"))
+    config.write_text(text)
+    interrupted(config, step=3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    model.lm_head.weight.data += 0.01
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(UserError, match="the weights of the target are no longer"):
+        run(config)
 
 
 def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(configure):
@@ -412,6 +505,29 @@ def test_a_finished_run_does_nothing_when_started_again(configure, caplog):
         run(config)
     assert "finished: nothing to do" in caplog.text
     assert (folder / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_a_finished_run_goes_on_when_it_is_to_last_longer(configure):
+    config = configure(max_steps=4)
+    folder = run(config)
+    first = losses(folder)
+    longer = losses(run(config, "train.max_steps=8"))
+    assert len(longer) == 8 and longer[:4] == first
+    assert json.loads((folder / "run.json").read_text())["settings"]["train"]["max_steps"] == 8
+    with pytest.raises(UserError, match="train.max_steps was 8 and is now 6"):
+        run(config, "train.max_steps=6")
+    with pytest.raises(UserError, match="optimizer.lr was"):
+        run(config, "train.max_steps=9", "optimizer.lr=0.01")
+
+
+def test_taps_chosen_for_another_depth_are_named(target: Target, caplog):
+    config = HEADS["parallel"].config_class(taps=(0,))
+    new_head("parallel", config, target, torch.ones(target.vocab_size))
+    assert "head.taps is [0]; without that setting it would be [0, 1], for the" in caplog.text
+    caplog.clear()
+    config = HEADS["parallel"].config_class(taps=(0, 1))
+    new_head("parallel", config, target, torch.ones(target.vocab_size))
+    assert not caplog.text
 
 
 def test_other_settings_in_the_same_folder_are_refused_unless_overwritten(configure):

@@ -1,0 +1,36 @@
+"""A full disk is said in one sentence, whichever library noticed it, and in whichever words."""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from drafthead.heads.errors import UserError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+LEFT_ON_A_FULL_DISK = 2**20  # bytes
+
+
+@contextmanager
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raise UserError instead of whatever is raised in the block because `path`'s disk is full."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not _is_full(error, path):
+            raise
+        raise UserError(
+            f"the disk of {path} is full: make room and give the same command again; what was "
+            "written completely is kept"
+        ) from error
+
+
+def _is_full(error: BaseException, path: Path) -> bool:
+    """Whether the error says so, or is one of a library that lost the reason on its way."""
+    if isinstance(error, OSError) and error.errno in NO_SPACE:
+        return True
+    folder = next((p for p in (path, *path.parents) if p.is_dir()), None)
+    return folder is not None and shutil.disk_usage(folder).free < LEFT_ON_A_FULL_DISK

@@ -1,0 +1,34 @@
+"""A cheap hash of a target's weights: the same for a copy, another one after any fine-tuning."""
+
+import hashlib
+
+import torch
+
+from drafthead.heads.target.target import Target
+
+SAMPLES = 64  # elements of each tensor
+
+
+def weights_fingerprint(target: Target) -> str:
+    """A hash of the name, the shape and `SAMPLES` evenly spaced elements of every tensor.
+
+    Reading a 70B model whole would take minutes. What changes a model on purpose (fine-tuning, a
+    merged adapter) changes nearly all elements of the tensors that it touches; a single changed
+    element is not noticed. Elements are compared in bfloat16, so that a model has one hash
+    whichever of its types it is loaded in.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(target.model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        if tensor.numel() and not tensor.is_meta:
+            digest.update(_sample(tensor.data).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements [up to SAMPLES] from the first to the last, as numbers that NumPy knows."""
+    flat = tensor.reshape(-1)
+    count = min(SAMPLES, flat.numel())
+    places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+    chosen = flat[places]
+    return chosen.bfloat16().view(torch.int16) if chosen.is_floating_point() else chosen
