@@ -13,17 +13,25 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
+from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.emissions import in_time, streamed
 from drafthead.infer.engine.graph_stepper import can_step_in_graphs, stepper_for
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
+from drafthead.infer.engine.score_record import LogprobRecord
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.decode_options import DecodeOptions, DecodeSettings, read_options
+from drafthead.infer.request.decode_options import (
+    DecodeOptions,
+    DecodeSettings,
+    read_options,
+    refuse_streamer,
+)
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
@@ -123,13 +131,12 @@ class Decoder:
         both ends of rows [B, T] are dropped, as in transformers. Raises UserError for a request
         that cannot be honoured, and TypeError for an unknown option.
         """
-        run, emissions = self._begin(prompts, options)
+        run, emissions, settings = self._begin(prompts, options)
+        if settings.streamer is not None:
+            emissions = streamed(emissions, run.request, settings.streamer)
         for _ in emissions:
             pass
-        sequences = [row.tokens for row in run.batch.rows]
-        texts = texts_of(sequences, self.tokenizer) if self.tokenizer else []
-        finished = [row.finished for row in run.batch.rows]
-        return DecodeResult(sequences, texts, finished, run.stats)
+        return self._result(run)
 
     def stream(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> TextStream:
         """Decode one prompt as `generate` does; the text comes piece by piece.
@@ -138,11 +145,12 @@ class Decoder:
         """
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        run, emissions = self._begin(prompt, options)
+        run, emissions, settings = self._begin(prompt, options)
+        refuse_streamer(settings)
         if len(run.request.prompts) > 1:
-            raise UserError("stream takes one prompt; use generate for a batch")
+            raise UserError("stream takes one prompt; use generate or steps for a batch")
         pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer)
-        return Stream(pieces, run.stats)
+        return Stream(pieces, run.stats, lambda: self._result(run))
 
     def steps(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[DecodeOptions]
@@ -152,21 +160,55 @@ class Decoder:
         Each pass gives {row number: new tokens}, of rows that gained some. Several decodings can
         take turns.
         """
-        run, emissions = self._begin(prompts, options)
-        return Stream(emissions, run.stats)
+        run, emissions, settings = self._begin(prompts, options)
+        refuse_streamer(settings)
+        return Stream(emissions, run.stats, lambda: self._result(run))
+
+    def as_custom_generate(self) -> CustomGenerate:
+        """What `model.generate(..., custom_generate=...)` of this decoder's model takes.
+
+        `model.generate` then decodes with this decoder, and returns what it always returns.
+        """
+        settings = read_options({})
+        return CustomGenerate(self.target, lambda request: self._start(request, settings))
+
+    def _result(self, run: BatchRun) -> DecodeResult:
+        """What a run has decoded so far."""
+        rows = run.batch.rows
+        sequences = [row.tokens for row in rows]
+        record = run.record
+        return DecodeResult(
+            sequences=[list(tokens) for tokens in sequences],
+            texts=texts_of(sequences, self.tokenizer) if self.tokenizer else [],
+            finish_reasons=[row.finish_reason for row in rows],
+            prompt_lengths=list(map(len, run.request.prompts)),
+            stats=run.stats,
+            logprobs=(
+                record.of_rows(list(map(len, sequences)))
+                if isinstance(record, LogprobRecord)
+                else None
+            ),
+        )
 
     def _begin(
         self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions
-    ) -> tuple[BatchRun, Iterator[Emitted]]:
+    ) -> tuple[BatchRun, Iterator[Emitted], DecodeSettings]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         settings = read_options(options)
-        run = BatchRun(self._request(prompts, settings), self.target.device)
-        return run, self._decode(run, settings)
+        return *self._start(self._request(prompts, settings), settings), settings
+
+    def _start(
+        self, request: Request, settings: DecodeSettings
+    ) -> tuple[BatchRun, Iterator[Emitted]]:
+        """The batch of a request, and what its passes emit, for as long as there is time."""
+        run = BatchRun(request, self.target.device)
+        return run, in_time(self._decode(run, settings), run)
 
     def _request(self, prompts: Prompt | Sequence[Prompt], settings: DecodeSettings) -> Request:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
         pad = pad_token_of(self.target)
         ids = encode(prompts, self.tokenizer, settings.attention_mask, pad)
+        ids = [prompt for prompt in ids for _ in range(settings.num_return_sequences)]
         refuse_unknown_tokens(ids, self.target.vocab_size)
         seeds, limits = settings.seeds(len(ids)), settings.limits(ids, self.max_length)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
@@ -180,6 +222,8 @@ class Decoder:
             processors_for(self.target, settings.config, custom, ids, limits, end_ids),
             stops_for(settings.stop_strings, criteria, self.tokenizer, ids),
             self.draft_temperature,
+            settings.max_seconds,
+            settings.top_logprobs,
         )
 
     def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
