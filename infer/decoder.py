@@ -6,6 +6,8 @@ from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Unpack
 
+from transformers import PreTrainedModel
+
 from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
@@ -85,7 +87,7 @@ class Decoder:
     @classmethod
     def from_pretrained(
         cls,
-        target: str | Path,
+        target: str | Path | PreTrainedModel | Target,
         head: str | Path | None = None,
         draft_model: str | Path | None = None,
         prompt_lookup: bool = False,
@@ -97,8 +99,10 @@ class Decoder:
         compile: bool = False,
         draft_temperature: float | None = None,
     ) -> "Decoder":
-        """Load a target by folder or hub id, and at most one drafter.
+        """Load a target by folder or hub id, or take a loaded model, and at most one drafter.
 
+        A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
+        for prompts and answers that are texts.
         `tree_nodes` fixes the size of the trees, the root included; by default the planner sizes
         them by their cost on this machine and by how well they are accepted. `draft_tokens` is the
         most that a draft model or prompt lookup proposes in a step. `compile` makes graphs of the
@@ -109,7 +113,7 @@ class Decoder:
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
-        loaded = Target.from_pretrained(target, dtype, device, trust_remote_code)
+        loaded = loaded_target(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
         if head is not None:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)
@@ -268,6 +272,21 @@ class Decoder:
                     chances = {budget: drafter.chances(budget) for budget in drafter.budgets}
                     self.plans[key] = AdaptivePlan(seconds, chances)
         return self.plans[key]
+
+
+def loaded_target(
+    target: str | Path | PreTrainedModel | Target, dtype: str, device: str, trust_code: bool
+) -> Target:
+    """The target of this name, or the one that is loaded already.
+
+    Raises UserError for a dtype or a device for a loaded one, which keeps its own.
+    """
+    if isinstance(target, str | Path):
+        return Target.from_pretrained(target, dtype, device, trust_code)
+    for name, value in (("dtype", dtype), ("device", device)):
+        if value != "auto":
+            raise UserError(f"{name}={value} is for models that are loaded by name: leave it out")
+    return target if isinstance(target, Target) else Target(target)
 
 
 def decoder_for(
