@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Unpack
@@ -174,7 +175,12 @@ class Decoder:
         `model.generate` then decodes with this decoder, and returns what it always returns.
         """
         settings = read_options({})
-        return CustomGenerate(self.target, lambda request: self._start(request, settings))
+
+        def begin(request: Request) -> tuple[BatchRun, Iterator[Emitted]]:
+            own = replace(request, draft_temperature=self.draft_temperature)
+            return self._start(own, settings)
+
+        return CustomGenerate(self.target, begin)
 
     def _result(self, run: BatchRun) -> DecodeResult:
         """What a run has decoded so far."""

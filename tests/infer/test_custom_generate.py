@@ -4,10 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import END, random_prompts, tiny_llama
+from tiny import END, byte_tokenizer, random_prompts, tiny_llama
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicCache
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from drafthead.heads.errors import UserError
@@ -188,6 +193,22 @@ def test_a_streamer_hears_what_it_hears_in_transformers(target, callables, way) 
     target.model.generate(**call, streamer=there)
     target.model.generate(**call, streamer=here, custom_generate=callables[way])
     assert here.heard == there.heard and here.heard[-1] == "end"
+
+
+def test_texts_stop_at_strings_and_times_of_transformers(make_target, make_drafter) -> None:
+    """Without its tokenizer argument, which it does not hand on, transformers wants criteria."""
+    tokenizer = byte_tokenizer()
+    target = Target(make_target(vocab=260).model, tokenizer)
+    inputs = tokenizer(["hello", "hi"], padding=True, padding_side="left", return_tensors="pt")
+    call = {**inputs, "max_new_tokens": 30}
+    longest = inputs["input_ids"].shape[1]
+    text, _ = tokenizer.batch_decode(target.model.generate(**call)[:, longest:])
+    strings = StopStringCriteria(tokenizer, [text[5:7], "never said"])
+    function = Decoder(target, make_drafter("self", target)).as_custom_generate()
+    for criterion in (strings, MaxTimeCriteria(1e-9), MaxTimeCriteria(1e9)):
+        call["stopping_criteria"] = StoppingCriteriaList([criterion])
+        expected = target.model.generate(**call)
+        assert target.model.generate(**call, custom_generate=function).equal(expected)
 
 
 def full_cache(model) -> DynamicCache:

@@ -126,7 +126,7 @@ class Sum(StoppingCriteria):
     ("options", "reason", "finished"),
     [
         ({"max_new_tokens": 3}, "length", False),
-        ({"max_new_tokens": 200, "generation_config": GenerationConfig(max_length=30)}, "length", False),
+        ({"generation_config": GenerationConfig(max_length=30)}, "length", False),
         ({"generation_config": GenerationConfig(eos_token_id=list(range(64)))}, "end_token", True),
         ({"stopping_criteria": [Sum()]}, "stopping_criteria", True),
         ({"max_time": 1e-9}, "time", False),
