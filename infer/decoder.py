@@ -183,21 +183,17 @@ class Decoder:
         return CustomGenerate(self.target, begin)
 
     def _result(self, run: BatchRun) -> DecodeResult:
-        """What a run has decoded so far."""
-        rows = run.batch.rows
-        sequences = [row.tokens for row in rows]
-        record = run.record
+        """What a run has decoded so far; another thread may be decoding it."""
+        rows, record = run.batch.rows, run.record
+        sequences = [list(row.tokens) for row in rows]
+        lengths = list(map(len, sequences))
         return DecodeResult(
-            sequences=[list(tokens) for tokens in sequences],
+            sequences=sequences,
             texts=texts_of(sequences, self.tokenizer) if self.tokenizer else [],
             finish_reasons=[row.finish_reason for row in rows],
             prompt_lengths=list(map(len, run.request.prompts)),
             stats=run.stats,
-            logprobs=(
-                record.of_rows(list(map(len, sequences)))
-                if isinstance(record, LogprobRecord)
-                else None
-            ),
+            logprobs=record.of_rows(lengths) if isinstance(record, LogprobRecord) else None,
         )
 
     def _begin(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.printing import shown
@@ -132,8 +133,9 @@ def main(
             "generation_config": config,
         },
     )
-    for tokens, record in zip(result.sequences, result.logprobs or [], strict=False):
-        print("\n" + "\n".join(logprob_lines(tokens, record, decoder)))
+    if result.logprobs is not None and decoder.tokenizer is not None:
+        for tokens, record in zip(result.sequences, result.logprobs, strict=True):
+            print("", *logprob_lines(tokens, record, decoder.tokenizer), sep="\n")
     print(summary(result), file=sys.stderr)
 
 
@@ -151,12 +153,13 @@ def answer(decoder: Decoder, prompt: str, options: DecodeOptions) -> DecodeResul
     return result
 
 
-def logprob_lines(tokens: Sequence[int], record: Logprobs, decoder: Decoder) -> Iterator[str]:
+def logprob_lines(
+    tokens: Sequence[int], record: Logprobs, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
     """A line for each token: log-probability when chosen, the target's own, and alternatives."""
-    assert decoder.tokenizer is not None
 
     def named(token: int) -> str:
-        return shown(decoder.tokenizer.decode([token]))
+        return shown(tokenizer.decode([token]))
 
     yield "chosen   target   token"
     for token, processed, raw, top in zip(
