@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,16 +92,13 @@ def test_transformers_own_streamers(speaking, capsys, skip_prompt) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("limit", [{"max_time": 0.05}, {"generation_config": True}])
+@pytest.mark.parametrize(
+    "limit", [{"max_time": 100}, {"generation_config": GenerationConfig(max_time=100.0)}]
+)
 def test_answers_end_when_their_time_is_over(decoder, target, limit, monkeypatch) -> None:
     """A pass takes half a minute on this clock."""
-    clock = itertools.count(step=30)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    limit = (
-        {"generation_config": GenerationConfig(max_time=100.0)}
-        if limit.get("generation_config")
-        else {"max_time": 100}
-    )
+    clock = SimpleNamespace(monotonic=itertools.count(step=30).__next__)
+    monkeypatch.setattr("drafthead.infer.engine.emissions.time", clock)
     whole = Decoder(target).generate(PROMPTS, max_new_tokens=60)
     result = decoder.generate(PROMPTS, max_new_tokens=60, **limit)
     assert result.stats.steps == 3, "after the prompts and three steps there were 120 seconds"
