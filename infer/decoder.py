@@ -2,9 +2,12 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Unpack
+
+from transformers import PreTrainedModel
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
@@ -13,17 +16,25 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
+from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.emissions import in_time, streamed
 from drafthead.infer.engine.graph_stepper import can_step_in_graphs, stepper_for
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
+from drafthead.infer.engine.score_record import LogprobRecord
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.decode_options import DecodeOptions, DecodeSettings, read_options
+from drafthead.infer.request.decode_options import (
+    DecodeOptions,
+    DecodeSettings,
+    read_options,
+    refuse_streamer,
+)
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
@@ -77,7 +88,7 @@ class Decoder:
     @classmethod
     def from_pretrained(
         cls,
-        target: str | Path,
+        target: str | Path | PreTrainedModel | Target,
         head: str | Path | None = None,
         draft_model: str | Path | None = None,
         prompt_lookup: bool = False,
@@ -89,8 +100,11 @@ class Decoder:
         compile: bool = False,
         draft_temperature: float | None = None,
     ) -> "Decoder":
-        """Load a target by folder, GGUF file or hub id, and at most one drafter.
+        """Load a target by folder, GGUF file or hub id, or take a loaded model, and at most one
+        drafter.
 
+        A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
+        for prompts and answers that are texts.
         `tree_nodes` fixes the size of the trees, the root included; by default the planner sizes
         them by their cost on this machine and by how well they are accepted. `draft_tokens` is the
         most that a draft model or prompt lookup proposes in a step. `compile` makes graphs of the
@@ -101,7 +115,7 @@ class Decoder:
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
-        loaded = Target.from_pretrained(target, dtype, device, trust_remote_code)
+        loaded = loaded_target(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
         if head is not None:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)
@@ -123,13 +137,12 @@ class Decoder:
         both ends of rows [B, T] are dropped, as in transformers. Raises UserError for a request
         that cannot be honoured, and TypeError for an unknown option.
         """
-        run, emissions = self._begin(prompts, options)
+        run, emissions, settings = self._begin(prompts, options)
+        if settings.streamer is not None:
+            emissions = streamed(emissions, run.request, settings.streamer)
         for _ in emissions:
             pass
-        sequences = [row.tokens for row in run.batch.rows]
-        texts = texts_of(sequences, self.tokenizer) if self.tokenizer else []
-        finished = [row.finished for row in run.batch.rows]
-        return DecodeResult(sequences, texts, finished, run.stats)
+        return self._result(run)
 
     def stream(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> TextStream:
         """Decode one prompt as `generate` does; the text comes piece by piece.
@@ -138,11 +151,12 @@ class Decoder:
         """
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        run, emissions = self._begin(prompt, options)
+        run, emissions, settings = self._begin(prompt, options)
+        refuse_streamer(settings)
         if len(run.request.prompts) > 1:
-            raise UserError("stream takes one prompt; use generate for a batch")
+            raise UserError("stream takes one prompt; use generate or steps for a batch")
         pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer)
-        return Stream(pieces, run.stats)
+        return Stream(pieces, run.stats, lambda: self._result(run))
 
     def steps(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[DecodeOptions]
@@ -152,21 +166,56 @@ class Decoder:
         Each pass gives {row number: new tokens}, of rows that gained some. Several decodings can
         take turns.
         """
-        run, emissions = self._begin(prompts, options)
-        return Stream(emissions, run.stats)
+        run, emissions, settings = self._begin(prompts, options)
+        refuse_streamer(settings)
+        return Stream(emissions, run.stats, lambda: self._result(run))
+
+    def as_custom_generate(self) -> CustomGenerate:
+        """What `model.generate(..., custom_generate=...)` of this decoder's model takes.
+
+        `model.generate` then decodes with this decoder, and returns what it always returns.
+        """
+        settings = read_options({})
+
+        def begin(request: Request) -> tuple[BatchRun, Iterator[Emitted]]:
+            own = replace(request, draft_temperature=self.draft_temperature)
+            return self._start(own, settings)
+
+        return CustomGenerate(self.target, begin)
+
+    def _result(self, run: BatchRun) -> DecodeResult:
+        """What a run has decoded so far; another thread may be decoding it."""
+        rows, record = run.batch.rows, run.record
+        sequences = [list(row.tokens) for row in rows]
+        lengths = list(map(len, sequences))
+        return DecodeResult(
+            sequences=sequences,
+            texts=texts_of(sequences, self.tokenizer) if self.tokenizer else [],
+            finish_reasons=[row.finish_reason for row in rows],
+            prompt_lengths=list(map(len, run.request.prompts)),
+            stats=run.stats,
+            logprobs=record.of_rows(lengths) if isinstance(record, LogprobRecord) else None,
+        )
 
     def _begin(
         self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions
-    ) -> tuple[BatchRun, Iterator[Emitted]]:
+    ) -> tuple[BatchRun, Iterator[Emitted], DecodeSettings]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         settings = read_options(options)
-        run = BatchRun(self._request(prompts, settings), self.target.device)
-        return run, self._decode(run, settings)
+        return *self._start(self._request(prompts, settings), settings), settings
+
+    def _start(
+        self, request: Request, settings: DecodeSettings
+    ) -> tuple[BatchRun, Iterator[Emitted]]:
+        """The batch of a request, and what its passes emit, for as long as there is time."""
+        run = BatchRun(request, self.target.device)
+        return run, in_time(self._decode(run, settings), run)
 
     def _request(self, prompts: Prompt | Sequence[Prompt], settings: DecodeSettings) -> Request:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
         pad = pad_token_of(self.target)
         ids = encode(prompts, self.tokenizer, settings.attention_mask, pad)
+        ids = [prompt for prompt in ids for _ in range(settings.num_return_sequences)]
         refuse_unknown_tokens(ids, self.target.vocab_size)
         seeds, limits = settings.seeds(len(ids)), settings.limits(ids, self.max_length)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
@@ -180,6 +229,8 @@ class Decoder:
             processors_for(self.target, settings.config, custom, ids, limits, end_ids),
             stops_for(settings.stop_strings, criteria, self.tokenizer, ids),
             self.draft_temperature,
+            settings.max_seconds,
+            settings.top_logprobs,
         )
 
     def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
@@ -224,6 +275,21 @@ class Decoder:
                     chances = {budget: drafter.chances(budget) for budget in drafter.budgets}
                     self.plans[key] = AdaptivePlan(seconds, chances)
         return self.plans[key]
+
+
+def loaded_target(
+    target: str | Path | PreTrainedModel | Target, dtype: str, device: str, trust_code: bool
+) -> Target:
+    """The target of this name, or the one that is loaded already.
+
+    Raises UserError for a dtype or a device for a loaded one, which keeps its own.
+    """
+    if isinstance(target, str | Path):
+        return Target.from_pretrained(target, dtype, device, trust_code)
+    for name, value in (("dtype", dtype), ("device", device)):
+        if value != "auto":
+            raise UserError(f"{name}={value} is for models that are loaded by name: leave it out")
+    return target if isinstance(target, Target) else Target(target)
 
 
 def decoder_for(

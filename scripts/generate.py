@@ -1,13 +1,16 @@
 """`drafthead generate`: decode from the shell, as `Decoder` does from Python."""
 
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.infer import Decoder, DecodeStats
+from drafthead.heads.formats.printing import shown
+from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
 from drafthead.infer.decoder import DEFAULT_CHAIN
 from drafthead.scripts import options
 
@@ -48,6 +51,19 @@ def main(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
+    max_time: Annotated[
+        float | None, typer.Option(help="Seconds after which the answer ends as it is.")
+    ] = None,
+    num_return_sequences: Annotated[
+        int, typer.Option(help="Answers; several need a temperature above 0.")
+    ] = 1,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Print each token's log-probability, and so many of the target's most probable "
+            "tokens beside it; 0 for none."
+        ),
+    ] = None,
     verifier: Annotated[
         str,
         typer.Option(
@@ -84,7 +100,8 @@ def main(
     """Answer a prompt, printing the text while it is decoded, and report the speed.
 
     At most one of --head, --draft-model and --prompt-lookup; with none of them, plain decoding.
-    The answer goes to standard output, the speed to standard error.
+    The answer goes to standard output, the speed to standard error. Of several answers each is
+    printed when all are there, after its number.
     """
     text = prompt_text(prompt)
     decoder = Decoder.from_pretrained(
@@ -95,25 +112,61 @@ def main(
         do_sample=temperature > 0, min_p=min_p or None, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
         no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=min_new_tokens,
-        stop_strings=stop,
     )  # fmt: skip
-    stream = decoder.stream(
+    result = answer(
+        decoder,
         text,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        verifier=verifier,
-        typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta,
-        lenience=lenience,
-        seed=seed,
-        generation_config=config,
+        {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "stop_strings": stop,
+            "max_time": max_time,
+            "num_return_sequences": num_return_sequences,
+            "logprobs": logprobs,
+            "verifier": verifier,
+            "typical_epsilon": typical_epsilon,
+            "typical_delta": typical_delta,
+            "lenience": lenience,
+            "seed": seed,
+            "generation_config": config,
+        },
     )
-    for piece in stream:
-        print(piece, end="", flush=True)
-    print()
-    print(summary(stream.stats), file=sys.stderr)
+    if result.logprobs is not None and decoder.tokenizer is not None:
+        for tokens, record in zip(result.sequences, result.logprobs, strict=True):
+            print("", *logprob_lines(tokens, record, decoder.tokenizer), sep="\n")
+    print(summary(result), file=sys.stderr)
+
+
+def answer(decoder: Decoder, prompt: str, options: DecodeOptions) -> DecodeResult:
+    """Print the answer while it is decoded, or several answers together, and return them."""
+    if options.get("num_return_sequences") == 1:
+        stream = decoder.stream(prompt, **options)
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print()
+        return stream.result
+    result = decoder.generate(prompt, **options)
+    for number, text in enumerate(result.texts):
+        print(f"[{number}]\n{text}")
+    return result
+
+
+def logprob_lines(
+    tokens: Sequence[int], record: Logprobs, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """A line for each token: log-probability when chosen, the target's own, and alternatives."""
+
+    def named(token: int) -> str:
+        return shown(tokenizer.decode([token]))
+
+    yield "chosen   target   token"
+    for token, processed, raw, top in zip(
+        tokens, record.processed, record.raw, record.top, strict=True
+    ):
+        others = ", ".join(f"{named(other)} {value:.3f}" for other, value in top)
+        yield f"{processed:8.3f} {raw:8.3f} {named(token)}{' | ' if others else ''}{others}"
 
 
 def prompt_text(prompt: str | None) -> str:
@@ -124,11 +177,13 @@ def prompt_text(prompt: str | None) -> str:
     return text
 
 
-def summary(stats: DecodeStats) -> str:
-    """One line: tokens, speed, tau and the time of each phase."""
+def summary(result: DecodeResult) -> str:
+    """One line: tokens, why the answer ended, speed, tau and the time of each phase."""
+    stats = result.stats
     phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stats.seconds.items())
-    tokens = sum(stats.decoded_tokens) + len(stats.decoded_tokens)
+    tokens = sum(map(len, result.sequences))
+    ends = ", ".join(dict.fromkeys(str(reason) for reason in result.finish_reasons))
     return (
-        f"[{tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, {stats.steps} steps, "
-        f"tau {stats.tau:.2f}; {phases}]"
+        f"[{tokens} tokens, ended by {ends}, {stats.tokens_per_second:.1f} tokens/s, "
+        f"{stats.steps} steps, tau {stats.tau:.2f}; {phases}]"
     )

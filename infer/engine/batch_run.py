@@ -8,8 +8,9 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, RowRandom
 from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.engine.score_record import record_for
 from drafthead.infer.request.request import Request
-from drafthead.infer.request.stopping import Stop
+from drafthead.infer.request.stopping import FinishReason, Stop
 
 Emitted = dict[int, list[int]]  # row number -> the tokens that it has just gained
 
@@ -25,28 +26,33 @@ class Row:
     limit: int  # most new tokens
     tokens: list[int] = field(default_factory=list)
     stop: Stop | None = None  # what may end the answer besides end tokens
-    finished: bool = False  # an end was reached
+    finish_reason: FinishReason | None = None  # None while the row needs more tokens
     accept_lengths: list[int] = field(default_factory=list)
 
     @property
     def active(self) -> bool:
         """Whether the row needs more tokens."""
-        return not self.finished and len(self.tokens) < self.limit
+        return self.finish_reason is None
 
     def take(self, committed: Sequence[int], end_ids: frozenset[int]) -> list[int]:
         """Append committed tokens up to the first end, NO_TOKEN or limit; returns those kept."""
-        kept = list(committed[: self.limit - len(self.tokens)])
-        for place, token in enumerate(kept):
-            if token in end_ids or token == NO_TOKEN or self._stops(kept[: place + 1]):
-                kept = kept[: place + 1]
-                self.finished = True
+        kept = []
+        for token in committed:
+            kept.append(token)
+            self.finish_reason = self._reason_to_end(token, len(self.tokens) + len(kept), end_ids)
+            if self.finish_reason is not None:
                 break
         self.tokens += kept
         return kept
 
-    def _stops(self, new: list[int]) -> bool:
-        """Whether the answer ends with the last of its new tokens, though that is no end token."""
-        return self.stop is not None and self.stop(self.tokens + new)
+    def _reason_to_end(
+        self, token: int, length: int, end_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Why an answer of this length ends with its newest token; None when it goes on."""
+        if token in end_ids or token == NO_TOKEN:
+            return "end_token"
+        reason = self.stop(token) if self.stop is not None else None
+        return reason or ("length" if length >= self.limit else None)
 
 
 class Batch:
@@ -63,6 +69,10 @@ class Batch:
     def running_rows(self) -> list[Row]:
         """The rows of the running batch, idle ones among them, in its order."""
         return [self.rows[number] for number in self.running]
+
+    def active_numbers(self) -> list[int | None]:
+        """Of each row of the running batch the row number, or None if it has ended."""
+        return [number if self.rows[number].active else None for number in self.running]
 
     def take(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Give each active row its committed tokens; returns what was kept, by row number.
@@ -86,6 +96,12 @@ class Batch:
             if row.active:
                 row.accept_lengths.append(len(tokens))
         return self.take(committed)
+
+    def end(self, reason: FinishReason) -> None:
+        """End all answers that have not ended yet."""
+        for row in self.rows:
+            row.finish_reason = row.finish_reason or reason
+        self.running = []
 
     def drop_idle(self) -> list[int] | None:
         """Shrink the running batch to its active rows, once enough rows are idle.
@@ -120,6 +136,7 @@ class BatchRun:
             decoded_tokens=[0] * len(request.prompts),
         )
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
+        self.record = record_for(request)
         self.last_lengths: list[int] = []  # tokens that the last step committed in active rows
 
     @property

@@ -61,7 +61,8 @@ def stepper_for(
     max_nodes: int = 1,
 ) -> Stepper:
     """The quickest stepper for a target, a request and a rule; arguments as for `Stepper`."""
-    can_be_a_graph = can_step_in_graphs(target, run) and verifier.follows
+    # A graph hands out no logits. The rule stays the same, so that a record changes no text.
+    can_be_a_graph = can_step_in_graphs(target, run) and verifier.follows and run.record is None
     stepper = GraphStepper if can_be_a_graph else EagerStepper
     return stepper(target, run, features, verifier, max_nodes)
 

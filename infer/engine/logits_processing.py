@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
     LogitsProcessor,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -134,6 +135,31 @@ def build(
         )
     except (TypeError, ValueError) as error:
         raise UserError(f"generation_config: {error}") from error
+
+
+def for_each_prompt(
+    processors: Sequence[LogitsProcessor], prompts: Sequence[Sequence[int]], target: Target
+) -> list[LogitsProcessorList]:
+    """Processors that are complete already, for each prompt; an empty list when there are none.
+
+    Raises UserError for one that is not a function of its inputs alone.
+    """
+    first = [for_row(each, 0) for each in processors]
+    for processor in first:
+        refuse_state(processor, prompts[0], target)
+    if first == list(processors):
+        return [LogitsProcessorList(first)] * len(prompts) if first else []
+    numbers = range(len(prompts))
+    return [LogitsProcessorList([for_row(p, number) for p in processors]) for number in numbers]
+
+
+def for_row(processor: LogitsProcessor, number: int) -> LogitsProcessor:
+    """`for_prompt`, and of a repetition penalty that knows each row's padding that of one row."""
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        ignored = processor.prompt_ignore_length
+        if isinstance(ignored, torch.Tensor):
+            return RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[number]))
+    return for_prompt(processor, number)
 
 
 def for_prompt(processor: LogitsProcessor, number: int) -> LogitsProcessor:

@@ -3,13 +3,17 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
 import torch
 from torch.profiler import record_function
 
+from drafthead.infer.request.stopping import FinishReason
+
+# Ends that an answer reaches by what it says.
+OWN_ENDS = ("end_token", "stop_string", "stopping_criteria")
 PHASES = ("prefill", "draft", "verify", "accept", "commit")
 
 
@@ -102,16 +106,38 @@ def summed(accounts: Iterable[DecodeStats]) -> DecodeStats:
 
 
 @dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of the probabilities of one answer's tokens, one entry for each token.
+
+    `processed` is under the distribution that the token was chosen from: after logits processors,
+    temperature and filters (transformers' `scores`). At temperature 0 there are no temperature and
+    filters. `raw` is under the target's own distribution (transformers' `logits`). `top` holds the
+    target's own most probable tokens, as many as were asked for, best first.
+    """
+
+    processed: list[float]
+    raw: list[float]
+    top: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
 class DecodeResult:
-    """The answers to a batch of prompts.
+    """The answers, in the order of the prompts; several answers to one prompt follow each other.
 
     Without a tokenizer there are no `texts`.
     """
 
     sequences: list[list[int]]  # the new token ids of each row, its end token included
     texts: list[str]  # the same as text, without special tokens
-    finished: list[bool]  # whether each row reached an end, and not its limit
+    finish_reasons: list[FinishReason | None]  # None: the answer goes on, in a stream that is open
+    prompt_lengths: list[int]  # tokens of each row's prompt
     stats: DecodeStats
+    logprobs: list[Logprobs] | None = None  # of each row, when they were asked for
+
+    @property
+    def finished(self) -> list[bool]:
+        """Whether each row reached an end of its own, and not a limit."""
+        return [reason in OWN_ENDS for reason in self.finish_reasons]
 
 
 Piece = TypeVar("Piece")
@@ -120,13 +146,29 @@ Piece = TypeVar("Piece")
 class Stream(Iterator[Piece]):
     """Output that is decoded while it is iterated."""
 
-    def __init__(self, pieces: Iterator[Piece], stats: DecodeStats):
-        """`stats` is complete when `pieces` has ended."""
-        self.pieces, self.stats = pieces, stats
+    def __init__(
+        self, pieces: Iterator[Piece], stats: DecodeStats, result: Callable[[], DecodeResult]
+    ):
+        """`stats` is complete when `pieces` has ended; `result` gives the answers so far."""
+        self.pieces, self.stats, self._result = pieces, stats, result
+        self.closed = False
 
     def __next__(self) -> Piece:
         """Decode until there is one more piece."""
         return next(self.pieces)
+
+    @property
+    def result(self) -> DecodeResult:
+        """What has been decoded so far, as `Decoder.generate` returns it."""
+        result = self._result()
+        if not self.closed:
+            return result
+        return replace(result, finish_reasons=[r or "cancelled" for r in result.finish_reasons])
+
+    def close(self) -> None:
+        """Decode no more, and let the memory go. Another thread may do this during a step."""
+        self.closed = True
+        self.pieces = iter(())
 
 
 TextStream: TypeAlias = Stream[str]  # the text of one answer

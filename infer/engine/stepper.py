@@ -80,7 +80,12 @@ class Stepper(ABC):
         self.lengths = [len(prompt) for prompt in run.request.prompts]  # committed, by place
         self.roots = self.prompt_ids[:, 0]  # [B] last committed tokens, once the prompt was read
         self.processing = (
-            PathProcessing(run.request.processors, run.request.prompts, run.batch, run.greedy)
+            PathProcessing(
+                run.request.processors,
+                run.request.prefixes or run.request.prompts,
+                run.batch,
+                run.greedy,
+            )
             if run.request.processors
             else None
         )
@@ -118,13 +123,17 @@ class Stepper(ABC):
 
         NO_TOKEN where there is none.
         """
-        if self.processing is not None:
-            logits = self.processing.after_rows(logits)
+        scores = logits if self.processing is None else self.processing.after_rows(logits)
         if self.run.random is None:
-            return most_probable(logits)
-        self.run.begin_random_step()
-        uniform = self.run.random.ahead(1)[:, 0]
-        return sample(probabilities(logits, self.run.request.sampling), uniform)
+            tokens = most_probable(scores)
+        else:
+            self.run.begin_random_step()
+            uniform = self.run.random.ahead(1)[:, 0]
+            tokens = sample(probabilities(scores, self.run.request.sampling), uniform)
+        if self.run.record is not None:
+            numbers = self.run.batch.active_numbers()
+            self.run.record.add(numbers, logits[:, None], scores[:, None], tokens[:, None].tolist())
+        return tokens
 
     def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
         """Propose, verify, commit; without a budget nothing is proposed."""
@@ -195,12 +204,16 @@ class EagerStepper(Stepper):
         run, verifier, scores = self.run, self.verifier, output.logits
         if self.processing is not None:
             scores = self.processing.after_nodes(tree, scores)
-        if verifier.reads == "probs":
-            scores = probabilities(scores, run.request.sampling)
-        acceptance = verifier.rule(tree, scores, run.random)
+        reads_probs = verifier.reads == "probs"
+        read = probabilities(scores, run.request.sampling) if reads_probs else scores
+        acceptance = verifier.rule(tree, read, run.random)
         tokens = following_tokens(tree, acceptance)
         new_tokens, paths = read_table(in_one_table(tokens, acceptance))
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        if run.record is not None:
+            on_path = rows, acceptance.path[:, : max(map(len, paths))]  # [B, P]
+            numbers = run.batch.active_numbers()
+            run.record.add(numbers, output.logits[on_path], scores[on_path], new_tokens)
         features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
         in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
         assert self.cache.lengths is not None

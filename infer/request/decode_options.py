@@ -4,13 +4,14 @@ import difflib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
@@ -20,6 +21,7 @@ from drafthead.infer.request.stopping import token_ids
 from drafthead.infer.request.token_rows import is_list
 
 DEFAULT_MAX_NEW_TOKENS = 128
+SAMPLING_ARGUMENTS = ("temperature", "top_k", "top_p")
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -54,6 +56,18 @@ class DecodeOptions(TypedDict, total=False):
     # 1 for tokens, 0 for padding at the beginning or end of a row, in the shape of prompts that are
     # token ids [T] or [B, T]. A tokenizer's output brings its own.
     attention_mask: torch.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None
+    # Answers to each prompt, which follow each other in the result. Above 1 only with sampling.
+    num_return_sequences: int | None
+    # Seconds after which answers end as they are; looked at after each step.
+    max_time: float | None
+    # Texts that end an answer; the token that completes one is kept whole.
+    stop_strings: str | Sequence[str] | None
+    # Of `generate` with one prompt: gets the prompt's tokens and then each new one, as streamers of
+    # `model.generate` do.
+    streamer: BaseStreamer | None
+    # Record the log-probability of each token, and those of the target's so many most probable ones
+    # beside it (0: of none). Steps are then not one graph with `compile`, only their passes are.
+    logprobs: int | None
     # Everything else under transformers' names: penalties, n-grams, bad words, forced and
     # suppressed tokens, and also `frequency_penalty` and `presence_penalty`, which transformers
     # lacks. What cannot be honoured raises UserError by name.
@@ -81,13 +95,17 @@ class DecodeSettings:
     rule_options: Mapping[str, float]  # of the verifier, where they are not the defaults
     seed: int | Sequence[int]  # the first row's seed, or one for each row
     attention_mask: object  # of prompts that are token ids; checked with them
+    num_return_sequences: int = 1
+    max_seconds: float | None = None
+    top_logprobs: int | None = None
+    streamer: BaseStreamer | None = None
 
     def seeds(self, rows: int) -> list[int]:
-        """One seed for each row; raises UserError when another number of seeds was given."""
+        """One seed for each answer; raises UserError when another number of seeds was given."""
         if isinstance(self.seed, int):
             return [self.seed + row for row in range(rows)]
         if len(self.seed) != rows:
-            raise UserError(f"{rows} prompts need {rows} seeds or one, got {len(self.seed)}")
+            raise UserError(f"{rows} answers need {rows} seeds or one, got {len(self.seed)}")
         return list(self.seed)
 
     def limits(self, prompts: Sequence[Sequence[int]], context: int | None) -> list[int]:
@@ -127,35 +145,80 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
     refuse_unknown_names(options)
     config = options.get("generation_config") or GenerationConfig()
     given = given_options(config)
-    max_new_tokens, max_length = options.get("max_new_tokens"), given.get("max_length")
-    if max_new_tokens is None:
-        default = DEFAULT_MAX_NEW_TOKENS if max_length is None else None
-        max_new_tokens = given.get("max_new_tokens", default)
-    if max_new_tokens is not None:
-        max_new_tokens = integer_option("max_new_tokens", max_new_tokens)
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    stops, ends = given.get("stop_strings") or (), given.get("eos_token_id")
-    arguments = {name: options.get(name) for name in ("temperature", "top_k", "top_p")}
+    sampling = sampling_from(given, {name: options.get(name) for name in SAMPLING_ARGUMENTS})
+    stops, ends = (
+        options.get("stop_strings") or given.get("stop_strings"),
+        given.get("eos_token_id"),
+    )
     rule_options = {
         "typical_epsilon": options.get("typical_epsilon"),
         "typical_delta": options.get("typical_delta"),
         "lenience": options.get("lenience"),
     }
+    top_logprobs = options.get("logprobs")
+    if top_logprobs is not None:
+        top_logprobs = at_least(0, "logprobs", top_logprobs)
     return DecodeSettings(
         config=config,
-        sampling=sampling_from(given, arguments),
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
+        sampling=sampling,
+        max_new_tokens=read_max_new_tokens(options, given),
+        max_length=given.get("max_length"),
         end_ids=None if ends is None else token_ids(ends),
-        stop_strings=(stops,) if isinstance(stops, str) else tuple(stops),
+        stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         stopping_criteria=options.get("stopping_criteria", ()),
         logits_processor=options.get("logits_processor", ()),
         verifier=options.get("verifier", "auto"),
         rule_options={name: value for name, value in rule_options.items() if value is not None},
         seed=read_seed(options.get("seed", 0)),
         attention_mask=options.get("attention_mask"),
+        num_return_sequences=read_num_return_sequences(options, given, sampling),
+        max_seconds=read_max_time(options, given),
+        top_logprobs=top_logprobs,
+        streamer=options.get("streamer"),
     )
+
+
+def read_max_new_tokens(options: DecodeOptions, given: Mapping[str, Any]) -> int | None:
+    """Most new tokens; None where the config has a `max_length` alone."""
+    count = options.get("max_new_tokens")
+    if count is None:
+        default = DEFAULT_MAX_NEW_TOKENS if given.get("max_length") is None else None
+        count = given.get("max_new_tokens", default)
+    return None if count is None else at_least(1, "max_new_tokens", count)
+
+
+def read_num_return_sequences(
+    options: DecodeOptions, given: Mapping[str, Any], sampling: SamplingConfig
+) -> int:
+    """Answers to each prompt; raises UserError for several that would all be the same."""
+    count = options.get("num_return_sequences")
+    if count is None:
+        count = given.get("num_return_sequences", 1)
+    count = at_least(1, "num_return_sequences", count)
+    if count > 1 and sampling.greedy:
+        raise UserError(
+            f"num_return_sequences={count} without sampling would give equal answers: set a "
+            "temperature above 0, or leave it out"
+        )
+    return count
+
+
+def read_max_time(options: DecodeOptions, given: Mapping[str, Any]) -> float | None:
+    """Seconds that answers may take; None without a limit."""
+    seconds = options.get("max_time")
+    if seconds is None:
+        seconds = given.get("max_time")
+    if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+        raise UserError(f"max_time must be a number of seconds above 0, got {seconds!r}")
+    return seconds
+
+
+def at_least(least: int, name: str, value: object) -> int:
+    """The integer given for an option; raises UserError when it is none or too small."""
+    number = integer_option(name, value)
+    if number < least:
+        raise UserError(f"{name} must be at least {least}, got {number}")
+    return number
 
 
 def read_seed(seed: object) -> int | list[int]:
@@ -169,6 +232,14 @@ def read_seed(seed: object) -> int | list[int]:
     if integer(seeds) is None and is_list(seeds):
         return [integer_option("a seed", each) for each in seeds]
     return integer_option("seed", seeds)
+
+
+def refuse_streamer(settings: DecodeSettings) -> None:
+    """Raise UserError where the caller gets the tokens piece by piece anyway."""
+    if settings.streamer is not None:
+        raise UserError(
+            "streamer is an option of generate; stream and steps give pieces themselves"
+        )
 
 
 def refuse_unknown_names(options: DecodeOptions) -> None:

@@ -33,26 +33,41 @@ PROCESSORS = {
     "sequence_bias",
     "suppress_tokens",
 }
-LENGTHS_AND_ENDS = {"do_sample", "eos_token_id", "max_length", "max_new_tokens", "stop_strings"}
-# How transformers computes, how its assistant drafts, and what only encoders and padding need:
-# answers do not depend on these.
+LENGTHS_AND_ENDS = {
+    "do_sample", "eos_token_id", "max_length", "max_new_tokens", "max_time",
+    "num_return_sequences", "stop_strings",
+}  # fmt: skip
+# How transformers computes, and what only encoders and padding need: no answer depends on these.
 WITHOUT_EFFECT = {
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
     "bos_token_id",
     "cache_config",
     "cache_implementation",
     "compile_config",
     "decoder_start_token_id",
     "disable_compile",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
     "pad_token_id",
-    "target_lookbehind",
     "transformers_version",
     "use_cache",
 }
+# What `model.generate` does itself or leaves to a processor, where it only prepares a call.
+PREPARED = {
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "guidance_scale", "output_logits", "output_scores", "return_dict_in_generate", "token_healing",
+    "top_h", "watermarking_config",
+}  # fmt: skip
 KNOWN = PROCESSORS | LENGTHS_AND_ENDS | WITHOUT_EFFECT | set(SAMPLING)
+# What to do instead of setting some of the options that are not supported.
+INSTEAD = {
+    "output_scores": "ask for logprobs",
+    "output_logits": "ask for logprobs",
+    "return_dict_in_generate": "generate always returns a result with fields",
+} | dict.fromkeys(
+    (
+        "assistant_confidence_threshold", "assistant_lookbehind", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "target_lookbehind",
+    ),
+    "what is drafted is chosen when a Decoder is made",
+)  # fmt: skip
 # Options that are not supported change nothing at these values.
 NEUTRAL = {
     "diversity_penalty": 0.0,
@@ -64,7 +79,6 @@ NEUTRAL = {
     "length_penalty": 1.0,
     "num_beam_groups": 1,
     "num_beams": 1,
-    "num_return_sequences": 1,
 }
 
 
@@ -86,9 +100,23 @@ def given_options(config: GenerationConfig) -> dict[str, Any]:
     if refused := sorted(given.keys() - KNOWN):
         raise UserError(
             f"generation_config sets {refused[0]}={given[refused[0]]!r}, which is not supported "
-            "here: leave it out"
+            f"here: {INSTEAD.get(refused[0], 'leave it out')}"
         )
     return given
+
+
+def refuse_unprepared(config: GenerationConfig) -> None:
+    """Raise UserError for an option that `model.generate` has not dealt with before it decodes.
+
+    By then it has filled in its own defaults, and turned most options into processors and criteria.
+    """
+    defaults = GenerationConfig._get_default_generation_params()
+    for name, value in sorted(vars(config).items()):
+        known = name.startswith("_") or name in KNOWN | PREPARED
+        if known or value is None or value is False:
+            continue
+        if value not in (defaults.get(name), NEUTRAL.get(name)):
+            raise UserError(f"{name}={value!r} is not supported with custom_generate: leave it out")
 
 
 def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> SamplingConfig:

@@ -1,12 +1,16 @@
 """A checked request: what to decode, and how."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.stopping import Stop
+
+# Under the names of `model.generate`'s output: after and before processors, temperature, filters.
+RowKind = Literal["scores", "logits"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,11 @@ class Request:
     processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
     stops: Sequence[Stop] = ()  # one for each prompt, or none at all
     draft_temperature: float | None = None  # at which children are drawn; None: as the target's
+    max_seconds: float | None = None  # answers end at the first step after this time
+    top_logprobs: int | None = None  # alternatives to record beside each token; None: no record
+    kept_rows: Collection[RowKind] = ()  # which whole rows [V] are recorded for each token
+    # What processors read before an answer where it is not the prompt: the prompt with padding.
+    prefixes: Sequence[Sequence[int]] | None = None
 
     @property
     def draft_sampling(self) -> SamplingConfig:

@@ -4,8 +4,9 @@ Strings and criteria are asked on the host after every committed token, in order
 would ask them. What a longer step has committed after the end is dropped.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from transformers.generation.stopping_criteria import (
@@ -18,7 +19,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 
-Stop: TypeAlias = Callable[[Sequence[int]], bool]  # whether an answer ends with its last token
+# Why an answer has ended: by one of the target's end tokens, a stop string or one of the caller's
+# stopping criteria; at its limit of tokens or of time; or because its stream was closed.
+FinishReason = Literal[
+    "end_token", "stop_string", "stopping_criteria", "length", "time", "cancelled"
+]
 
 
 def end_token_ids(target: Target) -> frozenset[int]:
@@ -39,17 +44,15 @@ def stops_for(
     custom: Sequence[StoppingCriteria],
     tokenizer: PreTrainedTokenizerBase | None,
     prompts: Sequence[Sequence[int]],
-) -> list[Stop]:
-    """When the answer to each prompt stops; an empty list when nothing was asked for.
+) -> list["Stop"]:
+    """What may stop the answer to each prompt; an empty list when nothing was asked for.
 
     A stop string ends the answer with the token that completes it. As in transformers that token
     is kept whole, with any text after the string. Raises UserError for stop strings that the
     target's tokenizer cannot produce.
     """
-    if not stop_strings and not custom:
-        return []
-    strings = string_criteria(stop_strings, tokenizer) if stop_strings else None
-    return [stop_after(prompt, StoppingCriteriaList(custom), strings) for prompt in prompts]
+    criteria = [*custom, *([string_criteria(stop_strings, tokenizer)] if stop_strings else [])]
+    return [Stop(prompt, criteria) for prompt in prompts] if criteria else []
 
 
 def string_criteria(
@@ -64,29 +67,45 @@ def string_criteria(
         raise UserError(f"stop_strings {list(stop_strings)}: {error}") from error
 
 
-def stop_after(
-    prompt: Sequence[int], custom: StoppingCriteriaList, strings: StopStringCriteria | None
-) -> Stop:
-    """The criteria for the answer to one prompt; they get ids [1, T] and no scores."""
-    prompt_ids = torch.tensor(prompt)  # [T] made once: prompts can be long
+class Stop:
+    """Stop strings and the caller's criteria for the answer to one prompt, token by token.
 
-    def stop(answer: Sequence[int]) -> bool:
-        stopped = False
-        if custom:
-            ids = torch.cat([prompt_ids, torch.tensor(answer)])
-            stopped = bool(custom(ids[None], None).all())
-        if strings is not None and not stopped:
-            recent = last_tokens(prompt, answer, strings.maximum_token_len)
-            stopped = bool(strings(torch.tensor([recent]), None).all())
-        return stopped
-
-    return stop
-
-
-def last_tokens(prompt: Sequence[int], answer: Sequence[int], count: int) -> list[int]:
-    """The last `count` tokens of prompt and answer together, or all if there are fewer.
-
-    It copies no more than these: of prompt 1 2 3 and answer 4 the last two are 3 4.
+    What a token costs depends on the length of the text only where a criterion reads all of it.
     """
-    missing = count - len(answer)
-    return [*prompt[-missing:], *answer] if missing > 0 else list(answer[-count:])
+
+    def __init__(self, prompt: Sequence[int], criteria: Sequence[StoppingCriteria]):
+        self.strings = [each for each in criteria if isinstance(each, StopStringCriteria)]
+        others = [each for each in criteria if not isinstance(each, StopStringCriteria)]
+        self.others = StoppingCriteriaList(others)
+        longest = max([each.maximum_token_len for each in self.strings], default=0)
+        self.recent = deque(prompt[-longest:] if longest else (), maxlen=longest)
+        self.text = GrowingText(prompt if others else ())
+
+    def __call__(self, token: int) -> FinishReason | None:
+        """Why the answer ends with this token, which follows those given before; None: it goes on.
+
+        The criteria get ids [1, T] and no scores.
+        """
+        if self.others and bool(self.others(self.text.add(token)[None], None).all()):
+            return "stopping_criteria"
+        self.recent.append(token)
+        if not self.strings:
+            return None
+        recent = torch.tensor([list(self.recent)])
+        return "stop_string" if any(bool(each(recent, None)) for each in self.strings) else None
+
+
+class GrowingText:
+    """Token ids of a text as a tensor that grows by one token at a time, without being copied."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self.length = len(tokens)
+        self.ids = torch.tensor(tokens, dtype=torch.long)  # [capacity]
+
+    def add(self, token: int) -> torch.Tensor:
+        """The ids [T] with one more token; what was returned before stays as it is."""
+        if self.length == len(self.ids):
+            self.ids = torch.cat([self.ids, self.ids.new_empty(max(64, self.length))])
+        self.ids[self.length] = token
+        self.length += 1
+        return self.ids[: self.length]

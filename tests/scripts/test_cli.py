@@ -114,6 +114,28 @@ def test_generate_ends_at_a_stop_string(run) -> None:
     assert cut == whole[: whole.index(letter) + 1]
 
 
+def test_generate_prints_log_probabilities_and_why_the_answer_ended(run) -> None:
+    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
+    status, out, err = run(*task, "--max-new-tokens", "3", "--logprobs", "2", "--head", "@head")
+    assert status == 0 and "3 tokens, ended by length" in err
+    lines = out.splitlines()[-4:]
+    assert lines[0].split() == ["chosen", "target", "token"]
+    for line in lines[1:]:
+        chosen, raw, *rest = line.split()
+        assert float(chosen) == float(raw) < 0 and " | " in line and rest[-1] < "0"
+    status, out, err = run(*task, "--max-time", "1e-9")
+    assert status == 0 and "1 tokens, ended by time" in err
+
+
+def test_generate_prints_several_answers(run) -> None:
+    task = ("generate", *TARGET, "--prompt", "hello", "--num-return-sequences", "2")
+    status, out, err = run(*task, "--temperature", "1", "--max-new-tokens", "4")
+    assert status == 0 and out.startswith("[0]\n") and "\n[1]\n" in out
+    assert "8 tokens" in err or "end_token" in err
+    status, _, err = run(*task)
+    assert status == 2 and "num_return_sequences=2 without sampling" in err
+
+
 def test_compare_writes_its_three_files(run, tmp_path) -> None:
     status, out, _ = run(
         "compare", "--target", "@target", "--head", "@head", "--draft-model", "@draft",

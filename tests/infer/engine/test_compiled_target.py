@@ -128,6 +128,30 @@ def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
     assert Compiled.made == made + 4
 
 
+@pytest.mark.parametrize("way", ["plain", pytest.param("medusa:own", marks=pytest.mark.slow)])
+def test_a_record_of_scores_changes_neither_rule_nor_text(
+    compiled, target, make_drafter, way
+) -> None:
+    """Only the pass is a graph then, but tokens are still matched, as the seed wants."""
+    ask = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
+    drafter = None if way == "plain" else make_drafter(way, compiled)
+    decoder = Decoder(compiled, drafter, drafter and Budget(6, 2))
+    found = decoder.generate(prompts(1), **ask, logprobs=1)
+    assert found.sequences == OracleDecoder(target).generate(prompts(1), **ask).sequences
+    assert found.logprobs is not None
+    expected = Decoder(target).generate(prompts(1), **ask, logprobs=1).logprobs
+    for here, there in zip(found.logprobs, expected, strict=True):
+        assert here.processed == pytest.approx(there.processed, abs=1e-4)
+        assert here.raw == pytest.approx(there.raw, abs=1e-4)
+
+
+def test_a_compiled_decoder_is_a_custom_generate_as_well(compiled) -> None:
+    ids = torch.tensor([prompt[:6] for prompt in prompts(3)])
+    expected = compiled.model.generate(ids, max_new_tokens=20)
+    function = Decoder(compiled).as_custom_generate()
+    assert compiled.model.generate(ids, max_new_tokens=20, custom_generate=function).equal(expected)
+
+
 def test_a_second_model_of_the_same_shape_runs_on_its_own_weights(compiled, make_target) -> None:
     Decoder(compiled).generate(prompts(1), max_new_tokens=4)
     other = make_target(seed=2)

@@ -262,7 +262,7 @@ def test_counts_say_what_was_returned(target, make_drafter) -> None:
             r"max_new_tokens must be an integer, got '3' \(str",
         ),
         ({"prompts": [1], "max_new_tokens": True}, "max_new_tokens must be an integer"),
-        ({"prompts": [[1], [2]], "seed": [1]}, "2 prompts need 2 seeds"),
+        ({"prompts": [[1], [2]], "seed": [1]}, "2 answers need 2 seeds"),
         ({"prompts": [1], "seed": 0.5}, r"seed must be an integer, got 0.5 \(float"),
         ({"prompts": [1], "seed": [None]}, r"a seed must be an integer, got None \(NoneType"),
     ],

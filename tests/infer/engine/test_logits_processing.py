@@ -1,7 +1,5 @@
 """Logits processors: behind every node of a tree they do what they do in `model.generate`."""
 
-import copy
-
 import pytest
 import torch
 from laws import p_value
@@ -357,7 +355,8 @@ def test_processors_that_remember_or_know_the_batch_are_refused(target, name) ->
     ("options", "complaint"),
     [
         ({"num_beams": 4}, "num_beams=4"),
-        ({"do_sample": True, "num_return_sequences": 3}, "num_return_sequences=3"),
+        ({"num_assistant_tokens": 5}, "num_assistant_tokens=5.* chosen when a Decoder is made"),
+        ({"assistant_confidence_threshold": 0.2}, "assistant_confidence_threshold=0.2"),
         ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
         ({"do_sample": True, "top_h": 0.4}, "top_h=0.4"),
         ({"do_sample": True, "epsilon_cutoff": 0.1}, "epsilon_cutoff=0.1"),
@@ -409,10 +408,8 @@ def test_a_models_own_settings_can_be_passed_on(target) -> None:
     options = read_options({"generation_config": own})
     assert options.sampling == SamplingConfig(0.7, 20, 0.8)
     assert options.end_ids == {7, 8} and options.config.repetition_penalty == 1.05
-    config = copy.deepcopy(target.model.generation_config)
-    config.num_assistant_tokens = 5  # as `compare` leaves it; says nothing about answers
     with_config = Decoder(target).generate(
-        PROMPTS, max_new_tokens=MAX_NEW, generation_config=config
+        PROMPTS, max_new_tokens=MAX_NEW, generation_config=target.model.generation_config
     )
     assert (
         with_config.sequences == Decoder(target).generate(PROMPTS, max_new_tokens=MAX_NEW).sequences

@@ -174,7 +174,7 @@ def test_what_is_no_prompt_is_refused_by_name_and_type(prompts, complaint) -> No
 def test_answers_are_cut_at_their_end_and_their_limit() -> None:
     batch = Batch(limits=[5, 2, 9], end_ids=frozenset([7]))
     assert batch.take_step([[1, 7, 2], [1, 2, 3], [4]]) == {0: [1, 7], 1: [1, 2], 2: [4]}
-    assert [row.finished for row in batch.rows] == [True, False, False]
+    assert [row.finish_reason for row in batch.rows] == ["end_token", "length", None]
     assert [row.accept_lengths for row in batch.rows] == [[3], [3], [1]]
     assert batch.drop_idle() == [2]
     assert batch.take_step([[5, 6]]) == {2: [5, 6]}

@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.request.stopping import last_tokens, stops_for
+from drafthead.infer.request.stopping import GrowingText, stops_for
 
 MAX_NEW = 40
 PROMPTS = random_prompts(3)
@@ -102,22 +102,18 @@ def test_stop_strings_that_no_token_can_say_are_refused(target) -> None:
         Decoder(target).generate([9], generation_config=GenerationConfig(stop_strings=["é"]))
 
 
-def test_a_stop_string_looks_at_no_more_of_a_long_prompt_than_it_needs(target) -> None:
+def test_a_token_costs_the_same_after_a_long_text_as_after_a_short_one(target) -> None:
     """Each token used to cost a tensor of prompt and answer together."""
+    string, token = target.tokenizer.convert_tokens_to_ids, 9
+    (stop,) = stops_for(["bab"], [], target.tokenizer, [[token] * 1000])
+    assert len(stop.recent) < 10 and stop.text.length == 0
+    assert [stop(t) for t in string(["dd", "ba", "bc"])] == [None, None, "stop_string"]
+    (stop,) = stops_for(["bab"], [], target.tokenizer, [[1, *string(["ba"])]])
+    assert stop(*string(["bc"])) == "stop_string", "the string may begin in the prompt"
 
-    class Watched(list):
-        read = 0
 
-        def __iter__(self):
-            Watched.read += len(self)
-            return super().__iter__()
-
-    (stop,) = stops_for(["bab"], [], target.tokenizer, [Watched([9] * 1000)])
-    before = Watched.read
-    ids = target.tokenizer.convert_tokens_to_ids(["dd", "ba", "bc"])
-    assert [stop(ids[:n]) for n in (1, 2, 3)] == [False, False, True]
-    assert Watched.read == before
-    assert stop(ids[1:]), "the string may begin with the answer"
-    assert last_tokens([1, 2, 3], [4], 2) == [3, 4]
-    assert last_tokens([1, 2, 3], [4], 9) == [1, 2, 3, 4]
-    assert last_tokens([1, 2, 3], [4, 5], 2) == [4, 5]
+def test_a_growing_text_keeps_what_it_gave() -> None:
+    text = GrowingText([1, 2])
+    given = [text.add(token) for token in range(3, 200)]
+    assert [ids.tolist() for ids in given] == [[*range(1, last + 1)] for last in range(3, 200)]
+    assert len({ids.data_ptr() for ids in given}) < 5, "it is copied when its room doubles"

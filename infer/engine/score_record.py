@@ -1,0 +1,123 @@
+"""What the target thought of the tokens that it was given: kept for requests that ask for it.
+
+The logits come from the passes that verified the tokens, so a record costs no pass. Requests
+without one pay nothing.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+import torch
+
+from drafthead.heads.sampling import SamplingConfig, warped
+from drafthead.infer.engine.results import Logprobs
+from drafthead.infer.request.request import Request, RowKind
+
+
+class ScoreRecord(ABC):
+    """The scores of each row's tokens, in the order of the tokens."""
+
+    def __init__(self, sampling: SamplingConfig):
+        self.sampling = sampling
+
+    def add(
+        self,
+        numbers: Sequence[int | None],  # of the rows of these tensors; None for rows that ended
+        logits: torch.Tensor,  # [B, P, V] of the target
+        scores: torch.Tensor,  # [B, P, V] the same after the logits processors
+        tokens: Sequence[Sequence[int]],  # chosen from them, up to P in each row
+    ) -> None:
+        """Record the next tokens of each active row."""
+        for number, row_logits, row_scores, chosen in zip(
+            numbers, logits, scores, tokens, strict=True
+        ):
+            if number is None:
+                continue
+            processed = row_scores[: len(chosen)].float()
+            if not self.sampling.greedy:
+                processed = warped(processed, self.sampling)
+            # NO_TOKEN ends in an error as soon as the batch has it.
+            ids = torch.tensor(chosen, device=logits.device).clamp_min(0)
+            self.keep(number, row_logits[: len(chosen)].float(), processed, ids)
+
+    @abstractmethod
+    def keep(
+        self,
+        number: int,
+        logits: torch.Tensor,  # [P, V] float32
+        scores: torch.Tensor,  # [P, V] float32
+        tokens: torch.Tensor,  # [P]
+    ) -> None:
+        """Record the next tokens of row `number`."""
+
+
+class LogprobRecord(ScoreRecord):
+    """Log-probabilities of the chosen tokens and of the target's most probable ones."""
+
+    def __init__(self, sampling: SamplingConfig, top: int):
+        """`top` is how many of the most probable tokens are kept."""
+        super().__init__(sampling)
+        self.top = top
+        self.rows: dict[int, Logprobs] = defaultdict(lambda: Logprobs([], [], []))
+
+    def keep(
+        self,
+        number: int,
+        logits: torch.Tensor,  # [P, V]
+        scores: torch.Tensor,  # [P, V]
+        tokens: torch.Tensor,  # [P]
+    ) -> None:
+        """Record the next tokens of row `number`."""
+        raw, processed = logits.log_softmax(-1), scores.log_softmax(-1)
+        row, chosen = self.rows[number], tokens[:, None]
+        row.raw.extend(raw.gather(1, chosen)[:, 0].tolist())
+        row.processed.extend(processed.gather(1, chosen)[:, 0].tolist())
+        best = raw.topk(min(self.top, raw.shape[1]), dim=-1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        row.top.extend(list(zip(*pair, strict=True)) for pair in pairs)
+
+    def of_rows(self, lengths: Sequence[int]) -> list[Logprobs]:
+        """The record of each row, cut to the length of its answer."""
+        records = [(self.rows[number], length) for number, length in enumerate(lengths)]
+        return [Logprobs(r.processed[:n], r.raw[:n], r.top[:n]) for r, n in records]
+
+
+class RowRecord(ScoreRecord):
+    """Whole rows of processed scores or of logits, which need V numbers for each token."""
+
+    def __init__(self, sampling: SamplingConfig, kinds: Collection[RowKind]):
+        super().__init__(sampling)
+        self.kinds = kinds
+        # Of each kind and row number the [V] of each token.
+        self.rows: dict[tuple[RowKind, int], list[torch.Tensor]] = defaultdict(list)
+
+    def keep(
+        self,
+        number: int,
+        logits: torch.Tensor,  # [P, V]
+        scores: torch.Tensor,  # [P, V]
+        tokens: torch.Tensor,  # [P]
+    ) -> None:
+        """Record the next tokens of row `number`."""
+        for kind in self.kinds:
+            rows = scores if kind == "scores" else logits
+            # Clones: a view would keep the rest of the batch in memory.
+            self.rows[kind, number].extend(row.clone() for row in rows)
+
+    def by_token(self, kind: RowKind, rows: int, length: int) -> tuple[torch.Tensor, ...]:
+        """[B, V] for each of the first `length` tokens, of `rows` rows; 0 after a row's end."""
+        first = self.rows[kind, 0][0]
+        none = torch.zeros_like(first)
+        kept = [self.rows[kind, number][:length] for number in range(rows)]
+        padded = [[*row, *[none] * (length - len(row))] for row in kept]
+        return tuple(torch.stack(column) for column in zip(*padded, strict=True))
+
+
+def record_for(request: Request) -> ScoreRecord | None:
+    """The record that a request asks for, or None."""
+    if request.kept_rows:
+        return RowRecord(request.sampling, request.kept_rows)
+    if request.top_logprobs is not None:
+        return LogprobRecord(request.sampling, request.top_logprobs)
+    return None
