@@ -42,11 +42,11 @@ def main(
     """Show the numbers from which decoding chooses the size of its token trees.
 
     A larger tree brings more tokens per step and makes the step longer. For every size: the time of
-    a step on this machine, timed once and stored (--fresh times again; decoding itself times
-    nothing and corrects what is stored), the tokens per step expected from the head's acceptance on held-out answers, and their quotient, tokens per second
+    a step on this machine, timed once and stored (--fresh times again), the tokens per step
+    expected from the head's acceptance on held-out answers, and their quotient, tokens per second
     of one row. The smallest size within 3 % of the best is chosen; plain decoding (1 node) is one
-    of the sizes. While decoding, the choice follows the measured acceptance; --tree-nodes of the
-    other verbs overrides it.
+    of the sizes. Decoding needs no such table: it learns these times itself, and its choice follows
+    them and the acceptance that it meets. --tree-nodes of the other verbs overrides it.
     """
     decoder = Decoder.from_pretrained(target, head, dtype=dtype, device=device, compile=compile)
     plan = measured_plan(decoder, batch, temperature, fresh)

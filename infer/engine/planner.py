@@ -19,11 +19,14 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from drafthead.infer.engine.step_costs import Size, StepCosts, Table
+
+Marks = NDArray[np.bool_]
 
 
 class Planner(ABC):
@@ -95,8 +98,8 @@ class AdaptivePlan:
         for place, size in enumerate(self.sizes):
             if size is not None:
                 self.table[place, : len(chances[size])] = chances[size]
-        # Plain steps that may still be lost: by drafts against plain decoding, by trials against the
-        # best size.
+        # Plain steps that may still be lost: by drafts against plain decoding, and by trials
+        # against the best size.
         self.draft_account = self.trial_account = settings.first_loss
 
     def best(self) -> Size:
@@ -145,18 +148,27 @@ class AdaptivePlan:
         can_be_paid = settings.run_steps * (dearest - brings) <= self.draft_account
         can_be_paid[0] = True
         best = self._smallest_good(np.where(can_be_paid, rates, -math.inf))
-        hoped = rates + settings.optimism * self.costs.deviations_from(self.sizes[best])
         lost = np.maximum(1 - np.exp(rates - rates[best]), settings.least_loss)
-        worth = can_be_paid & (settings.run_steps * ratios * lost <= self.trial_account)
+        can_be_paid &= settings.run_steps * ratios * lost <= self.trial_account
+        can_be_paid[best] = False
+        tried = self._worth_a_trial(rates, best, can_be_paid)
+        return self.sizes[best if tried is None else tried], tried is not None
+
+    def _worth_a_trial(self, rates: Table, best: int, can_be_paid: Marks) -> int | None:
+        """The place of a size that may well be better than the best; None if there is none."""
+        settings = self.settings
+        hoped = rates + settings.optimism * self.costs.lessons(self.sizes[best])
+        worth = can_be_paid
         if best > 0:  # while plain decoding is best, any draft is of interest
-            worth &= hoped > rates[best] + math.log(settings.required_gain)
-        worth[best] = False
+            if can_be_paid[0] and self.trial_account >= settings.most_for_trials:
+                return 0  # nothing was tried for long, and drafts may have become dear unnoticed
+            worth = worth & (hoped > rates[best] + math.log(settings.required_gain))
         if not worth.any():
-            return self.sizes[best], False
+            return None
         if best == 0:
             # Acceptance may have changed since the last draft: what is old must not outvote it.
             self.acceptance.age()
-        return self.sizes[int(np.argmax(np.where(worth, hoped, -math.inf)))], True
+        return int(np.argmax(np.where(worth, hoped, -math.inf)))
 
     def _smallest_good(self, log_rates: Table) -> int:
         """The place of the smallest size that promises nearly as much as the best."""
@@ -172,8 +184,8 @@ class AdaptivePlan:
         if run.is_trial:
             lost = seconds - run.tokens / self.rate(self.best())
             trials -= max(lost, settings.least_loss * seconds) / plain
-        self.draft_account = min(drafts, settings.most_saved)
-        self.trial_account = min(trials, settings.most_saved)
+        self.draft_account = min(drafts, settings.most_for_drafts)
+        self.trial_account = min(trials, settings.most_for_trials)
 
 
 class PlannedDecoding(Planner):

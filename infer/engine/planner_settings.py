@@ -28,10 +28,12 @@ class PlannerSettings:
     # Share of all time that drafts may lose against plain decoding, and likewise trials against the
     # best size.
     loss_share: float = 0.01
-    # The same in plain steps: at first, and the most that is saved up. An always wrong drafter loses
-    # no more than 8 + 5 of the first 512 steps, or 3 %; a good one does not run out of it by chance.
+    # The same in plain steps: at first, and the most that is saved up. An always wrong drafter
+    # loses no more than 8 + 5 of the first 512 steps, or 3 %; a good one does not run out of it by
+    # chance.
     first_loss: float = 8.0
-    most_saved: float = 24.0
+    most_for_drafts: float = 24.0
+    most_for_trials: float = 9.0
     # A trial counts as losing at least this share of its time, whatever it brought: changing the
     # size costs a little that is not timed.
     least_loss: float = 0.1
@@ -48,9 +50,9 @@ class CostSettings:
     Deviations are those of the logarithm of a step's seconds: 0.05 is about 5 %.
     """
 
-    # The guess: a step with a draft takes `draft` plain steps more than a plain one, `node` for each
-    # node after the root and `level` for each level. On the cautious side: with it a good head
-    # begins with trees of about 4 nodes.
+    # The guess: a step with a draft takes `draft` plain steps more than a plain one, `node` for
+    # each node after the root and `level` for each level. On the cautious side: with it a good
+    # head begins with trees of about 4 nodes.
     draft: float = 0.05
     node: float = 0.05
     level: float = 0.05

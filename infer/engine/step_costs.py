@@ -81,6 +81,15 @@ class StepCosts:
         variances = np.diag(self.covariance) + self.covariance[place, place]
         return np.sqrt(np.maximum(variances - 2 * self.covariance[place], 0))
 
+    def lessons(self, size: Size) -> Table:
+        """How far a run of each size would move its ratio to `size`: deviations [S].
+
+        Nothing is learnt from a size that was just seen, even if little is known of the other one.
+        """
+        variances = np.diag(self.covariance) + self.settings.run_deviation**2
+        shared = np.diag(self.covariance) - self.covariance[self.places[size]]
+        return np.abs(shared) / np.sqrt(variances)
+
     def set_timed(self, seconds: Mapping[Size, float]) -> None:
         """Believe what every size was timed at."""
         self.mean = np.log([seconds[size] for size in self.sizes])

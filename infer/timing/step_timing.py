@@ -1,9 +1,9 @@
 """Real steps of the engine, timed for each size of tree, on purpose and before decoding.
 
 Decoding learns these times by itself; this is for servers that want to know them first, and for
-tables. Background load can make a step 1.5 times as long from one second to the next. So every size is
-timed between plain steps, as a multiple of these. Small and large trees correct each other: none
-takes longer than a larger one.
+tables. Background load can make a step 1.5 times as long from one second to the next. So every
+size is timed between plain steps, as a multiple of these. Small and large trees correct each other:
+none takes longer than a larger one.
 """
 
 import random

@@ -4,6 +4,9 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from drafthead.infer.engine.step_costs import Size, StepCosts
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
 Seconds = dict[Size, float]
+# The probability that a depth is accepted if the one before it was, for a size and a depth.
+Alpha = float | Callable[[Budget, int], float]
 
 
 def seconds(node: float, draft: float = 0.1) -> Seconds:
@@ -54,8 +59,8 @@ class Text:
         self.coin = random.Random(self.seed)
         self.slower = 1.0
 
-    def decode(self, tokens: int, alpha: float | Callable[[Budget, int], float]) -> float:
-        """Decode so many tokens, each depth accepted with probability alpha(budget, depth).
+    def decode(self, tokens: int, alpha: Alpha) -> float:
+        """Decode so many tokens, each depth accepted with probability `alpha`.
 
         Returns tokens per second of this stretch, on a machine of which nothing else takes time.
         """
@@ -75,14 +80,20 @@ class Text:
                 decoding, answer = PlannedDecoding(self.plan), 0
         return done / time
 
-    def accept_length(self, size: Size, alpha: float | Callable[[Budget, int], float]) -> int:
+    def accept_length(self, size: Size, alpha: Alpha) -> int:
         """A draw: the root, and drafts until one is refused."""
         length = 1
         while size is not None and length <= size.depth:
-            if self.coin.random() >= (alpha if isinstance(alpha, float) else alpha(size, length)):
+            chance = alpha if isinstance(alpha, float) else alpha(size, length)
+            if self.coin.random() >= chance:
                 break
             length += 1
         return length
+
+
+def alpha_of_depth(chances: Sequence[float], size: Budget, depth: int) -> float:
+    """Chances .6, .3 and .1 of reaching a depth are .6, then half of these, then a third."""
+    return chances[depth - 1] / (1.0, *chances)[depth - 1]
 
 
 def alpha_of_tree(size: Budget, depth: int) -> float:
@@ -92,13 +103,11 @@ def alpha_of_tree(size: Budget, depth: int) -> float:
 
 def best_rate(took: Seconds, alpha: Callable[[Budget, int], float]) -> float:
     """Tokens per second of the best size."""
-    return max(
-        sum(math.prod(alpha(size, d) for d in range(1, depth)) for depth in range(1, size.depth + 2))
-        / took[size]
-        if size
-        else 1 / took[None]
-        for size in took
-    )
+    rates = []
+    for size, seconds in took.items():
+        alphas = [alpha(size, depth) for depth in range(1, size.depth + 1)] if size else []
+        rates.append((1 + sum(accumulate(alphas, mul))) / seconds)
+    return max(rates)
 
 
 GOOD = {
@@ -233,7 +242,7 @@ def test_a_drafter_that_pays_a_little_is_kept(drift) -> None:
         drafted = []
         for seed in range(20):
             text = Text(timed_plan(took, {budget: chances}), took, drift=drift, seed=seed)
-            text.decode(700, lambda _, depth: chances[depth - 1] / (1.0, *chances)[depth - 1])
+            text.decode(700, partial(alpha_of_depth, chances))
             drafted += [choice is not None for choice in text.choices]
         assert sum(drafted) > 0.8 * len(drafted)
 

@@ -13,8 +13,8 @@ from drafthead.heads.trees.static import StaticTrees
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
-from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.measuring import bandwidth
 from drafthead.infer.measuring.bandwidth import (
     BandwidthBound,
