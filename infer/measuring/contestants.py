@@ -65,9 +65,8 @@ class Ours(Contestant):
 
     def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
         """Decode one prompt."""
-        result = self.decoder.generate(
-            prompt, max_new_tokens=max_new_tokens, seed=seed, **self.options
-        )
+        ask: DecodeOptions = {**self.options, "max_new_tokens": max_new_tokens, "seed": seed}
+        result = self.decoder.generate(prompt, **ask)
         stats = result.stats
         return Answer(
             sequence=result.sequences[0],

@@ -165,7 +165,8 @@ DAMAGED = [
     entry(mean=["a", 0, 0]), entry(mean=None), entry(covariance=[[1.0]]),
     entry(covariance=np.full((3, 3), float("inf")).tolist()),
     entry(covariance=(-np.eye(3)).tolist()), entry(covariance=np.triu(np.ones((3, 3))).tolist()),
-    entry(kind={"rule": "greedy"}), entry(kind={"rule": 5, "rows": 1, "filters": 0, "processors": 0}),
+    entry(kind={"rule": "greedy"}),
+    entry(kind={"rule": 5, "rows": 1, "filters": 0, "processors": 0}),
     entry(kind={"rule": "match", "rows": 0, "filters": False, "processors": False}),
 ]  # fmt: skip
 
