@@ -135,8 +135,9 @@ class AdaptivePlan:
                     self.acceptance.add(self.chances[run.size], lengths)
             if settled:
                 self.costs.add(run.size, settled, run.continued)
-                # The first steps may have compiled graphs: nobody's loss.
-                self._settle_accounts(run, len(run.seconds) * median(settled))
+            # The first steps may have compiled graphs: nobody's loss.
+            usual = median(settled) if settled else self.costs.seconds(run.size)
+            self._settle_accounts(run, len(run.seconds) * usual)
 
     def _choice(self) -> tuple[Size, bool]:
         """The best size that can be paid for, or one that is worth a trial, and whether it is."""

@@ -170,6 +170,21 @@ def test_trials_cost_at_most_their_share() -> None:
     assert others < (most + 0.05) * len(text.choices) + settings.first_loss / settings.least_loss
 
 
+def test_trials_in_answers_that_are_too_short_to_time_are_paid_for_too() -> None:
+    """Answers of two steps, none of which is timed."""
+    took = seconds(0.1)
+    plan, drafted = timed_plan(took, CHANCES), 0
+    plan.acceptance.observed = [0.0] * len(plan.acceptance.observed)  # plain decoding is best
+    for _ in range(500):
+        decoding = PlannedDecoding(plan)
+        for _ in range(2):
+            size = decoding.choose()
+            drafted += size is not None
+            decoding.learn(size, [1], took[size])
+        decoding.finish()
+    assert 0 < drafted < 130
+
+
 def test_what_drafts_are_compared_with_comes_first() -> None:
     text = Text(new_plan(), seconds(0.02))
     text.decode(30, alpha=0.6)
