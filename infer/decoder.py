@@ -1,12 +1,15 @@
 """The entry for users: load a target with or without a drafter, and decode."""
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Unpack
 
+import torch
 from transformers import PreTrainedModel
 
 from drafthead.heads.base import DraftHead
@@ -25,7 +28,7 @@ from drafthead.infer.engine.emissions import in_time, streamed
 from drafthead.infer.engine.graph_stepper import can_step_in_graphs, stepper_for
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.loop import decode
-from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
+from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
 from drafthead.infer.engine.stepper import Stepper
@@ -40,7 +43,9 @@ from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_token
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import end_token_ids, stops_for
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
-from drafthead.infer.timing.timing_cache import rows_timed, step_seconds
+from drafthead.infer.timing.plans import Plans
+from drafthead.infer.timing.step_timing import TIMING_SETTINGS, Round, make_steps, time_steps
+from drafthead.infer.timing.stored_costs import StepKind
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
@@ -69,8 +74,8 @@ class Decoder:
         """Decode with `drafter`, or plainly without one.
 
         `budget` limits the tree of each step; by default it is the largest that the drafter uses.
-        With `adaptive` the planner chooses it step by step instead, from measured times and from
-        what is accepted, and decodes plainly while no tree pays. `draft_temperature` is the
+        With `adaptive` the planner chooses it step by step instead, by what steps have taken and by
+        what was accepted, and decodes plainly while no tree pays. `draft_temperature` is the
         temperature at which children are drawn, by default the target's. It changes how many are
         accepted and not the output's distribution. Raises UserError when it is not above 0.
         """
@@ -80,7 +85,7 @@ class Decoder:
         if draft_temperature is not None and not draft_temperature > 0:
             raise UserError(f"draft_temperature must be above 0, got {draft_temperature}")
         self.draft_temperature = draft_temperature
-        self.plans: dict[tuple[str, float, int], AdaptivePlan] = {}
+        self.plans = Plans(target, drafter) if adaptive and drafter is not None else None
         self.tokenizer = target.tokenizer
         self.max_length = target.max_length
         self.end_ids = end_token_ids(target)
@@ -105,13 +110,14 @@ class Decoder:
 
         A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
         for prompts and answers that are texts.
-        `tree_nodes` fixes the size of the trees, the root included; by default the planner sizes
-        them by their cost on this machine and by how well they are accepted. `draft_tokens` is the
-        most that a draft model or prompt lookup proposes in a step. `compile` makes graphs of the
-        passes when they first run, which takes minutes the first time and seconds when the same was
-        compiled before; the output stays the same. `draft_temperature` is explained at the
-        constructor. Code that comes with a model runs only with `trust_remote_code`. Raises
-        UserError when something cannot be loaded or does not fit the target.
+        `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
+        default the planner sizes them by their cost on this machine, which it learns while
+        decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model
+        or prompt lookup proposes in a step. `compile` makes graphs of the passes when they first
+        run, which takes minutes the first time and seconds when the same was compiled before; the
+        output stays the same. `draft_temperature` is explained at the constructor. Code that comes
+        with a model runs only with `trust_remote_code`. Raises UserError when something cannot be
+        loaded or does not fit the target.
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
@@ -197,6 +203,44 @@ class Decoder:
             logprobs=record.of_rows(lengths) if isinstance(record, LogprobRecord) else None,
         )
 
+    def warm_up(
+        self,
+        batch_sizes: Sequence[int] = (1,),
+        fresh: bool = False,
+        **options: Unpack[DecodeOptions],
+    ) -> None:
+        """Do before serving what the first answers would do: learn what steps cost, make graphs.
+
+        For batches of each size, answered with the same options. Steps of every size of tree are
+        timed, for 2 to 10 seconds and longer where steps are slow, and the times are kept on disk.
+        What was timed earlier is timed again only if `fresh`. Raises what `generate` raises.
+        """
+        settings = read_options(options)
+        for rows in batch_sizes:
+            logger.info("warming up for %d prompts at a time", rows)
+            tokens = min(TIMING_SETTINGS.prompt_tokens, (self.max_length or sys.maxsize) // 2)
+            generator = torch.Generator().manual_seed(0)
+            prompts = torch.randint(self.target.vocab_size, (rows, tokens), generator=generator)
+            there = replace(settings, attention_mask=torch.ones_like(prompts))
+            # Answers that do not end before everything was timed.
+            endless = replace(self._request(prompts, there), end_ids=frozenset(), stops=())
+            self._warm_up(BatchRun(endless, self.target.device), settings, fresh)
+
+    def _warm_up(self, run: BatchRun, settings: DecodeSettings, fresh: bool) -> None:
+        """Time the steps of a batch, or make a few of every kind."""
+        rule, plans = self._rule(run, settings), self.plans
+        if plans is None or not rule.follows:
+            for _ in islice(self._decode(run, settings), TIMING_SETTINGS.visit_steps):
+                pass
+            return
+        steps = self.target, plans.drafter, run.request, rule
+        kind = StepKind.of(run, rule)
+        with Decoder.timing:
+            if fresh or not plans.costs(kind).was_timed:
+                plans.set_timed(kind, time_steps(*steps))
+            else:
+                make_steps(*steps, Round(plans.drafter.budgets[-1:], TIMING_SETTINGS))
+
     def _begin(
         self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions
     ) -> tuple[BatchRun, Iterator[Emitted], DecodeSettings]:
@@ -233,16 +277,20 @@ class Decoder:
             settings.top_logprobs,
         )
 
+    def _rule(self, run: BatchRun, settings: DecodeSettings) -> Verifier:
+        """The acceptance rule that the options name."""
+        quick = self.adaptive or can_step_in_graphs(self.target, run)
+        temperature = run.request.sampling.temperature
+        rule = verifier_for(settings.verifier, temperature, follows=quick)
+        return rule.with_options(settings.rule_options)
+
     def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
         """The loop for this drafter; checks the verifier's name even where none is needed."""
-        temperature = run.request.sampling.temperature
-        quick = self.adaptive or can_step_in_graphs(self.target, run)
-        rule = verifier_for(settings.verifier, temperature, follows=quick)
-        rule = rule.with_options(settings.rule_options)
+        rule = self._rule(run, settings)
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
-            rule = verifier_for("auto", temperature, follows=True)
+            rule = verifier_for("auto", run.request.sampling.temperature, follows=True)
         elif self.drafter is not None:
             drafter = self.drafter
         return decode(self._stepper(run, drafter, rule), drafter, planner)
@@ -255,26 +303,13 @@ class Decoder:
 
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
         """What chooses the budget of each step."""
-        if not self.adaptive or self.drafter is None:
+        if self.plans is None:
             return FixedPlan(self.budget)
-        rows = rows_timed(rule, len(run.request.prompts))
-        plan = self._plan(self.drafter, rule, run.request.sampling.temperature, rows)
-        # Answers of a rule that draws children depend on the tree. They must depend on the seed
-        # alone, not on other rows or earlier decodings: their budget is chosen once.
-        return FixedPlan(plan.choose()) if rule.draws_children else plan
-
-    def _plan(
-        self, drafter: Drafter, rule: Verifier, temperature: float, rows: int
-    ) -> AdaptivePlan:
-        """The plan of all decodings like this one; the first of them times the steps."""
-        key = (rule.name, temperature, rows)
-        if key not in self.plans:
-            with Decoder.timing:
-                if key not in self.plans:  # else another thread has made it meanwhile
-                    seconds = step_seconds(self.target, drafter, rows, rule)
-                    chances = {budget: drafter.chances(budget) for budget in drafter.budgets}
-                    self.plans[key] = AdaptivePlan(seconds, chances)
-        return self.plans[key]
+        if not rule.follows:
+            # The text of a seed depends on the tree, which must not depend on a clock, on other
+            # rows or on earlier answers.
+            return FixedPlan(self.plans.fixed_budget)
+        return self.plans.planner(StepKind.of(run, rule), run.request.sampling.temperature)
 
 
 def loaded_target(

@@ -29,7 +29,9 @@ MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens in an answer.")
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")]
-Seed = Annotated[int, typer.Option(help="For sampled answers: same seed, same answer.")]
+Seed = Annotated[
+    int, typer.Option(help="For sampled answers: same seed, same answer (with the same tree size).")
+]
 TreeNodes = Annotated[
     int | None,
     typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),

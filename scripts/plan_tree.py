@@ -9,16 +9,10 @@ import typer
 
 from drafthead.heads.drafting.drafter import UNMEASURED_ALPHA, Drafter
 from drafthead.infer import Decoder
-from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.measuring.plan_table import PlanRow, plan_rows, reason
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS
-from drafthead.infer.timing.timing_cache import (
-    cache_file,
-    rows_timed,
-    stored_seconds,
-    time_and_store,
-)
-from drafthead.infer.verifiers import Verifier, verifier_for
+from drafthead.infer.timing.stored_costs import StepKind, rows_that_share
+from drafthead.infer.verifiers import verifier_for
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run
 from drafthead.scripts.reports.plan import print_plan, write_plan
@@ -48,15 +42,14 @@ def main(
     """Show the numbers from which decoding chooses the size of its token trees.
 
     A larger tree brings more tokens per step and makes the step longer. For every size: the time of
-    a step on this machine, measured once and stored (--fresh measures again), the tokens per step
+    a step on this machine, timed once and stored (--fresh times again), the tokens per step
     expected from the head's acceptance on held-out answers, and their quotient, tokens per second
     of one row. The smallest size within 3 % of the best is chosen; plain decoding (1 node) is one
-    of the sizes. While decoding, the choice follows the measured acceptance; --tree-nodes of the
-    other verbs overrides it.
+    of the sizes. Decoding needs no such table: it learns these times itself, and its choice follows
+    them and the acceptance that it meets. --tree-nodes of the other verbs overrides it.
     """
-    rule = verifier_for("auto", temperature, follows=True)
     decoder = Decoder.from_pretrained(target, head, dtype=dtype, device=device, compile=compile)
-    plan = measured_plan(decoder, rule, batch, fresh)
+    plan = measured_plan(decoder, batch, temperature, fresh)
     if temperature > 0:
         plan.notes.append(
             "expected tokens are those of greedy decoding; above temperature 0 fewer are accepted, "
@@ -80,26 +73,24 @@ class MeasuredPlan:
     rows_timed: int  # of the batch whose steps were timed
 
 
-def measured_plan(decoder: Decoder, rule: Verifier, batch: int, fresh: bool) -> MeasuredPlan:
-    """The plan for `batch` rows; times the steps if `fresh` or if no times are stored."""
-    drafter = decoder.drafter
-    assert drafter is not None
-    timed = rows_timed(rule, batch)
-    file = cache_file(decoder.target, drafter, timed, rule)
-    stored = None if fresh else stored_seconds(file, drafter.budgets)
-    if stored is None:
+def measured_plan(decoder: Decoder, batch: int, temperature: float, fresh: bool) -> MeasuredPlan:
+    """The plan for `batch` rows; times the steps if `fresh` or if that was never done."""
+    drafter, plans = decoder.drafter, decoder.plans
+    assert drafter is not None and plans is not None
+    rule = verifier_for("auto", temperature, follows=True)
+    kind = StepKind(rule.name, rows_that_share(batch), filters=False, processors=False)
+    is_stored = plans.costs(kind).was_timed and not fresh
+    if not is_stored:
         logger.info("timing the steps of %d tree sizes", len(drafter.budgets))
-    seconds = stored or time_and_store(decoder.target, drafter, timed, rule)
-    rows = plan_rows(
-        AdaptivePlan(seconds, {budget: drafter.chances(budget) for budget in drafter.budgets})
-    )
-    notes = [reason(rows), timing_note(timed, batch, stored is not None, file)]
+        decoder.warm_up((kind.rows,), fresh, temperature=temperature)
+    rows = plan_rows(plans.plan(kind, temperature))
+    notes = [reason(rows), timing_note(kind.rows, batch, is_stored, plans.file)]
     if all(drafter.chances(b) == Drafter.chances(drafter, b) for b in drafter.budgets):
         notes.append(
             "the head's acceptance was never measured: each depth is assumed to be accepted "
             f"{UNMEASURED_ALPHA:g} times as often as the one before"
         )
-    return MeasuredPlan(rows, notes, timed)
+    return MeasuredPlan(rows, notes, kind.rows)
 
 
 def timing_note(timed: int, batch: int, is_stored: bool, file: Path) -> str:
@@ -107,6 +98,6 @@ def timing_note(timed: int, batch: int, is_stored: bool, file: Path) -> str:
     rows = f"{timed} row{'s' if timed > 1 else ''}"
     if timed != batch:
         rows += f" (the planner's choice for a batch of {batch})"
-    when = "stored by an earlier run, --fresh times again" if is_stored else "timed now"
+    when = "timed by an earlier run, --fresh times again" if is_stored else "timed now"
     tokens = TIMING_SETTINGS.prompt_tokens
     return f"steps of {rows} after {tokens} prompt tokens, {when}: {file}"

@@ -161,11 +161,11 @@ def in_batches(ids: Sequence[list[int]], size: int) -> list[list[list[int]]]:
 def warm_up(
     decoders: Mapping[str, Decoder], prompts: list[list[int]], most: int, temperature: float
 ) -> float:
-    """Decode a few tokens with each decoder; returns seconds."""
+    """Warm up each decoder and decode a few tokens with it; returns seconds."""
     started = time.perf_counter()
-    # Passes are compiled here and the planner times its steps: for a batch, and for a single row,
-    # because a batch is one when its other rows have ended.
+    # For a batch, and for a single row, because a batch is one when its other rows have ended.
     for decoder in tqdm(decoders.values(), desc="warming up", unit="decoder"):
+        decoder.warm_up((len(prompts), 1), temperature=temperature)
         for rows in (prompts, prompts[:1]):
             decoder.generate(
                 rows, max_new_tokens=min(WARM_UP_TOKENS, most), temperature=temperature

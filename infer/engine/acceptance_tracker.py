@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 
 
@@ -29,20 +32,17 @@ class AcceptanceTracker:
             self.expected[depth] = self.keep * self.expected[depth] + chance
             self.observed[depth] = self.keep * self.observed[depth] + reached
 
-    def tokens(self, expected: Sequence[float]) -> float:
-        """Tokens that a step commits, the bonus included, given the probability of each depth.
+    def tokens(self, expected: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tokens that a step commits, the bonus included: [...] for chances [..., depths].
 
         Each probability is scaled by observed / expected so far. Where 10 drafts of 20 were
         expected to be accepted and 5 were, 0.6 becomes 0.3.
         """
-        total, reachable = 1.0, 1.0
-        for depth, chance in enumerate(expected):
-            if self.expected[depth] > 0:
-                # No depth is reached more often than the one before it.
-                chance = chance * self.observed[depth] / self.expected[depth]
-                reachable = min(reachable, chance)
-                total += reachable
-        return total
+        pairs = zip(self.observed, self.expected, strict=True)
+        scales = np.array([seen / hoped if hoped > 0 else 0.0 for seen, hoped in pairs])
+        # No depth is reached more often than the one before it, and none more often than always.
+        reached = np.minimum.accumulate(np.minimum(expected * scales, 1), axis=-1)
+        return np.asarray(1 + reached.sum(-1))
 
     def age(self) -> None:
         """Halve the weight of everything observed so far."""

@@ -25,4 +25,6 @@ def decode(stepper: Stepper, drafter: Drafter, planner: Planner) -> Iterator[Emi
             budget = planner.choose()
             emitted = stepper.step(session, budget)
             planner.learn(budget, run.last_lengths, elapsed())
+            if not run.batch.running:
+                planner.finish()
         yield emitted

@@ -1,33 +1,36 @@
 """How large a tree to draft at each step: the size that gives the most tokens per second, or none.
 
 A tree of N nodes is worth its time when the tokens that it is expected to bring outweigh the longer
-pass. Seconds come from timing real steps on this machine (`infer.timing`), tokens from the
-acceptance that was measured when the drafter was trained. Both are corrected while decoding, for
-which `AdaptivePlan` sometimes takes steps that are not the best by its estimates:
+pass. Both are beliefs that every step corrects: seconds in `StepCosts`, tokens in
+`AcceptanceTracker`, which begins with the acceptance that was measured when the drafter was
+trained. Nothing is timed before decoding.
 
-    from                 when                            to     for (PlannerSettings)
-    DRAFT, PROBE         a draft is best, a glance due   GLANCE glance_steps
-    DRAFT, PROBE         a draft is best                 DRAFT  steps_per_choice
-    GLANCE, PLAIN        a draft is best                 DRAFT  steps_per_choice
-    DRAFT, PROBE, GLANCE plain decoding is best          PLAIN  first_probe, then twice as many ...
-    PLAIN, its steps done plain decoding is best         PROBE  probe_steps
-
-A glance is due after `first_glance` drafted steps, then twice as many, ... up to `longest_wait`.
+Steps are made in runs of one size. Most runs have the size that is best by what is known. Some are
+trials of another one: a size that may be better, or, while plain decoding is best, any draft, since
+only drafts show what is accepted. Two accounts bound what wrong beliefs can cost; each receives 1 %
+of all time. One pays for what drafts have lost against plain decoding (a conservative bandit, Wu et
+al., 2016, arXiv 1602.04282), the other for what trials have lost against the best size.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from threading import Lock
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+import numpy as np
+from numpy.typing import NDArray
 
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
-from drafthead.infer.engine.pace_tracker import PaceTracker
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+from drafthead.infer.engine.step_costs import Size, StepCosts, Table
+
+Marks = NDArray[np.bool_]
 
 
 class Planner(ABC):
-    """Chooses the budget of each step and learns from the step's result."""
+    """Chooses the budget of each step of one decoding and learns from the step's result."""
 
     @abstractmethod
     def choose(self) -> Budget | None:
@@ -36,6 +39,9 @@ class Planner(ABC):
     @abstractmethod
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record a step: its budget, the tokens committed in each active row, its time."""
+
+    def finish(self) -> None:  # noqa: B027  (nothing to do is a good default)
+        """Called after the last step."""
 
 
 class FixedPlan(Planner):
@@ -52,98 +58,160 @@ class FixedPlan(Planner):
         """Nothing to learn."""
 
 
-class Mode(Enum):
-    """What the current steps are for."""
+@dataclass
+class Run:
+    """Several steps of one size in one decoding, and what came of them."""
 
-    DRAFT = "drafts, because they are best"
-    GLANCE = "a few plain steps among drafted ones, to see how long these take now"
-    PLAIN = "no drafts, because plain decoding is best"
-    PROBE = "a few drafted steps among plain ones, to see whether more is accepted now"
+    size: Size
+    is_trial: bool  # another size is believed to be better
+    continued: bool  # the run before was of the same size
+    seconds: list[float] = field(default_factory=list)  # of each step
+    accept_lengths: list[Sequence[int]] = field(default_factory=list)  # of each step, by row
+
+    @property
+    def tokens(self) -> float:
+        """What the steps brought a row, on average over rows."""
+        return sum(fmean(lengths) for lengths in self.accept_lengths if lengths)
 
 
-def next_mode(mode: Mode, draft_is_best: bool, glance_due: bool) -> Mode:
-    """The transition table of the module's docstring."""
-    if not draft_is_best:
-        return Mode.PROBE if mode is Mode.PLAIN else Mode.PLAIN
-    was_drafting = mode in (Mode.DRAFT, Mode.PROBE)
-    return Mode.GLANCE if was_drafting and glance_due else Mode.DRAFT
-
-
-class AdaptivePlan(Planner):
-    """The smallest budget, or none, that promises nearly as many tokens per second as the best.
+class AdaptivePlan:
+    """The smallest size, or none, that promises nearly as many tokens per second as the best.
 
     Nearly: no larger one promises more than `required_gain` times as many. Decodings of several
-    threads share a plan, because what one of them learns serves the others. A step that one thread
-    chose before another changed the mode counts as a step of the new mode: that makes estimates
-    less sure, and never changes an answer.
+    threads share a plan, because what one of them learns serves the others; each has its own runs.
     """
 
     def __init__(
         self,
-        seconds: Mapping[Budget | None, float],
+        costs: StepCosts,
         chances: Mapping[Budget, Sequence[float]],
         settings: PlannerSettings = DEFAULT_SETTINGS,
     ):
-        """`seconds` of a step for each budget, and for None those of a plain step.
-
-        `chances[budget][d]` is the probability, as far as known before decoding, that a draft
-        within the budget is accepted to depth d + 1.
+        """`chances[budget][d]` is the probability, as far as known before decoding, that a draft
+        within the budget is accepted to depth d + 1. `costs` may be shared with other plans.
         """
-        self.seconds, self.chances, self.settings = seconds, chances, settings
-        self.sizes: list[Budget | None] = [None, *sorted(chances)]  # from small to large
-        self.acceptance = AcceptanceTracker(max(chances.values(), key=len), settings)
-        self.pace = PaceTracker(settings)
-        self.current: Budget | None = self._best()
-        self.mode = Mode.PLAIN if self.current is None else Mode.DRAFT
-        # Even a plain start is short: the first probe comes soon, before much time is lost.
-        self.steps_left = settings.steps_per_choice
-        self.next_plain_steps = settings.first_probe  # of the next spell in PLAIN
-        self.glance_wait = settings.first_glance  # drafted steps from the last glance to the next
-        self.drafts_until_glance = self.glance_wait
-        self.learning = Lock()
+        self.costs, self.chances, self.settings = costs, chances, settings
+        self.sizes = costs.sizes
+        longest = max(chances.values(), key=len)
+        self.acceptance = AcceptanceTracker(longest, settings)
+        self.table = np.zeros((len(self.sizes), len(longest)))  # chances [S, depths]
+        for place, size in enumerate(self.sizes):
+            if size is not None:
+                self.table[place, : len(chances[size])] = chances[size]
+        # Plain steps that may still be lost: by drafts against plain decoding, and by trials
+        # against the best size.
+        self.draft_account = self.trial_account = settings.first_loss
 
-    def choose(self) -> Budget | None:
-        """The current choice."""
-        return self.current
+    def best(self) -> Size:
+        """The smallest size that promises nearly as many tokens per second as the best."""
+        with self.costs.lock:
+            return self.sizes[self._smallest_good(self.log_rates())]
 
-    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
-        """Record a step; when the current mode's steps are done, choose again."""
-        with self.learning:
-            self.pace.add(budget is not None, seconds / self.seconds[budget])
-            if budget is not None:
-                self.acceptance.add(self.chances[budget], accept_lengths)
-                self.drafts_until_glance -= 1
-            self.steps_left -= 1
-            if self.steps_left <= 0:
-                self._replan()
+    def tokens(self, size: Size) -> float:
+        """Tokens that a step is expected to bring a row."""
+        return float(self.acceptance.tokens(self.table[self.costs.places[size]]))
 
-    def rate(self, budget: Budget | None) -> float:
+    def rate(self, size: Size) -> float:
         """Expected tokens per second of a row."""
-        if budget is None:
-            return 1 / (self.seconds[None] * self.pace.plain_over_drafted)
-        return self.acceptance.tokens(self.chances[budget]) / self.seconds[budget]
+        return self.tokens(size) / self.costs.seconds(size)
 
-    def _best(self) -> Budget | None:
-        rates = {budget: self.rate(budget) for budget in self.sizes}
-        enough = max(rates.values()) / self.settings.required_gain
-        return next(budget for budget, rate in rates.items() if rate >= enough)
+    def log_rates(self) -> Table:
+        """Logarithm of the expected tokens per second of a row, for each size [S]."""
+        return np.asarray(np.log(self.acceptance.tokens(self.table)) - self.costs.log_seconds)
 
-    def _replan(self) -> None:
-        """Enter the next mode: set its budget, its number of steps and the waits after it."""
-        settings, best = self.settings, self._best()
-        self.mode = next_mode(self.mode, best is not None, self.drafts_until_glance <= 0)
-        self.current, self.steps_left = best, settings.steps_per_choice
-        if best is not None:
-            self.next_plain_steps = settings.first_probe
-        if self.mode is Mode.GLANCE:
-            self.current, self.steps_left = None, settings.glance_steps
-            self.glance_wait = min(2 * self.glance_wait, settings.longest_wait)
-            self.drafts_until_glance = self.glance_wait
-        elif self.mode is Mode.PLAIN:
-            self.steps_left = self.next_plain_steps
-            self.next_plain_steps = min(2 * self.next_plain_steps, settings.longest_wait)
-        elif self.mode is Mode.PROBE:
+    def next_run(self, last: Run | None) -> Run:
+        """What to do after a run of the same decoding; `last` is None at its beginning."""
+        with self.costs.lock:
+            # What drafts are compared with comes first where nothing is known.
+            size, is_trial = (None, False) if self.costs.is_guess else self._choice()
+            return Run(size, is_trial, continued=last is not None and last.size == size)
+
+    def record(self, run: Run) -> None:
+        """Learn from a run, which the end of an answer may have cut short."""
+        with self.costs.lock:
+            settled = run.seconds[0 if run.continued else self.settings.settling_steps :]
+            if run.size is not None:
+                for lengths in run.accept_lengths:
+                    self.acceptance.add(self.chances[run.size], lengths)
+            if settled:
+                self.costs.add(run.size, settled, run.continued)
+            # The first steps may have compiled graphs: nobody's loss.
+            usual = median(settled) if settled else self.costs.seconds(run.size)
+            self._settle_accounts(run, len(run.seconds) * usual)
+
+    def _choice(self) -> tuple[Size, bool]:
+        """The best size that can be paid for, or one that is worth a trial, and whether it is."""
+        settings, rates = self.settings, self.log_rates()
+        ratios = np.exp(self.costs.log_seconds - self.costs.log_seconds[0])  # to a plain step
+        dearest = ratios * np.exp(settings.caution * self.costs.deviations_from(None))
+        # A run loses as much if its steps are that dear and half as much is accepted.
+        brings = (1 + self.acceptance.tokens(self.table)) / 2
+        can_be_paid = settings.run_steps * (dearest - brings) <= self.draft_account
+        can_be_paid[0] = True
+        best = self._smallest_good(np.where(can_be_paid, rates, -math.inf))
+        lost = np.maximum(1 - np.exp(rates - rates[best]), settings.least_loss)
+        can_be_paid &= settings.run_steps * ratios * lost <= self.trial_account
+        can_be_paid[best] = False
+        tried = self._worth_a_trial(rates, best, can_be_paid)
+        return self.sizes[best if tried is None else tried], tried is not None
+
+    def _worth_a_trial(self, rates: Table, best: int, can_be_paid: Marks) -> int | None:
+        """The place of a size that may well be better than the best; None if there is none."""
+        settings = self.settings
+        hoped = rates + settings.optimism * self.costs.lessons(self.sizes[best])
+        worth = can_be_paid
+        if best > 0:  # while plain decoding is best, any draft is of interest
+            if can_be_paid[0] and self.trial_account >= settings.most_for_trials:
+                return 0  # nothing was tried for long, and drafts may have become dear unnoticed
+            worth = worth & (hoped > rates[best] + math.log(settings.required_gain))
+        if not worth.any():
+            return None
+        if best == 0:
             # Acceptance may have changed since the last draft: what is old must not outvote it.
             self.acceptance.age()
-            self.current = max(self.chances, key=self.rate)
-            self.steps_left = settings.probe_steps
+        return int(np.argmax(np.where(worth, hoped, -math.inf)))
+
+    def _smallest_good(self, log_rates: Table) -> int:
+        """The place of the smallest size that promises nearly as much as the best."""
+        return int(np.argmax(log_rates >= log_rates.max() - math.log(self.settings.required_gain)))
+
+    def _settle_accounts(self, run: Run, seconds: float) -> None:
+        """Add a share of the run's time, and subtract what the run has lost."""
+        settings, plain = self.settings, self.costs.seconds(None)
+        added = settings.loss_share * seconds / plain
+        drafts, trials = self.draft_account + added, self.trial_account + added
+        if run.size is not None:
+            drafts += run.tokens - seconds / plain
+        if run.is_trial:
+            lost = seconds - run.tokens / self.rate(self.best())
+            trials -= max(lost, settings.least_loss * seconds) / plain
+        self.draft_account = min(drafts, settings.most_for_drafts)
+        self.trial_account = min(trials, settings.most_for_trials)
+
+
+class PlannedDecoding(Planner):
+    """One decoding under a plan that it shares with others."""
+
+    def __init__(self, plan: AdaptivePlan, on_finish: Callable[[], object] = lambda: None):
+        """`on_finish` is called after the last step."""
+        self.plan, self.on_finish = plan, on_finish
+        self.run = plan.next_run(None)
+
+    def choose(self) -> Budget | None:
+        """The size of the current run."""
+        return self.run.size
+
+    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
+        """Record a step; after the last one of a run the plan chooses again."""
+        run = self.run
+        run.seconds.append(seconds)
+        run.accept_lengths.append(accept_lengths)
+        if len(run.seconds) == self.plan.settings.run_steps:
+            self.plan.record(run)
+            self.run = self.plan.next_run(run)
+
+    def finish(self) -> None:
+        """Learn from the run that the end has cut short."""
+        if self.run.seconds:
+            self.plan.record(self.run)
+        self.on_finish()

@@ -5,10 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """How often an `AdaptivePlan` decides, how much it demands, and how long it remembers."""
+    """How often an `AdaptivePlan` decides, what it demands and tries, and how long it remembers."""
 
-    # Steps of the batch from one choice to the next: choosing costs time, so not at every step.
-    steps_per_choice: int = 4
+    # Steps of a run: all of one size, then the plan chooses again. Choosing costs time, so not at
+    # every step.
+    run_steps: int = 4
+    # Steps at the beginning of a run of another size than the last that are not timed: they find
+    # the CPU caches full of the other size's data, and may compile a graph.
+    settling_steps: int = 2
     # Ratio of tokens per second that a larger tree must promise over a smaller one, and any tree
     # over plain decoding. The best of many estimates is seldom as good as it looks, and wide passes
     # suffer most when the machine becomes busy.
@@ -21,29 +25,61 @@ class PlannerSettings:
     # do not decide alone.
     prior_steps: int = 32
 
-    # While plain decoding is best, plain steps before the first probe. Every further spell is twice
-    # as long, up to `longest_wait`: a drafter that stays bad must cost almost nothing.
-    first_probe: int = 96
-    # Drafted steps of a probe, which shows whether acceptance has improved.
-    probe_steps: int = 4
-    # While drafts are best, drafted steps before the first glance at plain steps. Every further
-    # wait is twice as long, up to `longest_wait`. The first comes early: the timing before decoding
-    # may have hit a bad moment.
-    first_glance: int = 16
-    # Plain steps of a glance: `settling_steps` that do not count, and a few that do.
-    glance_steps: int = 6
-    # Upper limit, in steps, of the waits before probes and glances.
-    longest_wait: int = 384
+    # Share of all time that drafts may lose against plain decoding, and likewise trials against the
+    # best size.
+    loss_share: float = 0.01
+    # The same in plain steps: at first, and the most that is saved up. An always wrong drafter
+    # loses no more than 8 + 5 of the first 512 steps, or 3 %; a good one does not run out of it by
+    # chance.
+    first_loss: float = 8.0
+    most_for_drafts: float = 24.0
+    most_for_trials: float = 9.0
+    # A trial counts as losing at least this share of its time, whatever it brought: changing the
+    # size costs a little that is not timed.
+    least_loss: float = 0.1
+    # Standard deviations by which a size may be cheaper than believed when a trial is considered,
+    # and dearer when it must be paid for.
+    optimism: float = 1.0
+    caution: float = 2.0
 
-    # Steps after a change of kind (plain or drafted) that are not compared: they find the CPU
-    # caches full of the other kind's data.
-    settling_steps: int = 2
-    # Steps on either side of a change of kind that are compared; few, as load changes quickly.
-    compared_steps: int = 16
-    # Latest changes of kind whose comparisons are averaged.
-    compared_changes: int = 8
-    # Changes as which the timing before decoding counts.
-    prior_changes: int = 4
+
+@dataclass(frozen=True)
+class CostSettings:
+    """What `StepCosts` believes of a machine before it has seen any step, and how it learns.
+
+    Deviations are those of the logarithm of a step's seconds: 0.05 is about 5 %.
+    """
+
+    # The guess: a step with a draft takes `draft` plain steps more than a plain one, `node` for
+    # each node after the root and `level` for each level. On the cautious side: with it a good
+    # head begins with trees of about 4 nodes.
+    draft: float = 0.05
+    node: float = 0.05
+    level: float = 0.05
+
+    # Deviations of the guess: of all steps alike, of all drafts alike, for each doubling of the
+    # nodes, for each level, and of each size alone.
+    all_deviation: float = 1.0
+    draft_deviation: float = 0.15
+    doubling_deviation: float = 0.25
+    level_deviation: float = 0.1
+    size_deviation: float = 0.05
+
+    # Deviation of the median of a run's steps, apart from what changes the whole machine.
+    run_deviation: float = 0.05
+    # Share of what is known about a size that is left after each further run.
+    memory: float = 0.998
+    # The same when another process or batch size goes on from there.
+    inherited: float = 0.75
+    # Deviation of the machine's speed from one run to the next: at first, least and greatest.
+    first_drift: float = 0.1
+    least_drift: float = 0.02
+    most_drift: float = 0.3
+    # Runs over which that is averaged.
+    drift_memory: int = 16
+    # Deviations beyond which a surprise counts no more: single steps may take ten times as long.
+    most_surprise: float = 3.0
 
 
 DEFAULT_SETTINGS = PlannerSettings()
+DEFAULT_COSTS = CostSettings()

@@ -95,6 +95,7 @@ def race(
     """
     records = [Record(contestant) for contestant in contestants]
     for contestant in contestants:
+        contestant.prepare()
         contestant.decode(prompts[0], min(16, max_new_tokens), seed)
     order = random.Random(seed)
     for number in range(rounds):

@@ -11,6 +11,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.request.decode_options import DecodeOptions
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Contestant(ABC):
     verifier: str = field(default="auto", kw_only=True)
     is_chain: bool = field(default=False, kw_only=True)  # drafts token by token
 
+    def prepare(self) -> None:  # noqa: B027  (nothing to prepare is a good default)
+        """What must not happen while answers are timed."""
+
     @abstractmethod
     def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
         """Decode one prompt."""
@@ -45,17 +49,24 @@ class Ours(Contestant):
 
     decoder: Decoder
 
+    @property
+    def options(self) -> DecodeOptions:
+        """What all answers are decoded with."""
+        return {
+            "temperature": self.sampling.temperature,
+            "top_k": self.sampling.top_k,
+            "top_p": self.sampling.top_p,
+            "verifier": self.verifier,
+        }
+
+    def prepare(self) -> None:
+        """Time the steps from which trees are planned, and compile graphs."""
+        self.decoder.warm_up(**self.options)
+
     def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
         """Decode one prompt."""
-        result = self.decoder.generate(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=self.sampling.temperature,
-            top_k=self.sampling.top_k,
-            top_p=self.sampling.top_p,
-            verifier=self.verifier,
-            seed=seed,
-        )
+        ask: DecodeOptions = {**self.options, "max_new_tokens": max_new_tokens, "seed": seed}
+        result = self.decoder.generate(prompt, **ask)
         stats = result.stats
         return Answer(
             sequence=result.sequences[0],

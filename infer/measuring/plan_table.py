@@ -21,13 +21,13 @@ class PlanRow:
 
 def plan_rows(plan: AdaptivePlan) -> list[PlanRow]:
     """Plain decoding and every budget of a plan, from small to large; one of them is chosen."""
-    chosen = plan.choose()
+    chosen = plan.best()
     return [
         PlanRow(
             nodes=budget.nodes if budget else 1,
             depth=budget.depth if budget else 0,
-            step_seconds=plan.seconds[budget],
-            tokens=plan.rate(budget) * plan.seconds[budget],
+            step_seconds=plan.costs.seconds(budget),
+            tokens=plan.tokens(budget),
             tokens_per_second=plan.rate(budget),
             speedup=plan.rate(budget) / plan.rate(None),
             chosen=budget == chosen,

@@ -51,7 +51,9 @@ class DecodeOptions(TypedDict, total=False):
     # be, after any prefix. 0.5 by default; 1 is exact.
     lenience: float | None
     # A row's answer depends on its own seed alone: one seed for each row, or an int from which the
-    # rows count upwards. 0 by default; None takes an int from the operating system.
+    # rows count upwards. 0 by default; None takes an int from the operating system. Under `match`
+    # the drafter and its trees do not matter either; under the other sampling rules the text also
+    # depends on the size of the tree, so the planner leaves that as it is at first (tree_nodes).
     seed: int | Sequence[int] | None
     # 1 for tokens, 0 for padding at the beginning or end of a row, in the shape of prompts that are
     # token ids [T] or [B, T]. A tokenizer's output brings its own.

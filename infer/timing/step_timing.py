@@ -1,20 +1,19 @@
-"""Real steps of the engine, timed for each size of tree.
+"""Real steps of the engine, timed for each size of tree, on purpose and before decoding.
 
-Background load can make a step 1.5 times as long from one second to the next. So every size is
-timed between plain steps, as a multiple of these. Small and large trees correct each other: none
-takes longer than a larger one.
+Decoding learns these times by itself; this is for servers that want to know them first, and for
+tables. Background load can make a step 1.5 times as long from one second to the next. So every
+size is timed between plain steps, as a multiple of these. Small and large trees correct each other:
+none takes longer than a larger one.
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
-import torch
 from tqdm import trange
 
 from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
@@ -167,30 +166,32 @@ def _within(small: Budget, large: Budget) -> bool:
     return small.nodes <= large.nodes and small.depth <= large.depth
 
 
-def time_steps(target: Target, drafter: Drafter, batch: int, rule: Verifier) -> StepSeconds:
-    """Seconds of a step of `batch` rows under `rule`, plain and for each of the drafter's budgets.
+def time_steps(target: Target, drafter: Drafter, request: Request, rule: Verifier) -> StepSeconds:
+    """Seconds of a step under `rule`, plain and for each of the drafter's budgets.
 
-    Takes 2 to 10 seconds, more only if one round does. Most of the time goes to tree sizes that
-    could still win, by the acceptance that the drafter expects.
+    `request` is what the steps serve; its answers must not end. Takes 2 to 10 seconds, more only if
+    one round does. Most of the time goes to tree sizes that could still win, by the acceptance that
+    the drafter expects.
     """
-    prompts = torch.randint(
-        target.vocab_size,
-        (batch, TIMING_SETTINGS.prompt_tokens),
-        generator=torch.Generator().manual_seed(0),
-    ).tolist()
-    sampling = SamplingConfig(temperature=0.0 if rule.greedy else 1.0)
+    tokens = {budget: 1 + sum(drafter.chances(budget)) for budget in drafter.budgets}
 
     def run_round(this_round: Round) -> None:
-        """Decode as many steps as the round has, each round after the same fresh prompts."""
-        limit = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
-        request = Request(prompts, [limit] * batch, sampling, [0] * batch, frozenset())
-        run = BatchRun(request, target.device)
-        stepper = stepper_for(target, run, drafter.features, rule, drafter.budgets[-1].nodes)
-        steps = decode(stepper, drafter, this_round)
-        next(steps)  # the prompt
-        # The bar shows when it takes longer than a few seconds.
-        for _ in trange(this_round.steps, desc="timing steps", unit="step", delay=3, leave=False):
-            next(steps)
+        """Each round after the same prompts, in a fresh cache."""
+        make_steps(target, drafter, request, rule, this_round)
 
-    tokens = {budget: 1 + sum(drafter.chances(budget)) for budget in drafter.budgets}
     return seconds_by_budget(time_in_rounds(tokens, run_round, TIMING_SETTINGS))
+
+
+def make_steps(
+    target: Target, drafter: Drafter, request: Request, rule: Verifier, this_round: Round
+) -> None:
+    """Decode as many steps as a round has, whatever limits the request has."""
+    limit = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
+    longer = replace(request, limits=[limit] * len(request.prompts))
+    run = BatchRun(longer, target.device)
+    stepper = stepper_for(target, run, drafter.features, rule, drafter.budgets[-1].nodes)
+    steps = decode(stepper, drafter, this_round)
+    next(steps)  # the prompt
+    # The bar shows when it takes longer than a few seconds.
+    for _ in trange(this_round.steps, desc="timing steps", unit="step", delay=3, leave=False):
+        next(steps)

@@ -175,7 +175,7 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     task = ("plan-tree", *TARGET, "--head", "@head", "--output", str(tmp_path / "plan.json"))
     found = []
-    for options, when in (((), "timed now"), ((), "stored by"), (("--fresh",), "timed now")):
+    for options, when in (((), "timed now"), ((), "timed by"), (("--fresh",), "timed now")):
         status, out, _ = run(*task, *options)
         assert status == 0 and when in out and "never measured" in out
         sizes = json.loads((tmp_path / "plan.json").read_text())["sizes"]

@@ -1,159 +1,229 @@
-"""The planner against a simulated machine: known seconds, known acceptance."""
+"""The planner against a simulated machine: known seconds, known acceptance, no clock."""
 
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from operator import mul
 
+import numpy as np
 import pytest
 
-from drafthead.heads.trees.static import StaticTrees, tree_budgets
+from drafthead.heads.trees.static import StaticTrees, chain_budgets, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
-from drafthead.infer.engine.pace_tracker import PaceTracker
-from drafthead.infer.engine.planner import AdaptivePlan, Mode, next_mode
-from drafthead.infer.timing.step_timing import (
-    Round,
-    TimingSettings,
-    Visit,
-    monotone,
-    seconds_by_budget,
-    time_in_rounds,
-)
+from drafthead.infer.engine.planner import AdaptivePlan, PlannedDecoding
+from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS
+from drafthead.infer.engine.step_costs import Size, StepCosts
 
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
+Seconds = dict[Size, float]
+# The probability that a depth is accepted if the one before it was, for a size and a depth.
+Alpha = float | Callable[[Budget, int], float]
 
 
-def seconds(node: float, draft: float = 0.1) -> dict[Budget | None, float]:
+def seconds(node: float, draft: float = 0.1) -> Seconds:
     """A plain step takes 1, every further node `node`, and every draft `draft`."""
     return {None: 1.0} | {b: 1 + draft + node * (b.nodes - 1) for b in BUDGETS}
 
 
+def timed_plan(took: Seconds, chances: Mapping[Budget, Sequence[float]]) -> AdaptivePlan:
+    """A plan that knows what steps take."""
+    costs = StepCosts(tuple(chances))
+    costs.set_timed(took)
+    return AdaptivePlan(costs, chances)
+
+
+def new_plan(chances: Mapping[Budget, Sequence[float]] = CHANCES) -> AdaptivePlan:
+    """A plan that has seen nothing."""
+    return AdaptivePlan(StepCosts(tuple(chances)), chances)
+
+
+@dataclass
 class Text:
-    """Simulated decoding: at each depth a draft is accepted with the given probability."""
+    """Simulated decoding of answers of 128 tokens, in which time is what steps are said to take."""
 
-    def __init__(self, plan: AdaptivePlan):
-        self.plan, self.tokens, self.time = plan, 0, 0.0
-        self.slower = {False: 1.0, True: 1.0}  # than was timed before, by whether there is a draft
-        self.choices: list[Budget | None] = []
-        self.coin = random.Random(0)
+    plan: AdaptivePlan
+    took: Seconds
+    noise: float = 0.0  # deviation of the logarithm of a step's seconds
+    drift: float = 0.0  # the machine becomes slower by up to this share, anew every 8 steps
+    seed: int = 0
+    choices: list[Size] = field(default_factory=list)
 
-    def decode(self, tokens: int, alpha: float) -> float:
-        """Decode `tokens` more tokens; returns tokens per unit of time of this stretch."""
-        tokens_before, time_before = self.tokens, self.time
-        while self.tokens < tokens_before + tokens:
-            budget = self.plan.choose()
-            length = 1
-            for _ in range(budget.depth if budget else 0):
-                if self.coin.random() >= alpha:
-                    break
-                length += 1
-            took = self.plan.seconds[budget] * self.slower[budget is not None]
-            self.plan.learn(budget, [length], took)
-            self.choices.append(budget)
-            self.tokens += length
-            self.time += took
-        return (self.tokens - tokens_before) / (self.time - time_before)
+    def __post_init__(self) -> None:
+        self.coin = random.Random(self.seed)
+        self.slower = 1.0
 
+    def decode(self, tokens: int, alpha: Alpha) -> float:
+        """Decode so many tokens, each depth accepted with probability `alpha`.
 
-@pytest.mark.parametrize("node", [0.0, 0.02, 0.1])
-def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node: float) -> None:
-    assert Text(AdaptivePlan(seconds(node), CHANCES)).decode(512, alpha=0.0) > 0.97
+        Returns tokens per second of this stretch, on a machine of which nothing else takes time.
+        """
+        done, time, decoding = 0, 0.0, PlannedDecoding(self.plan)
+        answer = 0
+        while done < tokens:
+            size = decoding.choose()
+            length = self.accept_length(size, alpha)
+            if len(self.choices) % 8 == 0:
+                self.slower = 1 + self.coin.random() * self.drift
+            noise = math.exp(self.coin.gauss(0, self.noise)) if self.noise else 1.0
+            decoding.learn(size, [length], self.took[size] * self.slower * noise)
+            self.choices.append(size)
+            done, answer, time = done + length, answer + length, time + self.took[size]
+            if answer >= 128:
+                decoding.finish()
+                decoding, answer = PlannedDecoding(self.plan), 0
+        return done / time
 
-
-TIMING = TimingSettings()
-
-
-def timed_visits(
-    tokens: Mapping[Budget, float], took: Callable[[Budget | None, int], float]
-) -> list[Visit]:
-    """Visits to simulated steps; `took(budget, step)` returns the seconds of the numbered step."""
-    steps = count()
-
-    def run_round(this_round: Round) -> None:
-        for _ in range(this_round.steps):
-            budget = this_round.choose()
-            this_round.learn(budget, [1], took(budget, next(steps)))
-
-    return time_in_rounds(tokens, run_round, TIMING)
+    def accept_length(self, size: Size, alpha: Alpha) -> int:
+        """A draw: the root, and drafts until one is refused."""
+        length = 1
+        while size is not None and length <= size.depth:
+            chance = alpha if isinstance(alpha, float) else alpha(size, length)
+            if self.coin.random() >= chance:
+                break
+            length += 1
+        return length
 
 
-def test_sizes_that_promise_much_less_than_the_best_are_timed_at_one_visit_only() -> None:
-    """1.5 tokens in 1.2 times a plain step's time, and 1.9 in twice that time."""
-    small, large = Budget(3, 2), Budget(64, 2)
-    seconds = {None: 0.01, small: 0.012, large: 0.02}
-    visits = timed_visits({small: 1.5, large: 1.9}, lambda budget, step: seconds[budget])
-    visited = Counter(visit.budget for visit in visits)
-    assert visited == {None: TIMING.rounds + 1, small: TIMING.rounds, large: 1}
-    assert seconds_by_budget(visits) == pytest.approx(seconds)
+def alpha_of_depth(chances: Sequence[float], size: Budget, depth: int) -> float:
+    """Chances .6, .3 and .1 of reaching a depth are .6, then half of these, then a third."""
+    return chances[depth - 1] / (1.0, *chances)[depth - 1]
 
 
-def test_where_no_size_comes_near_to_plain_decoding_the_best_is_timed_all_the_same() -> None:
-    small, large = Budget(2, 1), Budget(8, 2)
-    seconds = {None: 0.01, small: 0.02, large: 0.03}
-    visits = timed_visits({small: 1.2, large: 1.4}, lambda budget, step: seconds[budget])
-    assert Counter(visit.budget for visit in visits)[small] == TIMING.rounds
+def alpha_of_tree(size: Budget, depth: int) -> float:
+    """Larger trees are accepted more often."""
+    return min(0.8, 0.35 + 0.1 * math.log2(size.nodes))
 
 
-def test_slow_models_are_timed_for_as_many_rounds_as_there_is_time_for() -> None:
-    small, large = Budget(2, 1), Budget(4, 2)
-    seconds = {
-        None: TIMING.enough_seconds / 10,
-        small: TIMING.enough_seconds / 9,
-        large: TIMING.enough_seconds / 8,
-    }
-    visits = timed_visits({small: 1.2, large: 1.4}, lambda budget, step: seconds[budget])
-    assert Counter(visit.budget for visit in visits) == {None: 2, small: 1, large: 1}
-    assert seconds_by_budget(visits) == pytest.approx(seconds)
+def best_rate(took: Seconds, alpha: Callable[[Budget, int], float]) -> float:
+    """Tokens per second of the best size."""
+    rates = []
+    for size, seconds in took.items():
+        alphas = [alpha(size, depth) for depth in range(1, size.depth + 1)] if size else []
+        rates.append((1 + sum(accumulate(alphas, mul))) / seconds)
+    return max(rates)
 
 
-def test_a_machine_that_changes_its_speed_is_timed_as_one_that_does_not() -> None:
-    """It is half as slow again at times, and three steps in a hundred take far longer."""
-    coin = random.Random(0)
-    ratios = {None: 1.0} | {budget: 1 + 0.07 * budget.nodes for budget in BUDGETS}
+GOOD = {
+    b: tuple(alpha_of_tree(b, 1) ** d for d in range(1, b.depth + 1))
+    for b in (*BUDGETS, *chain_budgets(4))
+}
 
-    def took(budget: Budget | None, step: int) -> float:
-        drift = 1.25 + 0.25 * math.sin(step / 100)
-        return 0.002 * ratios[budget] * drift * (5 if coin.random() < 0.03 else 1)
 
-    tokens = {budget: ratios[budget] for budget in BUDGETS}  # so that all remain contenders
-    found = seconds_by_budget(timed_visits(tokens, took))
-    for budget, ratio in ratios.items():
-        assert found[budget] / found[None] == pytest.approx(ratio, rel=0.03)
+# ---- what wrong beliefs may cost ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+@pytest.mark.parametrize("node", [0.0, 0.02, 0.1, 0.5, 1.0])
+def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node, is_timed) -> None:
+    """Though training promised much, and whether or not anything is known about the machine."""
+    took = seconds(node)
+    plan = timed_plan(took, CHANCES) if is_timed else new_plan()
+    assert Text(plan, took).decode(512, alpha=0.0) > 0.97
+
+
+def test_on_an_unsteady_machine_as_well() -> None:
+    """On average over machines and luck."""
+    rates = [
+        Text(new_plan(GOOD), GOOD_SECONDS[node], noise=0.05, drift=0.3, seed=seed).decode(512, 0.0)
+        for node in GOOD_SECONDS
+        for seed in range(8)
+    ]
+    assert sum(rates) / len(rates) > 0.965 and min(rates) > 0.9
+
+
+GOOD_SECONDS = {
+    node: {None: 1.0} | {b: 1.1 + node * (b.nodes - 1) + 0.02 * b.depth for b in GOOD}
+    for node in (0.0, 0.02, 0.1, 0.5)
+}
+
+
+@pytest.mark.parametrize("node", GOOD_SECONDS)
+def test_the_best_size_is_found_while_decoding(node) -> None:
+    """From a machine that nobody knows: 0.92 of its rate from the 500th token on."""
+    took = GOOD_SECONDS[node]
+    early, late = [], []
+    for seed in range(6):
+        text = Text(new_plan(GOOD), took, noise=0.05, seed=seed)
+        early.append(text.decode(500, alpha_of_tree))
+        late.append(text.decode(1500, alpha_of_tree))
+    best = best_rate(took, alpha_of_tree)
+    assert sum(early) / 6 > 0.85 * best
+    assert sum(late) / 6 > 0.95 * best
+
+
+def test_trials_cost_at_most_their_share() -> None:
+    took = seconds(0.05)
+    text = Text(timed_plan(took, CHANCES), took, noise=0.05)
+    text.decode(3000, alpha=0.5)
+    best = max(set(text.choices), key=text.choices.count)
+    others = sum(choice != best for choice in text.choices)
+    # Each counts as losing a tenth of its time or more.
+    settings = DEFAULT_SETTINGS
+    most = settings.loss_share / settings.least_loss
+    assert others < (most + 0.05) * len(text.choices) + settings.first_loss / settings.least_loss
+
+
+def test_trials_in_answers_that_are_too_short_to_time_are_paid_for_too() -> None:
+    """Answers of two steps, none of which is timed."""
+    took = seconds(0.1)
+    plan, drafted = timed_plan(took, CHANCES), 0
+    plan.acceptance.observed = [0.0] * len(plan.acceptance.observed)  # plain decoding is best
+    for _ in range(500):
+        decoding = PlannedDecoding(plan)
+        for _ in range(2):
+            size = decoding.choose()
+            drafted += size is not None
+            decoding.learn(size, [1], took[size])
+        decoding.finish()
+    assert 0 < drafted < 130
+
+
+def test_what_drafts_are_compared_with_comes_first() -> None:
+    text = Text(new_plan(), seconds(0.02))
+    text.decode(30, alpha=0.6)
+    assert text.choices[: DEFAULT_SETTINGS.run_steps] == [None] * DEFAULT_SETTINGS.run_steps
+    assert text.choices[DEFAULT_SETTINGS.run_steps] is not None
+
+
+# ---- choices ------------------------------------------------------------------------------------
 
 
 def test_nodes_that_cost_nothing_are_all_used_and_dear_ones_are_not() -> None:
-    assert AdaptivePlan(seconds(0.0), CHANCES).choose() == max(
-        BUDGETS, key=lambda b: sum(CHANCES[b])
-    )
-    assert AdaptivePlan(seconds(0.1), CHANCES).choose() == Budget(8, 3)
-    assert AdaptivePlan(seconds(5.0), CHANCES).choose() is None
+    most = max(BUDGETS, key=lambda b: sum(CHANCES[b]))
+    assert timed_plan(seconds(0.0), CHANCES).best() == most
+    assert timed_plan(seconds(0.1), CHANCES).best() == Budget(8, 3)
+    assert timed_plan(seconds(5.0), CHANCES).best() is None
 
 
 @pytest.mark.parametrize(("step", "drafts"), [(1.37, False), (1.33, True)])
 def test_drafts_must_promise_clearly_more_than_plain_decoding(step: float, drafts: bool) -> None:
     """1.4 tokens in 1.37 times the time would be 2 % more."""
     budget = Budget(2, 1)
-    plan = AdaptivePlan({None: 1.0, budget: step}, {budget: (0.4,)})
-    assert plan.choose() == (budget if drafts else None)
+    plan = timed_plan({None: 1.0, budget: step}, {budget: (0.4,)})
+    assert plan.best() == (budget if drafts else None)
 
 
 @pytest.mark.parametrize(("step", "nodes"), [(1.18, 2), (1.12, 4)])
 def test_larger_trees_must_promise_clearly_more_than_smaller_ones(step: float, nodes: int) -> None:
     """1.6 tokens in 1.18 times the time are 1 % more than 1.4 in 1.04 times."""
     small, large = Budget(2, 1), Budget(4, 1)
-    plan = AdaptivePlan({None: 1.0, small: 1.04, large: step}, {small: (0.4,), large: (0.6,)})
-    assert plan.choose().nodes == nodes
+    plan = timed_plan({None: 1.0, small: 1.04, large: step}, {small: (0.4,), large: (0.6,)})
+    assert plan.best().nodes == nodes
 
 
 def test_drafts_that_become_good_are_used_again() -> None:
-    text = Text(AdaptivePlan(seconds(0.02), CHANCES))
+    took = seconds(0.02)
+    text = Text(timed_plan(took, CHANCES), took)
     text.decode(300, alpha=0.0)
-    assert text.plan.choose() is None
+    assert text.plan.best() is None
+    text.decode(300, alpha=0.9)
     assert text.decode(600, alpha=0.9) > 1.5
 
 
@@ -161,73 +231,121 @@ def test_drafts_that_become_good_are_used_again() -> None:
 def test_steps_that_take_longer_than_was_timed_are_found_out(plain, drafted) -> None:
     """Drafts bring 1.4 tokens, were timed at 1.15 and pay, unless they alone are slowed down."""
     budget = Budget(2, 1)
-    text = Text(AdaptivePlan({None: 1.0, budget: 1.15}, {budget: (0.4,)}))
-    text.slower = {False: plain, True: drafted}
-    best = max(1 / plain, 1.4 / (1.15 * drafted))
-    text.decode(100, alpha=0.4)
-    assert text.decode(1000, alpha=0.4) > 0.96 * best
-
-
-def test_modes_follow_the_table() -> None:
-    """Next when a draft is best, when a glance is due as well, when plain decoding is best."""
-    found = {
-        mode: (
-            next_mode(mode, True, False),
-            next_mode(mode, True, True),
-            next_mode(mode, False, True),
-        )
-        for mode in Mode
-    }
-    assert found == {
-        Mode.DRAFT: (Mode.DRAFT, Mode.GLANCE, Mode.PLAIN),
-        Mode.PROBE: (Mode.DRAFT, Mode.GLANCE, Mode.PLAIN),
-        Mode.GLANCE: (Mode.DRAFT, Mode.DRAFT, Mode.PLAIN),
-        Mode.PLAIN: (Mode.DRAFT, Mode.DRAFT, Mode.PROBE),
-    }
-
-
-def test_kinds_of_step_are_compared_around_a_change_of_kind() -> None:
-    pace = PaceTracker()
-    assert pace.plain_over_drafted == 1
-    for ratio in (9.0, 9.0, 1.2, 1.3, 1.2):  # unsettled at first
-        pace.add(True, ratio)
-    for ratio in (9.0, 9.0, 0.9, 0.9):
-        pace.add(False, ratio)
-    assert pace.plain_over_drafted == pytest.approx(0.95)
-    for _ in range(9):  # another machine-wide slowdown changes nothing
-        pace.add(True, 2.4)
-    for _ in range(9):
-        pace.add(False, 1.8)
-    assert pace.plain_over_drafted == pytest.approx((4 + 0.75 + 0.9 / 2.4 + 0.75) / 7)
+    timed = {None: 1.0, budget: 1.15}
+    now = {None: plain, budget: 1.15 * drafted}
+    text = Text(timed_plan(timed, {budget: (0.4,)}), now)
+    text.decode(200, alpha=0.4)
+    assert text.decode(1000, alpha=0.4) > 0.96 * max(1 / plain, 1.4 / (1.15 * drafted))
 
 
 def test_drafts_better_than_expected_get_larger_trees() -> None:
     low = {budget: tuple(c / 4 for c in CHANCES[budget]) for budget in BUDGETS}
-    plan = AdaptivePlan(seconds(0.05), low)
-    before = plan.choose()
-    Text(plan).decode(400, alpha=0.95)
-    assert (before.nodes if before else 1) < plan.choose().nodes
+    took = seconds(0.05)
+    plan = timed_plan(took, low)
+    before = plan.best()
+    Text(plan, took).decode(600, alpha=0.95)
+    assert (before.nodes if before else 1) < plan.best().nodes
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+def test_a_drafter_that_pays_a_little_is_kept(drift) -> None:
+    """Expected gain 1.18 or 1.15: neither bad luck nor an unsteady machine may end it for long."""
+    for budget, chances, took in (
+        (Budget(6, 3), (0.6, 0.3, 0.1), {None: 3.0, Budget(6, 3): 5.0}),
+        (Budget(2, 1), (0.44,), {None: 2.0, Budget(2, 1): 2.5}),
+    ):
+        drafted = []
+        for seed in range(20):
+            text = Text(timed_plan(took, {budget: chances}), took, drift=drift, seed=seed)
+            text.decode(700, partial(alpha_of_depth, chances))
+            drafted += [choice is not None for choice in text.choices]
+        assert sum(drafted) > 0.8 * len(drafted)
+
+
+# ---- costs as a belief --------------------------------------------------------------------------
+
+SMALL, LARGE = Budget(4, 3), Budget(32, 3)
+
+
+def ratio(costs: StepCosts, size: Size) -> float:
+    return costs.seconds(size) / costs.seconds(None)
+
+
+def test_the_first_step_gives_the_speed_and_the_next_ones_the_ratios() -> None:
+    costs = StepCosts(BUDGETS)
+    costs.add(None, [7.0, 7.0], continued=False)
+    assert costs.seconds(None) == pytest.approx(7) and 1 < ratio(costs, SMALL) < 1.6
+    for _ in range(20):
+        for size, took in ((SMALL, 14.0), (None, 7.0)):
+            costs.add(size, [took], continued=False)
+    assert ratio(costs, SMALL) == pytest.approx(2, rel=0.05)
+    assert ratio(costs, LARGE) > 2.5, "what is dear with 4 nodes is not cheap with 32"
+    known, unknown = (costs.deviations_from(None)[costs.places[size]] for size in (SMALL, LARGE))
+    assert known < 0.15 < unknown
+
+
+def test_a_machine_that_becomes_slower_for_all_changes_no_ratio() -> None:
+    costs = StepCosts(BUDGETS)
+    costs.set_timed(seconds(0.02))
+    before = ratio(costs, SMALL)
+    for _ in range(30):
+        costs.add(SMALL, [3 * (1.1 + 0.06)], continued=True)
+    assert costs.seconds(None) == pytest.approx(3, rel=0.1)
+    assert ratio(costs, SMALL) == pytest.approx(before, rel=0.1)
+
+
+def test_one_slow_step_counts_little() -> None:
+    costs = StepCosts(BUDGETS)
+    costs.set_timed(seconds(0.02))
+    for _ in range(20):
+        costs.add(SMALL, [1.16], continued=True)
+    before = costs.seconds(SMALL)
+    costs.add(SMALL, [100.0], continued=True)
+    assert costs.seconds(SMALL) < 1.6 * before
+
+
+def test_a_bad_minute_is_forgotten() -> None:
+    """In it drafts took thrice as long; the next process finds that on disk."""
+    budget = Budget(4, 3)
+    bad, usual = {None: 1.0, budget: 3.6}, {None: 1.0, budget: 1.2}
+    plan = timed_plan(bad, {budget: (0.7, 0.49, 0.34)})
+    assert plan.best() is None
+    text = Text(plan, usual)
+    text.decode(1000, alpha=0.7)
+    assert plan.best() == budget
+    assert text.decode(500, alpha=0.7) > 1.8
+
+
+def test_no_step_is_believed_to_be_quicker_than_a_plain_one() -> None:
+    costs = StepCosts(BUDGETS)
+    costs.set_timed(dict.fromkeys(costs.sizes, 1.0))
+    for _ in range(50):
+        costs.add(SMALL, [0.5], continued=False)
+        costs.add(None, [1.0], continued=False)
+    assert ratio(costs, SMALL) == 1
+
+
+def test_a_first_step_that_compiles_counts_as_nobodys_loss() -> None:
+    plan = timed_plan(seconds(0.02), CHANCES)
+    decoding = PlannedDecoding(plan)
+    account = plan.draft_account
+    for took in (60.0, 60.0, 1.1, 1.1):
+        decoding.learn(decoding.choose(), [2], took)
+    assert plan.draft_account >= account and plan.costs.seconds(None) < 1.3
+
+
+# ---- acceptance ---------------------------------------------------------------------------------
 
 
 def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
     acceptance = AcceptanceTracker([0.0, 0.0])
-    assert acceptance.tokens([0.5, 0.2]) == 1  # nothing known, nothing seen
+    assert acceptance.tokens(np.array([0.5, 0.2])) == 1  # nothing known, nothing seen
     acceptance = AcceptanceTracker([0.5, 0.25])
-    assert acceptance.tokens([0.6, 0.3]) == pytest.approx(1.9)
+    assert acceptance.tokens(np.array([0.6, 0.3])) == pytest.approx(1.9)
     for _ in range(10_000):
         acceptance.add([0.5, 0.25], [2, 1])  # depth 1 in one row of two, depth 2 never
-    assert acceptance.tokens([0.6, 0.3]) == pytest.approx(1.6)
-
-
-def test_small_trees_and_large_ones_correct_each_other() -> None:
-    """Nodes and depth both count: 3 nodes in a chain may well be slower than 8 side by side."""
-    two, three, four = Budget(2, 1), Budget(3, 1), Budget(4, 1)
-    assert monotone({two: 1.3, three: 1.2, four: 1.4}) == {two: 1.25, three: 1.25, four: 1.4}
-    assert monotone({Budget(3, 2): 1.5, Budget(8, 1): 1.3}) == {
-        Budget(3, 2): 1.5,
-        Budget(8, 1): 1.3,
-    }
-    assert monotone({two: 0.9}) == {two: 1}
+    two = np.array([[0.6, 0.3], [0.0, 0.0]])
+    assert acceptance.tokens(two) == pytest.approx([1.6, 1])
 
 
 def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
@@ -254,47 +372,11 @@ def test_a_scripted_drafter_is_right_as_often_as_it_is_told_to_be(target, alpha)
     assert result.stats.tau == pytest.approx(1 + alpha, abs=0.1)
 
 
-def test_a_drafter_that_pays_a_little_is_kept_whatever_the_luck_of_its_first_steps() -> None:
-    """Expected gain 1.18: plain decoding by mistake must stay the exception."""
-    budget = Budget(6, 3)
-    costs = {None: 3.0, budget: 5.0}
-    drafted = []
-    for seed in range(20):
-        plan = AdaptivePlan(costs, {budget: (0.6, 0.3, 0.1)})
-        coin = random.Random(seed)
-        for _ in range(400):
-            choice, draw = plan.choose(), coin.random()
-            accepted = sum(draw < c for c in (0.6, 0.3, 0.1)) if choice else 0
-            plan.learn(choice, [1 + accepted], costs[choice])
-            drafted.append(choice is not None)
-    assert sum(drafted) > 0.85 * len(drafted)
-
-
-def test_a_drafter_that_pays_is_kept_on_a_machine_that_changes_its_speed_all_the_time() -> None:
-    """Expected gain 1.15; every 8 steps the machine becomes slower or faster, by half at most."""
-    budget = Budget(2, 1)
-    costs = {None: 2.0, budget: 2.5}
-    drafted = []
-    for seed in range(20):
-        plan = AdaptivePlan(costs, {budget: (0.44,)})
-        coin = random.Random(seed)
-        for step in range(600):
-            if step % 8 == 0:
-                slower = 1 + coin.random() / 2
-            choice = plan.choose()
-            plan.learn(
-                choice, [1 + (choice is not None and coin.random() < 0.44)], costs[choice] * slower
-            )
-            drafted.append(choice is not None)
-    assert sum(drafted) > 0.85 * len(drafted)
-
-
 def test_a_draft_that_would_never_be_made_is_not_prepared_for(target, monkeypatch) -> None:
-    """Under a rule whose plan stays as it is."""
+    """Under a rule whose plan stays as it is: a hopeless drafter is left out from the start."""
     drafter = Scripted([[]], alpha=0.0, depth=1, vocab_size=target.vocab_size)
     monkeypatch.setattr(drafter, "start", None)
-    decoder, budget = Decoder(target, drafter, adaptive=True), drafter.budgets[0]
-    decoder.plans["rejection", 1.0, 1] = AdaptivePlan({None: 1.0, budget: 9.0}, {budget: (0.5,)})
+    decoder = Decoder(target, drafter, adaptive=True)
     ask = {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
     expected = Decoder(target).generate([9, 10, 11], **ask).sequences
     assert decoder.generate([9, 10, 11], verifier="rejection", **ask).sequences == expected

@@ -1,23 +1,23 @@
 """Decoding from several threads at once: every answer is the one that is given alone."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Lock
+from threading import Barrier
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny_llama
 from transformers import BloomConfig, BloomForCausalLM
 
 from drafthead.heads.target.target import Target
-from drafthead.infer import decoder as decoders
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.oracle import OracleDecoder
+from drafthead.infer.timing.stored_costs import StepKind
 
 THREADS = 3
 Answer = Callable[[Any], Any]  # the new tokens after a prompt
@@ -140,20 +140,21 @@ def test_texts_from_several_threads_share_a_tokenizer() -> None:
     check([text] * THREADS, text, ["def f", "one", "for i in", "x" * 20])
 
 
-def test_steps_are_timed_by_one_thread_and_once(target, make_drafter, monkeypatch) -> None:
-    """Two timings at once would measure each other; what was timed serves all threads."""
-    drafter = make_drafter("medusa:own", target)
-    one_at_a_time, timed = Lock(), []
+def test_threads_share_a_plan_and_what_it_learns(
+    target, make_drafter, monkeypatch, tmp_path
+) -> None:
+    """Each has its own runs of steps; a warm-up meanwhile changes no answer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder = Decoder(target, make_drafter("medusa:own", target), adaptive=True)
+    answer = greedy(decoder, 20)
 
-    def seconds(*models: object) -> dict[object, float]:
-        assert one_at_a_time.acquire(blocking=False)
-        time.sleep(0.1)
-        timed.append(models)
-        one_at_a_time.release()
-        return {budget: 1e-3 for budget in (None, *drafter.budgets)}
+    def warm(prompt: list[int]) -> list[int]:
+        seconds = {budget: 1e-3 for budget in (None, *decoder.plans.drafter.budgets)}
+        decoder.plans.set_timed(StepKind("greedy", 1, False, False), seconds)
+        return answer(prompt)
 
-    monkeypatch.setattr(decoders, "step_seconds", seconds)
-    first, second = (Decoder(target, drafter, adaptive=True) for _ in range(2))
-    answers = [greedy(decoder, 20) for decoder in (first, first, second, second)]
-    check(answers, greedy(OracleDecoder(target), 20), PROMPTS["different"], rounds=3)
-    assert len(timed) == 2
+    expected = greedy(OracleDecoder(target), 20)
+    check([answer, answer, warm], expected, PROMPTS["different"], rounds=3)
+    costs = decoder.plans.costs(StepKind("greedy", 1, False, False))
+    assert len(decoder.plans.plans) == 1 and np.isfinite(costs.mean).all()
+    assert np.linalg.eigvalsh(costs.covariance)[0] > -1e-9

@@ -14,6 +14,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.measuring import bandwidth
 from drafthead.infer.measuring.bandwidth import (
     BandwidthBound,
@@ -132,7 +133,9 @@ def test_the_bound_is_the_time_to_move_the_weights(target, monkeypatch) -> None:
 def plan(plain: float, small: float, large: float) -> AdaptivePlan:
     """Trees of 4 and 8 nodes that bring 1.9 and 2.1 tokens, at the given seconds a step."""
     chances = {SMALL: (0.6, 0.3), LARGE: (0.65, 0.3, 0.15)}
-    return AdaptivePlan({None: plain, SMALL: small, LARGE: large}, chances)
+    costs = StepCosts(tuple(chances))
+    costs.set_timed({None: plain, SMALL: small, LARGE: large})
+    return AdaptivePlan(costs, chances)
 
 
 @pytest.mark.parametrize(

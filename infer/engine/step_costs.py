@@ -1,0 +1,133 @@
+"""What steps of each size take, as a belief that real steps correct.
+
+The belief is a normal distribution over the logarithms of the seconds of all sizes at once. Sizes
+vary together: all of them when the machine becomes slower, large trees more than small ones when
+nodes become dear. So every step teaches something about every size, and a step that follows others
+on a machine that has just slowed down does not look dear. This is a Kalman filter.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from threading import RLock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer.engine.planner_settings import DEFAULT_COSTS, CostSettings
+
+Size = Budget | None  # None: a step without a draft
+Table = NDArray[np.float64]
+
+
+class StepCosts:
+    """The belief about one kind of steps: what a step of each size takes on this machine.
+
+    Information fades with every run of steps, so costs of a bad minute are forgotten. Several
+    threads may decode with one belief; whoever reads or changes it holds `lock`.
+    """
+
+    def __init__(self, budgets: Sequence[Budget], settings: CostSettings = DEFAULT_COSTS):
+        """The guess for sizes that nobody has seen; there are S = 1 + len(budgets) of them."""
+        self.settings = settings
+        self.sizes: list[Size] = [None, *sorted(budgets)]  # from small to large
+        self.places = {size: place for place, size in enumerate(self.sizes)}
+        self.guess = guessed_covariance(self.sizes, settings)  # [S, S]
+        self.covariance = self.guess  # [S, S]
+        # Of the logarithms of seconds.
+        self.mean: Table = np.log([guessed_ratio(s, settings) for s in self.sizes])  # [S]
+        self.drift = settings.first_drift**2  # variance of the machine's speed from run to run
+        self.speed_known = False  # else `mean` is known up to a common term only
+        self.is_guess = True  # nothing is known about any size
+        self.was_timed = False  # every size was timed on purpose, and not only met while decoding
+        self.lock = RLock()
+
+    @property
+    def log_seconds(self) -> Table:
+        """Logarithms of the seconds of a step of each size [S], none quicker than a plain step."""
+        return np.maximum(self.mean, self.mean[0])
+
+    def seconds(self, size: Size) -> float:
+        """Of one step, as far as known."""
+        return math.exp(self.log_seconds[self.places[size]])
+
+    def add(self, size: Size, seconds: Sequence[float], continued: bool) -> None:
+        """Learn from a run of steps of one size; `continued` if the run before was of that size."""
+        settings, place = self.settings, self.places[size]
+        took = math.log(max(median(seconds), 1e-9))
+        if not self.speed_known:
+            self.mean = self.mean + (took - self.mean[place])
+        surprise, noise = took - self.mean[place], settings.run_deviation**2
+        if continued:
+            self._learn_drift(surprise**2 - noise)
+        # The longer ago, the less is known: at last no more than at first.
+        kept = settings.memory * self.covariance + (1 - settings.memory) * self.guess + self.drift
+        variance = kept[place, place] + noise
+        most = settings.most_surprise * math.sqrt(variance)
+        gain = kept[place] / variance
+        self.mean = self.mean + gain * min(max(surprise, -most), most)
+        self.covariance = kept - np.outer(gain, kept[place])
+        self.speed_known, self.is_guess = True, False
+
+    def _learn_drift(self, seen: float) -> None:
+        settings = self.settings
+        seen = min(max(seen, settings.least_drift**2), settings.most_drift**2)
+        self.drift += (seen - self.drift) / settings.drift_memory
+
+    def deviations_from(self, size: Size) -> Table:
+        """How unsure the ratio of each size's seconds to those of `size` is: deviations [S]."""
+        place = self.places[size]
+        variances = np.diag(self.covariance) + self.covariance[place, place]
+        return np.sqrt(np.maximum(variances - 2 * self.covariance[place], 0))
+
+    def lessons(self, size: Size) -> Table:
+        """How far a run of each size would move its ratio to `size`: deviations [S].
+
+        Nothing is learnt from a size that was just seen, even if little is known of the other one.
+        """
+        variances = np.diag(self.covariance) + self.settings.run_deviation**2
+        shared = np.diag(self.covariance) - self.covariance[self.places[size]]
+        return np.abs(shared) / np.sqrt(variances)
+
+    def set_timed(self, seconds: Mapping[Size, float]) -> None:
+        """Believe what every size was timed at."""
+        self.mean = np.log([seconds[size] for size in self.sizes])
+        known = self.settings.size_deviation**2 * np.eye(len(self.sizes))
+        # The machine may have another speed when decoding begins.
+        self.covariance = known + self.settings.all_deviation**2
+        self.speed_known = self.was_timed = True
+        self.is_guess = False
+
+    def go_on_from(self, mean: Table, covariance: Table) -> None:
+        """Begin with a mean [S] with covariance [S, S] about similar steps, or older ones."""
+        share = self.settings.inherited
+        self.mean = mean
+        self.covariance = share * covariance + (1 - share) * self.guess
+        self.speed_known = self.is_guess = False
+
+
+def guessed_ratio(size: Size, settings: CostSettings) -> float:
+    """Seconds of a step over those of a plain one, for a machine that nobody has seen."""
+    if size is None:
+        return 1.0
+    nodes = settings.node * (size.nodes - 1)
+    return 1 + settings.draft + nodes + settings.level * size.depth
+
+
+def guessed_covariance(sizes: Sequence[Size], settings: CostSettings) -> Table:
+    """How far the guess may be off, and how far alike: the covariance [S, S] of log seconds.
+
+    It grows with the nodes as a random walk does: 8 and 16 nodes share what makes 8 dear, and each
+    doubling adds something of its own. Likewise for levels.
+    """
+    drafts = np.array([size is not None for size in sizes], float)
+    doublings = np.log2([size.nodes if size else 1 for size in sizes])
+    levels = np.array([size.depth if size else 0 for size in sizes], float)
+    return np.asarray(
+        settings.all_deviation**2
+        + settings.draft_deviation**2 * np.outer(drafts, drafts)
+        + settings.doubling_deviation**2 * np.minimum.outer(doublings, doublings)
+        + settings.level_deviation**2 * np.minimum.outer(levels, levels)
+        + settings.size_deviation**2 * np.eye(len(sizes))
+    )
