@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
@@ -76,17 +77,16 @@ class DraftSession(ABC):
     """A drafter at work on one batch: proposes a tree, learns what was committed, and again."""
 
     @abstractmethod
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A tree within the budget after the last committed token.
 
-        With `random`, children are drawn without replacement and the tree carries the
-        distributions they were drawn from; without, children are the most probable tokens.
+        With a `RowRandom`, children are drawn without replacement and the tree carries the
+        distributions they were drawn from. With `NextDraws`, they are the likeliest to be the
+        target's own draws. Without either, they are the most probable tokens.
         """
 
-    def recipe(self, budget: Budget) -> TreeRecipe | None:
-        """`propose` without `random` as a part of the step's graph, for drafters that can."""
+    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
+        """`propose` as a part of the step's graph, for drafters that can; None otherwise."""
         return None
 
     @abstractmethod
@@ -141,9 +141,7 @@ class NoDrafter(Drafter):
 class NoDraft(DraftSession):
     """A session without a memory."""
 
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Raises NotImplementedError: steps without a drafter have no budget."""
         raise NotImplementedError
 

@@ -7,11 +7,13 @@ one compiled graph. A step without a draft is a tree of the root alone.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
+from drafthead.heads.coupling import NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
-from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, sample
+from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, race
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
@@ -113,8 +115,8 @@ class Stepper(ABC):
         if self.run.random is None:
             return most_probable(logits)
         self.run.begin_random_step()
-        uniform = self.run.random.ahead(1)[:, 0]
-        return sample(probabilities(logits, self.run.request.sampling), uniform)
+        keys = self.run.random.ahead(1)[:, 0]
+        return race(probabilities(logits, self.run.request.sampling), keys)
 
     def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
         """Propose, verify, commit; without a budget nothing is proposed."""
@@ -135,9 +137,20 @@ class Stepper(ABC):
         """The session's tree, or one that is nothing but the root."""
         if budget is None:
             return TokenTree.from_shape(ROOT, self.roots[:, None])
-        random = self.run.random if self.verifier.draws_children else None
         with self.run.stats.phase("draft"):
+            random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
             return session.propose(budget, self.run.request.draft_sampling, random)
+
+    def next_draws(self, budget: Budget) -> NextDraws | None:
+        """What a draft can know of the target's draws, under rules that follow these."""
+        if self.run.random is None or not self.verifier.follows:
+            return None
+        return NextDraws(self.run.random.ahead(budget.depth), self.draft_settings)
+
+    @cached_property
+    def draft_settings(self) -> torch.Tensor:
+        """The request's draft sampling as `SamplingConfig.settings` [4]."""
+        return self.run.request.draft_sampling.settings(self.target.device)
 
     def commit(self, outcome: Outcome) -> None:
         """Keep the accepted path in the cache; the token after it is the next root."""
