@@ -130,9 +130,10 @@ def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Which tokens [..., V] belong to the smallest most probable set of mass `top_p`.
 
     Probabilities (.5, .3, .2) and top_p .6 keep the first two: the mass above the second is .5. Of
-    equals the later come first, as in transformers: (.4, .4, .2) and top_p .3 keep the second.
+    equals the first come first, where transformers leaves the order to an unstable sort: (.4, .4,
+    .2) and top_p .3 keep the first.
     """
-    ordered, order = (part.flip(-1) for part in scores.sort(dim=-1, stable=True))
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
     mass_above = probs.cumsum(-1) - probs
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, mass_above < top_p)
@@ -311,8 +312,7 @@ def draw(
     """
     scores, ids = logits.float() / settings[0], None
     if filtered:
-        # From the least up and turned round, as ties are resolved in transformers.
-        scores, ids = (part.flip(-1) for part in scores.sort(dim=-1, stable=True))
+        scores, ids = scores.sort(dim=-1, descending=True, stable=True)
         scores = kept_of_sorted(scores, settings)
     return race(scores.softmax(-1), keys, ids)
 

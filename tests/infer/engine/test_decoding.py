@@ -202,6 +202,18 @@ def test_the_engines_samples_follow_the_targets_law(
     assert p_value(result.sequences, law) > 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 9}], ids=str)
+def test_a_draft_knows_the_numbers_of_the_targets_draws(target, make_drafter, options) -> None:
+    """Of a draft that is the target itself every token is accepted, at any temperature."""
+    decoder = Decoder(target, make_drafter("self", target))
+    found = decoder.generate(
+        random_prompts(6), max_new_tokens=24, temperature=1.3, verifier="match", **options
+    )
+    lengths = [length for row in found.stats.accept_lengths for length in row]
+    # The vocabulary is not larger than a draft's support: nothing of the law is missing there.
+    assert set(lengths) == {4}
+
+
 @pytest.mark.parametrize("draft_temperature", [0.3, 3.0])
 def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_temperature) -> None:
     target = make_target(seed=3, vocab=4)

@@ -129,9 +129,9 @@ struct Row {
     std::vector<Candidate> kept() const {
         const bool has_top_k = settings.top_k < size;
         std::vector<Candidate> best = candidates();
-        // Of equals the later come first, as in transformers.
+        // Of equals the first come first, see `nucleus`.
         std::sort(best.begin(), best.end(), [](const Candidate& a, const Candidate& b) {
-            return a.logit != b.logit ? a.logit > b.logit : a.token > b.token;
+            return a.logit != b.logit ? a.logit > b.logit : a.token < b.token;
         });
         double whole = total, above = 0;
         if (has_top_k) {
