@@ -15,11 +15,6 @@ from torch.nn.functional import pad
 
 from drafthead.heads.sampling import RowRandom, arrival_times, kept_of_sorted
 
-# How far the logarithms of a draft's probabilities are from the target's, roughly: in a race of
-# scores that are this uncertain, the chance to win falls by e with each such distance. Measured.
-UNCERTAINTY = 0.5
-
-
 # The dimensions of `NextDraws`, see `heads.graphs.dims`.
 DRAWS = ("B .", ".")
 
@@ -59,9 +54,10 @@ class NextDraws(NamedTuple):
         """The `count` likeliest children of nodes of a depth: log-probabilities, and places in k.
 
         Both [B, ..., count], from the likeliest on. The probabilities are a guess: how likely the
-        target's draw is each of them, the numbers being known.
+        target's draw is each of them, the numbers being known. Of all softmax(scores / u), u = 1
+        described the draws of the demo target best, given the demo draft model's probabilities.
         """
-        chances = (self.scores(depth, logits, ids) / UNCERTAINTY).log_softmax(-1)
+        chances = self.scores(depth, logits, ids).log_softmax(-1)
         return chances.topk(count, dim=-1)
 
 

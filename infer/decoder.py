@@ -185,13 +185,14 @@ class Decoder:
     def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
         """The loop for this drafter; checks the verifier's name even where none is needed."""
         temperature = run.request.sampling.temperature
-        quick = self.adaptive or can_step_in_graphs(self.target, run)
-        rule = verifier_for(settings.verifier, temperature, follows=quick)
+        in_graphs = can_step_in_graphs(self.target, run)
+        default = "match" if in_graphs or self.drafter is None else self.drafter.sampling_rule
+        rule = verifier_for(settings.verifier, temperature, default)
         rule = rule.with_options(settings.rule_options)
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
-            rule = verifier_for("auto", temperature, follows=True)
+            rule = verifier_for("auto", temperature)
         elif self.drafter is not None:
             drafter = self.drafter
         return decode(self._stepper(run, drafter, rule), drafter, planner)

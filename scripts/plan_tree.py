@@ -54,7 +54,7 @@ def main(
     of the sizes. While decoding, the choice follows the measured acceptance; --tree-nodes of the
     other verbs overrides it.
     """
-    rule = verifier_for("auto", temperature, follows=True)
+    rule = verifier_for("auto", temperature)
     decoder = Decoder.from_pretrained(target, head, dtype=dtype, device=device, compile=compile)
     plan = measured_plan(decoder, rule, batch, fresh)
     if temperature > 0:

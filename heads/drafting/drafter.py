@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -106,6 +106,10 @@ class Drafter(ABC):
 
     features: FeatureSpec
     budgets: tuple[Budget, ...]  # those that it can use, from small to large
+    # The lossless rule above temperature 0 that accepts most of its trees, as measured by
+    # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
+    # the graph of a step, and its trees cannot change their size from step to step.
+    sampling_rule: ClassVar[str] = "match"
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """How likely a proposal within the budget is accepted to depth 1, 2, ...

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from drafthead.heads.cache import CacheColumns
-from drafthead.heads.coupling import DRAWS, UNCERTAINTY, Choice, NextDraws
+from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
@@ -309,9 +309,9 @@ class Candidates:
             # In float32: a CPU multiplies small 16-bit matrices many times slower.
             outputs = block.correction.output.weight[guesses].float().mT
         if draws is not None:  # so that `log_probs` after any parent are those of `draws.best`
-            scale = 1 / (draws.settings[0] * UNCERTAINTY)
-            base = base * scale - arrival_times(draws.keys, ids).log() / UNCERTAINTY
-            outputs = None if outputs is None else outputs * scale
+            temperature = draws.settings[0]
+            base = base / temperature - arrival_times(draws.keys, ids).log()
+            outputs = None if outputs is None else outputs / temperature
         return cls(block, ids, base, outputs)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -49,6 +49,7 @@ class DraftModel(Drafter):
     """A chain of `depth` tokens from a separate language model."""
 
     features = NO_FEATURES
+    sampling_rule = "traversal"
 
     def __init__(self, model: Target, target: Target, depth: int):
         """Raises UserError when the two tokenizers differ, or depth is below 1."""

@@ -13,7 +13,7 @@ from drafthead.infer.timing.step_timing import StepSeconds
 from drafthead.infer.timing.timing_cache import cache_file, step_seconds
 from drafthead.infer.verifiers import verifier_for
 
-DRAFTER, RULE = PromptLookup(2), verifier_for("greedy", 0.0, follows=True)
+DRAFTER, RULE = PromptLookup(2), verifier_for("greedy", 0.0)
 SECONDS: StepSeconds = {None: 0.5, **dict.fromkeys(DRAFTER.budgets, 0.75)}
 DAMAGED = [
     b"", b"[[null, 0.5], [[2, 1]", b"5", b"[]", b"{}", b"\xff", b"[" * 10**5,
