@@ -49,7 +49,7 @@ class NextDraws(NamedTuple):
         depth: int | slice,
         logits: torch.Tensor,  # as for `scores`
         ids: torch.Tensor,
-        count: int,
+        count: int,  # or all k, where there are fewer
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` likeliest children of nodes of a depth: log-probabilities, and places in k.
 
@@ -58,7 +58,7 @@ class NextDraws(NamedTuple):
         described the draws of the demo target best, given the demo draft model's probabilities.
         """
         chances = self.scores(depth, logits, ids).log_softmax(-1)
-        return chances.topk(count, dim=-1)
+        return chances.topk(min(count, chances.shape[-1]), dim=-1)
 
 
 # How a session chooses children: drawn independently of the target, guesses of the target's own

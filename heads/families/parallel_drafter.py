@@ -278,7 +278,7 @@ class Candidates:
         self.block, self.candidates, self.logits, self.outputs = block, candidates, logits, outputs
 
     @classmethod
-    def of(cls, block: Block, roots: torch.Tensor, draws: NextDraws | None) -> "Candidates":
+    def of(cls, block: Block, roots: torch.Tensor, draws: NextDraws | None = None) -> "Candidates":
         """Candidates after the roots [B]; with `draws`, of the target's own draws.
 
         The correction of a slot depends on the token before it, which is not chosen yet. So the

@@ -63,9 +63,9 @@ class CompiledTarget(Target):
         features: FeatureSpec,
         cache: TreeCache,
         draws: Draws | None,
-        whole: bool = True,
+        whole: bool,
     ) -> Outcome:
-        """Verify a tree after the committed tokens; see `GraphStep`."""
+        """Verify a tree after the committed tokens; see `GraphStep.__call__`."""
         made_for = features, recipe.filler
         if made_for not in self.steps:
             # Not replaced, should another thread have been quicker: graphs are made only once.

@@ -73,7 +73,7 @@ class GraphStep:
         self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
 
     def __call__(
-        self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None, whole: bool = True
+        self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None, whole: bool
     ) -> Outcome:
         """Verify the tree after the committed tokens, and move the accepted path next to them.
 

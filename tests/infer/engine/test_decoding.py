@@ -221,11 +221,12 @@ def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_tempera
         target, make_drafter("medusa:tree", target), draft_temperature=draft_temperature
     )
     prompt, count, sampling = [1, 2, 3], 6000, SamplingConfig(temperature=1.0)
-    result = decoder.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    options = {"max_new_tokens": 3, "temperature": 1.0, "verifier": "rejection"}
+    result = decoder.generate([prompt] * count, **options)
     law = law_of_three_tokens(target, prompt, sampling)
     assert p_value(result.sequences, law) > 1e-5
     as_target = Decoder(target, make_drafter("medusa:tree", target))
-    usual = as_target.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    usual = as_target.generate([prompt] * count, **options)
     assert result.sequences != usual.sequences, "children are drawn at another temperature"
 
 
