@@ -17,6 +17,8 @@ LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 1e-30, 1e30
 # Stands for the token where logits describe no distribution. The host finds it among a step's
 # tokens, so that no other copy has to be awaited. No token of a vocabulary is negative.
 NO_TOKEN = -1
+# More than any vocabulary has, and a whole number in float32.
+NO_TOP_K = 2**24
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,15 @@ class SamplingConfig:
     def whole(self) -> bool:
         """Whether nothing but the temperature changes the target's distribution."""
         return self == SamplingConfig(self.temperature)
+
+    def settings(self, device: torch.device) -> torch.Tensor:
+        """Temperature, top_k, top_p and min_p [4], as graphs take them: one serves all requests.
+
+        Without `typical_p`. What is off has a value that keeps every token, also where the mass of
+        all tokens is rounded up.
+        """
+        top_k, top_p = self.top_k or NO_TOP_K, self.top_p if self.top_p < 1 else 2.0
+        return torch.tensor([self.temperature, top_k, top_p, self.min_p], device=device)
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
@@ -118,9 +129,11 @@ def warped(scores: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
 def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Which tokens [..., V] belong to the smallest most probable set of mass `top_p`.
 
-    Probabilities (.5, .3, .2) and top_p .6 keep the first two: the mass above the second is .5.
+    Probabilities (.5, .3, .2) and top_p .6 keep the first two: the mass above the second is .5. Of
+    equals the first come first, where transformers leaves the order to an unstable sort: (.4, .4,
+    .2) and top_p .3 keep the first.
     """
-    ordered, order = scores.sort(dim=-1, descending=True)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
     mass_above = probs.cumsum(-1) - probs
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, mass_above < top_p)
@@ -178,15 +191,19 @@ class RowRandom:
         )
 
     def ahead(self, count: int) -> torch.Tensor:
-        """The float64 uniform numbers [B, count] with which plain decoding draws the next tokens.
+        """The int64 keys [B, count] of the races in which plain decoding draws the next tokens.
 
-        Number d belongs to the step after d more tokens. They need no generator.
+        Key d belongs to the step after d more tokens. It needs no generator.
         """
-        numbers = [
-            [(mixed(seed, start + place) >> 11) * 2**-53 for place in range(count)]
+        keys = [
+            [signed(mixed(seed, start + place)) for place in range(count)]
             for seed, start in zip(self.seeds, self.num_tokens, strict=True)
         ]
-        return torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return torch.tensor(keys, device=self.device)
+
+    def token(self, probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Tokens [B] drawn from unnormalised probs [B, V] with keys [B] of `ahead`."""
+        return race(probs, keys)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop the numbers of all other rows."""
@@ -202,6 +219,51 @@ def mixed(seed: int, count: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return z ^ (z >> 31)
+
+
+def signed(bits: int) -> int:
+    """The number that 64 bits are as an int64."""
+    return bits - (bits >> 63 << 64)
+
+
+def arrival_times(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Exponential float32 numbers [..., k], functions of keys [...] and tokens [..., k] alone.
+
+    That of token x comes from number x of the generator SplitMix64 with the key as its seed: 64
+    bits, so that small numbers are as exact as large ones. Few tokens cost little: a draft asks for
+    those that it considers, and finds the numbers that the target will use.
+    """
+    bits = keys[..., None] + (tokens + 1) * signed(0x9E3779B97F4A7C15)
+    bits = (bits ^ shifted(bits, 30)) * signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ shifted(bits, 27)) * signed(0x94D049BB133111EB)
+    bits = bits ^ shifted(bits, 31)
+    uniform = shifted(bits, 1).float() * 2**-63 + 2**-64
+    # At 1 the time would be infinite.
+    return -torch.log1p(-uniform.clamp_max(1 - 2**-24))
+
+
+def shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 bits [...] moved down by `count`, with zeros above: >> alone would repeat the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def race(
+    probs: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Draw tokens [...] from unnormalised probs [..., V] with keys [...]: the first to arrive.
+
+    Token x arrives at its `arrival_times` number over its probability, so the first one is a draw
+    from the probabilities, and a small change of these seldom changes it. `tokens` [..., V] are
+    those that the probabilities belong to, by default 0 to V - 1. Where the mass is 0, infinite or
+    NaN there is NO_TOKEN.
+    """
+    ids = torch.arange(probs.shape[-1], device=probs.device) if tokens is None else tokens
+    # NaN counts as the largest.
+    speed, first = (probs / arrival_times(keys, ids)).max(-1)
+    if tokens is not None:
+        first = tokens.gather(-1, first[..., None])[..., 0]
+    # Neither holds for NaN.
+    return torch.where((speed > 0) & (speed < torch.inf), first, NO_TOKEN)
 
 
 def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -236,12 +298,36 @@ def most_probable(logits: torch.Tensor) -> torch.Tensor:
 
 
 def draw(
-    logits: torch.Tensor,  # [..., V]
-    temperature: torch.Tensor,  # scalar
-    uniform: torch.Tensor,  # [...]
+    logits: torch.Tensor,  # [B, N, V]
+    tokens: torch.Tensor,  # [B, N] of a tree
+    parents: torch.Tensor,  # [B, N], -1 for the root
+    keys: torch.Tensor,  # [B, N] of the races
+    settings: torch.Tensor,  # [4], see `SamplingConfig.settings`
+    filtered: bool,  # whether the settings are more than a temperature
 ) -> torch.Tensor:
-    """Tokens [...] drawn from the softmax of logits at a temperature above 0, else NO_TOKEN."""
-    return sample((logits.float() / temperature).softmax(-1), uniform)
+    """The target's own token [B, N] after each node, drawn above temperature 0, else NO_TOKEN.
+
+    The kernel in its place follows these tokens down the tree and draws those it meets; the others,
+    which no rule reads, are NO_TOKEN.
+    """
+    scores, ids = logits.float() / settings[0], None
+    if filtered:
+        scores, ids = scores.sort(dim=-1, descending=True, stable=True)
+        scores = kept_of_sorted(scores, settings)
+    return race(scores.softmax(-1), keys, ids)
+
+
+def kept_of_sorted(scores: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """Scores [..., k] from the largest on, -inf where `settings` [4] remove the token.
+
+    As `warped`, without a branch that depends on the settings, so that one graph serves all.
+    """
+    _, top_k, top_p, min_p = settings.unbind()
+    last = (top_k.long() - 1).clamp_max(scores.shape[-1] - 1)
+    scores = scores.masked_fill(scores < scores.index_select(-1, last[None]), -torch.inf)
+    probs = scores.softmax(-1)
+    kept = (probs.cumsum(-1) - probs < top_p) & (probs >= min_p * probs[..., :1])
+    return scores.masked_fill(~kept, -torch.inf)
 
 
 def draw_without_replacement(

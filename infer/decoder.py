@@ -279,9 +279,9 @@ class Decoder:
 
     def _rule(self, run: BatchRun, settings: DecodeSettings) -> Verifier:
         """The acceptance rule that the options name."""
-        quick = self.adaptive or can_step_in_graphs(self.target, run)
-        temperature = run.request.sampling.temperature
-        rule = verifier_for(settings.verifier, temperature, follows=quick)
+        in_graphs = can_step_in_graphs(self.target, run)
+        default = "match" if in_graphs or self.drafter is None else self.drafter.sampling_rule
+        rule = verifier_for(settings.verifier, run.request.sampling.temperature, default)
         return rule.with_options(settings.rule_options)
 
     def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
@@ -290,7 +290,7 @@ class Decoder:
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
-            rule = verifier_for("auto", run.request.sampling.temperature, follows=True)
+            rule = verifier_for("auto", run.request.sampling.temperature)
         elif self.drafter is not None:
             drafter = self.drafter
         return decode(self._stepper(run, drafter, rule), drafter, planner)

@@ -77,7 +77,7 @@ def measured_plan(decoder: Decoder, batch: int, temperature: float, fresh: bool)
     """The plan for `batch` rows; times the steps if `fresh` or if that was never done."""
     drafter, plans = decoder.drafter, decoder.plans
     assert drafter is not None and plans is not None
-    rule = verifier_for("auto", temperature, follows=True)
+    rule = verifier_for("auto", temperature)
     kind = StepKind(rule.name, rows_that_share(batch), filters=False, processors=False)
     is_stored = plans.costs(kind).was_timed and not fresh
     if not is_stored:

@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder
+from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.exactness import (
@@ -54,8 +56,8 @@ def main(
     verifier: Annotated[
         str,
         typer.Option(
-            help="Rule for sampled answers. auto is what decoding uses for trees of one size: "
-            "rejection, or match with --compile. typical and lenient are lossy and fail."
+            help="Rule for sampled answers. auto is what decoding uses: match, or traversal with a "
+            "draft model that is not compiled. typical and lenient are lossy and fail."
         ),
     ] = "auto",
     prompts: Annotated[
@@ -97,7 +99,8 @@ def main(
     effort = Effort(samples, answers, max_new_tokens, false_alarm)
     if head is None and draft_model is None and not prompt_lookup:
         raise UserError("choose one of head, draft_model and prompt_lookup: it is what is tested")
-    rule = verifier_for(verifier, temperature, follows=compile)
+    drafted = Drafter if draft_model is None or compile else DraftModel
+    rule = verifier_for(verifier, temperature, drafted.sampling_rule)
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
         compile=compile,

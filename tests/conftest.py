@@ -9,7 +9,7 @@ from tiny import BUSHY, END, HIDDEN, VOCAB, tiny_llama
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.sampling import RowRandom
+from drafthead.heads.sampling import RowRandom, sample
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.draft_model import DraftModel
@@ -28,6 +28,10 @@ class ScriptedRandom(RowRandom):
 
     def ahead(self, count: int) -> torch.Tensor:
         return self.numbers[:, :count]
+
+    def token(self, probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """One number a token instead of a race, so that a test can list all outcomes."""
+        return sample(probs, keys)
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
+from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
@@ -90,17 +91,16 @@ class DraftSession(ABC):
     """A drafter at work on one batch: proposes a tree, learns what was committed, and again."""
 
     @abstractmethod
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A tree within the budget after the last committed token.
 
-        With `random`, children are drawn without replacement and the tree carries the
-        distributions they were drawn from; without, children are the most probable tokens.
+        With a `RowRandom`, children are drawn without replacement and the tree carries the
+        distributions they were drawn from. With `NextDraws`, they are the likeliest to be the
+        target's own draws. Without either, they are the most probable tokens.
         """
 
-    def recipe(self, budget: Budget) -> TreeRecipe | None:
-        """`propose` without `random` as a part of the step's graph, for drafters that can."""
+    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
+        """`propose` as a part of the step's graph, for drafters that can; None otherwise."""
         return None
 
     @abstractmethod
@@ -120,6 +120,10 @@ class Drafter(ABC):
 
     features: FeatureSpec
     budgets: tuple[Budget, ...]  # those that it can use, from small to large
+    # The lossless rule above temperature 0 that accepts most of its trees, as measured by
+    # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
+    # the graph of a step, and its trees cannot change their size from step to step.
+    sampling_rule: ClassVar[str] = "match"
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """How likely a proposal within the budget is accepted to depth 1, 2, ...
@@ -155,9 +159,7 @@ class NoDrafter(Drafter):
 class NoDraft(DraftSession):
     """A session without a memory."""
 
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Raises NotImplementedError: steps without a drafter have no budget."""
         raise NotImplementedError
 

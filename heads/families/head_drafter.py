@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from drafthead.heads.base import DraftHead
+from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom
@@ -47,10 +48,10 @@ class HeadDrafter(Drafter, Generic[Head]):
             self.known_levels[shape] = levels_of(shape, self.target.device)
         return self.known_levels[shape]
 
-    def shape(self, budget: Budget, random: RowRandom | None) -> TreeShape:
-        """The static tree for a budget; with `random`, one whose children can be drawn."""
+    def shape(self, budget: Budget, random: Choice) -> TreeShape:
+        """The static tree for a budget; with a `RowRandom`, one whose children can be drawn."""
         shape = self.trees.shape(budget)
-        return shape if random is None else shape.gapless
+        return shape.gapless if isinstance(random, RowRandom) else shape
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """As measured after training for the best static tree."""

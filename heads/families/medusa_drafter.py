@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from drafthead.heads.base import MAX_RANK
+from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.medusa import MedusaHeads
@@ -56,7 +57,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
         # Uses all heads, so that one graph serves trees of any depth.
         fill_with_all = partial(self._fill, depth=head.depth)
-        self.filler = TokenFiller(fill_with_all, dims=("B .", "B", "N", "N"))
+        self.filler = TokenFiller(fill_with_all, dims=("B .", "B", "N", "N", DRAWS))
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill
 
@@ -75,10 +76,15 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         roots: torch.Tensor,  # [B]
         head_of_node: torch.Tensor,  # [N]
         ranks: torch.Tensor,  # [N]
+        draws: NextDraws | None,
         depth: int,
     ) -> torch.Tensor:
         """Tokens [B, N] of the tree: of each node the guess of its rank by its depth's head."""
-        _, ids = self._guess(hidden, depth, self.widest)
+        if draws is None:
+            _, ids = self._guess(hidden, depth, self.widest)
+        else:
+            guesses = self._guess(hidden, depth)
+            ids = guesses[1].gather(-1, draws.best(slice(depth), *guesses, self.widest)[1])
         is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
         return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
 
@@ -89,12 +95,18 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         self.fill = Compiled(
             self._fill,
             *made_for,
-            dims={"hidden": "B .", "roots": "B", "head_of_node": "N", "ranks": "N"},
+            dims={
+                "hidden": "B .",
+                "roots": "B",
+                "head_of_node": "N",
+                "ranks": "N",
+                "draws": DRAWS,
+            },
         )
 
-    def layout(self, budget: Budget, random: RowRandom | None) -> MedusaLayout:
-        """The tables of the tree for a budget; with `random`, of one whose children are drawn."""
-        key = budget, random is not None
+    def layout(self, budget: Budget, random: Choice) -> MedusaLayout:
+        """The tables of the tree for a budget; with a `RowRandom`, one of drawn children."""
+        key = budget, isinstance(random, RowRandom)
         if key not in self.layouts:
             self.layouts[key] = MedusaLayout(self.shape(budget, random), self.target.device)
         return self.layouts[key]
@@ -122,27 +134,27 @@ class MedusaSession(DraftSession):
         self.hidden, self.roots = self.hidden[rows], self.roots[rows]
 
     @torch.no_grad()
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
         layout = self.drafter.layout(budget, random)
         depth = layout.shape.depth
-        if random is not None:
+        if isinstance(random, RowRandom):
             logits, ids = self.drafter.guess(self.hidden, depth)
             return self._drawn(layout, logits, ids, sampling, random)
         tables = layout.head_of_node, layout.ranks
-        tokens = self.drafter.fill(self.hidden, self.roots, *tables, depth)
+        draws = None if random is None else random.padded(self.drafter.head.depth)
+        tokens = self.drafter.fill(self.hidden, self.roots, *tables, draws, depth)
         return TokenTree.from_shape(layout.shape, tokens)
 
-    def recipe(self, budget: Budget) -> TreeRecipe | None:
+    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
         """For heads that share one output head, whose cost does not depend on the tree's depth."""
         if self.drafter.head.config.output == "own":
             return None
         assert self.hidden is not None and self.roots is not None
         layout = self.drafter.layout(budget, random=None)
-        arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks
+        draws = None if draws is None else draws.padded(self.drafter.head.depth)
+        arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks, draws
         rows = self.roots.shape[0]
         return TreeRecipe.from_shape(layout.shape, rows, self.drafter.filler, arguments)
 

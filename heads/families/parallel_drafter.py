@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
@@ -13,7 +14,7 @@ from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import DRAFT_SUPPORT, RowRandom, SamplingConfig, arrival_times
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_tree
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
@@ -94,10 +95,14 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         return hidden, self.head.base_logits(hidden, self.target).float()
 
     def _candidates(
-        self, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
+        self,
+        roots: torch.Tensor,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        draws: NextDraws | None,
     ) -> Tables:
         """The tables of `Candidates` after roots [B], from the outputs of `block`."""
-        return Candidates.of(Block(self.head, hidden, logits), roots).tables()
+        return Candidates.of(Block(self.head, hidden, logits), roots, draws).tables()
 
     def guesses(
         self,
@@ -113,10 +118,16 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         return states, best_guesses(block.logits_after(0, codes), self.head.draft_ids)
 
     def tree(
-        self, budget: Budget, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
+        self,
+        budget: Budget,
+        roots: torch.Tensor,  # [B]
+        hidden: torch.Tensor,  # [B, K, D] of `block`
+        logits: torch.Tensor,  # [B, K, Vd] of `block`
+        draws: NextDraws | None,
     ) -> TokenTree:
-        """The most probable tree after roots [B], from the outputs [B, K, ...] of `block`."""
-        tables = self.candidates(roots, hidden, logits)
+        """The most probable tree after the roots; with `draws`, of the target's own draws."""
+        draws = None if draws is None else draws.padded(logits.shape[1])
+        tables = self.candidates(roots, hidden, logits, draws)
         if self.compiled_trees is None:
             return TokenTree(*self._tree(budget, roots, hidden, *tables))
         if budget not in self.compiled_trees:
@@ -145,7 +156,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         made_for = self.target.device, self.target.dtype
         self.read = Compiled(self.read_eagerly, *made_for, READING)
         self.block = Compiled(self._block, *made_for, DRAFTING)
-        candidates = {"roots": "B", "hidden": "B . .", "logits": "B . ."}
+        candidates = {"roots": "B", "hidden": "B . .", "logits": "B . .", "draws": DRAWS}
         self.candidates = Compiled(self._candidates, *made_for, candidates)
         self.compiled_trees = {}
 
@@ -183,15 +194,13 @@ class ParallelSession(LateReader):
         self.before = self.before[rows]
 
     @torch.no_grad()
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """One pass over the block, then a tree of its guesses."""
         hidden, logits = self._passed()
         assert self.roots is not None
         drafter = self.drafter
-        if random is None and drafter.fixed is None:
-            return drafter.tree(budget, self.roots, hidden, logits)
+        if not isinstance(random, RowRandom) and drafter.fixed is None:
+            return drafter.tree(budget, self.roots, hidden, logits, random)
         shape = drafter.shape(budget, random)
         states = Block(drafter.head, hidden).begin()
 
@@ -269,8 +278,8 @@ class Candidates:
         self.block, self.candidates, self.logits, self.outputs = block, candidates, logits, outputs
 
     @classmethod
-    def of(cls, block: Block, roots: torch.Tensor) -> "Candidates":
-        """Candidates after the roots [B].
+    def of(cls, block: Block, roots: torch.Tensor, draws: NextDraws | None = None) -> "Candidates":
+        """Candidates after the roots [B]; with `draws`, of the target's own draws.
 
         The correction of a slot depends on the token before it, which is not chosen yet. So the
         candidates are the best after the mean correction over the candidates of the slot before,
@@ -284,16 +293,26 @@ class Candidates:
             codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
             code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
             logits = block.logits_after(depth, code)[:, 0]
-            best, places = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+            most = CANDIDATES if draws is None else DRAFT_SUPPORT
+            best, places = logits.topk(min(most, logits.shape[-1]), dim=-1)
+            if draws is not None:
+                ids = block.tokens_of(places)
+                best, order = draws.best(depth, best, ids, min(CANDIDATES, ids.shape[-1]))
+                places = places.gather(-1, order)
             chosen.append(places)
             before = block.tokens_of(places)
             weights = best.softmax(-1)[..., None].to(weights.dtype)
         guesses = torch.stack(chosen, dim=1)
+        ids, base = block.tokens_of(guesses), block.logits.gather(-1, guesses)
         outputs: torch.Tensor | None = None
         if block.correction is not None:
             # In float32: a CPU multiplies small 16-bit matrices many times slower.
             outputs = block.correction.output.weight[guesses].float().mT
-        return cls(block, block.tokens_of(guesses), block.logits.gather(-1, guesses), outputs)
+        if draws is not None:  # so that `log_probs` after any parent are those of `draws.best`
+            temperature = draws.settings[0]
+            base = base / temperature - arrival_times(draws.keys, ids).log()
+            outputs = None if outputs is None else outputs / temperature
+        return cls(block, ids, base, outputs)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens [B, K, k], logits [B, K, k] and output rows [B, K, rank, k]: all but the block."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
@@ -46,6 +47,15 @@ class Guess(NamedTuple):
     logits: torch.Tensor  # [B, n, k] of the best guesses
     ids: torch.Tensor  # [B, n, k] their tokens
     total: torch.Tensor  # [B, n, 1] log of the sum of exp over all logits
+
+    def best(
+        self, count: int, depth: int, draws: NextDraws | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and tokens [B, n, count] of the best guesses at nodes of a depth."""
+        if draws is None:
+            return self.logits[..., :count] - self.total, self.ids[..., :count]
+        log_probs, places = draws.best(depth, self.logits, self.ids, count)
+        return log_probs, self.ids.gather(-1, places)
 
 
 @register_drafter(RecurrentHead)
@@ -254,15 +264,13 @@ class RecurrentSession(LateReader):
         self.root_guess = Guess(*(part[rows] for part in self.root_guess))
 
     @torch.no_grad()
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then draft level by level."""
         self.catch_up()
         drafter = self.drafter
-        if random is None and drafter.fixed is None:
+        if not isinstance(random, RowRandom) and drafter.fixed is None:
             self._look_ahead(budget.depth)
-            tree = self._grown(budget)
+            tree = self._grown(budget, random)
         else:
             shape = drafter.shape(budget, random)
             self._look_ahead(shape.depth)
@@ -290,15 +298,14 @@ class RecurrentSession(LateReader):
         at_depth = (part[:, depth - 1, None] for part in self.depth_guesses)
         return Guess(*(part.expand(-1, tokens.shape[1], -1) for part in at_depth))
 
-    def _grown(self, budget: Budget) -> TokenTree:
-        """A dynamic tree: it grows where the head is most certain."""
+    def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """A dynamic tree: it grows where the head is most certain, with `draws` of these."""
         assert self.roots is not None and self.root_guess is not None
         growth, latest = TreeGrowth(self.roots), self.root_guess
         visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=self.roots.device)
         for depth in range(1, budget.depth + 1):
             width = min(DYNAMIC_WIDTH, budget.nodes - 1, latest.ids.shape[-1])
-            log_probs = latest.logits[..., :width] - latest.total
-            growth.add_children(log_probs, latest.ids[..., :width])
+            growth.add_children(*latest.best(width, depth - 1, draws))
             if depth == budget.depth:
                 break
             tokens, above = growth.open_best(width)
@@ -309,9 +316,7 @@ class RecurrentSession(LateReader):
             latest = self._guess_at(latest, above, tokens, depth, visible)
         return growth.tree(budget.nodes)
 
-    def _filled(
-        self, shape: TreeShape, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def _filled(self, shape: TreeShape, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
         assert self.roots is not None and self.root_guess is not None
         latest, visible = self.root_guess, self.drafter.visible(shape)

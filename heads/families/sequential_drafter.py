@@ -6,13 +6,14 @@ from functools import partial
 import torch
 
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.sequential import SequentialHead
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
@@ -119,9 +120,7 @@ class SequentialSession(LateReader):
             self.cache.keep_rows(rows)
 
     @torch.no_grad()
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Fill the tree depth by depth with the head's best guesses, or with drawn ones."""
         self.catch_up()
         assert self.state is not None and self.roots is not None

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
@@ -74,9 +75,9 @@ def filled_tree(
     roots: torch.Tensor,  # [B]
     guess: Callable[[int, Level, torch.Tensor], Guesses],
     sampling: SamplingConfig,
-    random: RowRandom | None,
+    random: Choice,
 ) -> TokenTree:
-    """A tree of a given shape: the best guesses, or with `random` guesses drawn from them.
+    """A tree of a given shape: the best guesses, or as `random` chooses, see `propose`.
 
     `guess(depth, level, tokens)` is called level by level with the tokens [B, n] of the level's
     inner nodes. Drawn children are drawn without replacement. Exact verification needs that the
@@ -85,14 +86,16 @@ def filled_tree(
     tokens, supports = [roots[:, None]], []
     for depth, level in enumerate(levels):
         logits, ids = guess(depth, level, tokens[-1][:, level.own])
-        if random is not None:
+        if isinstance(random, NextDraws):
+            ids = ids.gather(-1, random.best(depth, logits, ids, level.width)[1])
+        elif random is not None:
             probs = draft_distribution(logits, sampling)
             supports.append((ids, probs))
             uniform = random.uniform(*probs.shape[1:])
             ids = ids.gather(-1, draw_without_replacement(probs, level.width, uniform))
         tokens.append(ids[:, level.parents, level.ranks])
     filled = torch.cat(tokens, dim=1)
-    if random is None:
+    if not isinstance(random, RowRandom):
         return TokenTree.from_shape(shape, filled)
     nodes = torch.cat([level.nodes for level in levels])
     return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))

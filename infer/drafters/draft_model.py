@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import Unread
 from drafthead.heads.errors import UserError
@@ -49,6 +50,7 @@ class DraftModel(Drafter):
     """A chain of `depth` tokens from a separate language model."""
 
     features = NO_FEATURES
+    sampling_rule = "traversal"
 
     def __init__(self, model: Target, target: Target, depth: int):
         """Raises UserError when the two tokenizers differ, or depth is below 1."""
@@ -116,9 +118,7 @@ class DraftModelSession(DraftSession):
         if self.roots is not None and self.logits is not None:
             self.roots, self.logits = self.roots[rows], self.logits[rows]
 
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then draft token by token."""
         assert self.unread is not None
         committed = self.unread.take()
@@ -134,12 +134,14 @@ class DraftModelSession(DraftSession):
             logits = logits[:, : self.drafter.vocab_size]
             if random is None:
                 tokens.append(logits.argmax(-1))
+            elif isinstance(random, NextDraws):
+                tokens.append(guessed_token(logits, random, depth))
             else:
                 token, support = draw_token(logits, sampling, random)
                 tokens.append(token)
                 supports.append(support)
         self.cache.discard()
-        if random is None:
+        if not isinstance(random, RowRandom):
             return TokenTree.from_shape(shape, torch.stack(tokens, 1))
         # The last node has no children, but the table has a row for it.
         supports.append(supports[-1])
@@ -171,6 +173,17 @@ class DraftModelSession(DraftSession):
         output = self.model.run(token[:, None], positions, mask, NO_FEATURES, self.cache)
         self.cache.keep_pending(1)
         return output.logits[:, -1]
+
+
+def guessed_token(
+    logits: torch.Tensor,  # [B, V]
+    draws: NextDraws,
+    depth: int,
+) -> torch.Tensor:
+    """The likeliest token [B] of each row to be the target's own draw after a node of a depth."""
+    top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
+    place = draws.scores(depth, *top).argmax(-1, keepdim=True)
+    return top.indices.gather(1, place).squeeze(1)
 
 
 def draw_token(

@@ -6,10 +6,11 @@ It needs no model and pays where answers repeat their prompt, as in editing and 
 
 import torch
 
+from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape
@@ -79,9 +80,7 @@ class PromptLookupSession(DraftSession):
         """Drop the pasts of all rows but `rows` [R]."""
         self.pasts = [self.pasts[row] for row in to_host(rows)]
 
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A chain as long as the longest continuation; the root alone if no row has one."""
         guesses = [past.continuation(budget.depth) for past in self.pasts]
         depth = max(map(len, guesses))

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
@@ -86,9 +87,7 @@ class ScriptedSession(DraftSession):
         self.places = [self.places[row] for row in kept]
         self.roots = [self.roots[row] for row in kept]
 
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The known answer with deliberate mistakes, and wrong tokens as siblings."""
         self._read()
         shape = stem_and_leaves(budget)

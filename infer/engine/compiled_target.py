@@ -58,14 +58,19 @@ class CompiledTarget(Target):
 
     @torch.no_grad()
     def step(
-        self, recipe: TreeRecipe, features: FeatureSpec, cache: TreeCache, draws: Draws | None
+        self,
+        recipe: TreeRecipe,
+        features: FeatureSpec,
+        cache: TreeCache,
+        draws: Draws | None,
+        whole: bool,
     ) -> Outcome:
-        """Verify a tree after the committed tokens; see `GraphStep`."""
+        """Verify a tree after the committed tokens; see `GraphStep.__call__`."""
         made_for = features, recipe.filler
         if made_for not in self.steps:
             # Not replaced, should another thread have been quicker: graphs are made only once.
             self.steps.setdefault(made_for, GraphStep(self, *made_for))
-        return self.steps[made_for](recipe, cache, draws)
+        return self.steps[made_for](recipe, cache, draws, whole)
 
     @torch.no_grad()
     def run(

@@ -49,15 +49,15 @@ STEP: dict[str, Spec] = {
     "columns": "N",
     "keys": "B . C .",
     "values": "B . C .",
-    "draws": ("", "B N"),
+    "draws": (".", "B N"),
 }
 
 
 class Draws(NamedTuple):
     """What the target's own tokens are drawn with."""
 
-    temperature: torch.Tensor  # scalar
-    uniform: torch.Tensor  # [B, depth + 1], of which place d is for the nodes of depth d
+    settings: torch.Tensor  # [4], see `SamplingConfig.settings`
+    keys: torch.Tensor  # [B, depth + 1] of races, of which place d is for the nodes of depth d
 
 
 class GraphStep:
@@ -72,17 +72,20 @@ class GraphStep:
         has_kernels = self.graphs.has_kernels
         self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
 
-    def __call__(self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None) -> Outcome:
+    def __call__(
+        self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None, whole: bool
+    ) -> Outcome:
         """Verify the tree after the committed tokens, and move the accepted path next to them.
 
-        The target's own tokens are its most probable ones, or draws with `draws`. The caller still
-        has to tell the cache how long the path is.
+        The target's own tokens are its most probable ones, or draws with `draws`, which are `whole`
+        where the settings are no more than a temperature. The caller still has to tell the cache
+        how long the path is.
         """
         seen, columns = cache.make_room(recipe.num_nodes)
         if draws is not None:
             # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
-            unused = recipe.num_nodes - draws.uniform.shape[1]
-            draws = draws._replace(uniform=pad(draws.uniform, (0, unused)))
+            unused = recipe.num_nodes - draws.keys.shape[1]
+            draws = draws._replace(keys=pad(draws.keys, (0, unused)))
         result: StepResult = self.graphs(
             recipe.arguments,
             recipe.parents,
@@ -94,6 +97,7 @@ class GraphStep:
             cache.keys,
             cache.values,
             draws,
+            not whole and not self.graphs.has_kernels,  # the kernel reads it from the settings
         )
         return Outcome(
             acceptance=Acceptance(result.path, result.length, result.bonus),
@@ -117,6 +121,7 @@ class GraphStep:
         keys: Layers,  # of each layer [B, H, capacity, D]
         values: Layers,
         draws: Draws | None,
+        filtered: bool,
     ) -> StepResult:
         """The traced function; its results have one place for each node, whatever the depth."""
         tokens = self.filler.tokens(*arguments)  # [B, N]
@@ -127,7 +132,7 @@ class GraphStep:
         features = self.taps.features()
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
-        accepted = follow(tree, self._target_tokens(logits, depths, draws))
+        accepted = follow(tree, self._target_tokens(tree, logits, draws, filtered))
         path, length = accepted.path, accepted.length
         if tokens.shape != (1, 1):  # the column of a single root is the right one
             steps = torch.arange(tokens.shape[1], device=tokens.device)
@@ -153,14 +158,16 @@ class GraphStep:
 
     def _target_tokens(
         self,
+        tree: TokenTree,
         logits: torch.Tensor,  # [B, N, V]
-        depths: torch.Tensor,  # [B, N]
         draws: Draws | None,
+        filtered: bool,
     ) -> torch.Tensor:
-        """The target's own token [B, N] after each node."""
+        """The target's own token [B, N] after each node that a rule reads."""
         if draws is None:
             return most_probable(logits)
-        return self.draw(logits, draws.temperature, draws.uniform.gather(1, depths))
+        keys = draws.keys.gather(1, tree.depths)
+        return self.draw(logits, tree.tokens, tree.parents, keys, draws.settings, filtered)
 
     def _variant(
         self,

@@ -31,26 +31,28 @@ class GraphStepper(Stepper):
         self.run.stats.verified_nodes += recipe.num_nodes
         with self.run.stats.phase("verify"):
             draws = self.draws(recipe.max_depth)
-            return self.target.step(recipe, self.features, self.cache, draws)
+            return self.target.step(
+                recipe, self.features, self.cache, draws, self.run.request.sampling.whole
+            )
 
     def recipe(self, session: DraftSession, budget: Budget | None) -> TreeRecipe:
         """The session's recipe where it has one, or that of its tree."""
         recipe = None
         if budget is not None:
             with self.run.stats.phase("draft"):
-                recipe = session.recipe(budget)
+                recipe = session.recipe(budget, self.next_draws(budget))
         return recipe or TreeRecipe.of(self.propose(session, budget))
 
     @cached_property
-    def temperature(self) -> torch.Tensor:
-        """The request's temperature as a scalar tensor []: one graph serves all temperatures."""
-        return torch.tensor(float(self.run.request.sampling.temperature), device=self.target.device)
+    def settings(self) -> torch.Tensor:
+        """The request's sampling as `SamplingConfig.settings` [4]."""
+        return self.run.request.sampling.settings(self.target.device)
 
     def draws(self, depth: int) -> Draws | None:
         """What the target's own tokens are drawn with, the same numbers as in plain decoding."""
         if self.run.random is None:
             return None
-        return Draws(self.temperature, self.run.random.ahead(depth + 1))
+        return Draws(self.settings, self.run.random.ahead(depth + 1))
 
 
 def stepper_for(
@@ -69,4 +71,4 @@ def stepper_for(
 
 def can_step_in_graphs(target: Target, run: BatchRun) -> bool:
     """Whether steps under rules that follow the target are graphs for this target and request."""
-    return isinstance(target, CompiledTarget) and run.request.reads_plain_logits
+    return isinstance(target, CompiledTarget) and run.request.samples_in_graphs

@@ -7,12 +7,14 @@ one compiled graph. A step without a draft is a tree of the root alone.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
+from drafthead.heads.coupling import NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, sample
+from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, race
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
@@ -128,8 +130,8 @@ class Stepper(ABC):
             tokens = most_probable(scores)
         else:
             self.run.begin_random_step()
-            uniform = self.run.random.ahead(1)[:, 0]
-            tokens = sample(probabilities(scores, self.run.request.sampling), uniform)
+            keys = self.run.random.ahead(1)[:, 0]
+            tokens = race(probabilities(scores, self.run.request.sampling), keys)
         if self.run.record is not None:
             numbers = self.run.batch.active_numbers()
             self.run.record.add(numbers, logits[:, None], scores[:, None], tokens[:, None].tolist())
@@ -154,9 +156,20 @@ class Stepper(ABC):
         """The session's tree, or one that is nothing but the root."""
         if budget is None:
             return TokenTree.from_shape(ROOT, self.roots[:, None])
-        random = self.run.random if self.verifier.draws_children else None
         with self.run.stats.phase("draft"):
+            random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
             return session.propose(budget, self.run.request.draft_sampling, random)
+
+    def next_draws(self, budget: Budget) -> NextDraws | None:
+        """What a draft can know of the target's draws, under rules that follow these."""
+        if self.run.random is None or not self.verifier.follows:
+            return None
+        return NextDraws(self.run.random.ahead(budget.depth), self.draft_settings)
+
+    @cached_property
+    def draft_settings(self) -> torch.Tensor:
+        """The request's draft sampling as `SamplingConfig.settings` [4]."""
+        return self.run.request.draft_sampling.settings(self.target.device)
 
     def commit(self, outcome: Outcome) -> None:
         """Keep the accepted path in the cache; the token after it is the next root."""

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.trees.recipe import TreeRecipe
@@ -207,15 +208,13 @@ class RecordingSession(DraftSession):
     def __init__(self, session: DraftSession, commits: list[Committed]):
         self.session, self.commits = session, commits
 
-    def propose(
-        self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
-    ) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The session's own proposal."""
         return self.session.propose(budget, sampling, random)
 
-    def recipe(self, budget: Budget) -> TreeRecipe | None:
+    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
         """The session's own recipe."""
-        return self.session.recipe(budget)
+        return self.session.recipe(budget, draws)
 
     def commit(self, committed: Committed) -> None:
         """Record and pass on."""

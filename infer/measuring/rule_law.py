@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.sampling import (
     RowRandom,
     SamplingConfig,
@@ -36,14 +37,18 @@ class OneStream(RowRandom):
     def __init__(self, rows: int, generator: torch.Generator):
         super().__init__([], generator.device)
         self.rows, self.generator = rows, generator
+        self.keys: torch.Tensor | None = None  # [B, LENGTH]
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """Uniform numbers in [0, 1), float64 [B, *shape]."""
         return torch.rand(self.rows, *shape, generator=self.generator, dtype=torch.float64)
 
     def ahead(self, count: int) -> torch.Tensor:
-        """Numbers [B, count] for the next tokens; no plain decoding has to share them here."""
-        return self.uniform(count)
+        """Keys [B, count] for the next tokens: the same ones at each call, up to LENGTH."""
+        if self.keys is None:
+            low, high = -(2**63), 2**63 - 1
+            self.keys = torch.randint(low, high, (self.rows, LENGTH), generator=self.generator)
+        return self.keys[:, :count]
 
 
 def fit_of_rule(
@@ -92,10 +97,13 @@ def random_drafts(generator: torch.Generator) -> Laws:
 def sample_texts(verifier: Verifier, target: Laws, draft: Laws, random: OneStream) -> torch.Tensor:
     """Which of the VOCAB^LENGTH texts each row generates, [B]: its tokens are the digits.
 
-    With VOCAB 5 the text (1, 0, 2) is 1 * 25 + 0 * 5 + 2 = 27. Children are drawn if the rule makes
-    use of that, and are the most probable ones otherwise.
+    With VOCAB 5 the text (1, 0, 2) is 1 * 25 + 0 * 5 + 2 = 27. Children are chosen as while
+    decoding with this rule.
     """
-    tokens, codes = fill_trees(draft, random if verifier.draws_children else None, random.rows)
+    choice: Choice = random if verifier.draws_children else None
+    if verifier.follows:
+        choice = NextDraws(random.ahead(LENGTH), SamplingConfig(1.0).settings(random.device))
+    tokens, codes = fill_trees(draft, choice, random.rows)
     depths = SHAPE.depths.tolist()
 
     def after_nodes(laws: Laws) -> torch.Tensor:  # [B, N, V]
@@ -116,12 +124,10 @@ def sample_texts(verifier: Verifier, target: Laws, draft: Laws, random: OneStrea
     return text
 
 
-def fill_trees(
-    draft: Laws, random: OneStream | None, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fill_trees(draft: Laws, random: Choice, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [B, N] of trees of SHAPE, and the text [B, N] from the root to each node as a number.
 
-    The children are the draft's most probable tokens where `random` is None, else drawn.
+    `random` says how children are chosen from the draft's laws, see `DraftSession.propose`.
     """
     tokens = torch.zeros(rows, SHAPE.num_nodes, dtype=torch.long)
     codes = torch.zeros_like(tokens)
@@ -130,10 +136,13 @@ def fill_trees(
         if len(children) == 0:
             continue
         law = draft[depth][codes[:, node]]  # [B, V]
-        if random is None:
-            chosen = law.topk(len(children), dim=-1).indices
-        else:
+        if isinstance(random, RowRandom):
             chosen = draw_without_replacement(law, len(children), random.uniform(VOCAB))
+        else:
+            ordered, ids = law.sort(dim=-1, descending=True)
+            if random is not None:
+                ids = ids.gather(-1, random.best(depth, ordered.log(), ids, len(children))[1])
+            chosen = ids[:, : len(children)]
         tokens[:, children] = chosen
         codes[:, children] = codes[:, node, None] * VOCAB + chosen
     return tokens, codes

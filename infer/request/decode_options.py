@@ -40,8 +40,8 @@ class DecodeOptions(TypedDict, total=False):
     top_k: int | None
     # Sample from the most probable tokens that together have this probability; 1 is off.
     top_p: float | None
-    # The acceptance rule. "auto" is a lossless one: `greedy` at temperature 0; above it `match`
-    # with planned trees and in compiled graphs, else `rejection`. Lossy ones are used only by name.
+    # The acceptance rule. "auto" is a lossless one: `greedy` at temperature 0; above it `match`,
+    # or `traversal` with a draft model that is not compiled. Lossy ones are used only by name.
     verifier: str
     # Of the lossy `typical`: a token passes above min(epsilon, delta x exp(-entropy)) of the
     # target. Smaller values accept more; the defaults 0.09 and 0.3 are Medusa's.

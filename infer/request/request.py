@@ -42,6 +42,6 @@ class Request:
         return replace(self.sampling, temperature=self.draft_temperature)
 
     @property
-    def reads_plain_logits(self) -> bool:
-        """Whether tokens follow from the target's logits by nothing but a temperature."""
-        return self.sampling.whole and not self.processors
+    def samples_in_graphs(self) -> bool:
+        """Whether a step's graph can compute the target's law: no processors, no `typical_p`."""
+        return self.sampling.typical_p == 1 and not self.processors

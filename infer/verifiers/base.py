@@ -93,18 +93,13 @@ def register_verifier(
     return register
 
 
-def verifier_for(name: str, temperature: float, follows: bool = False) -> Verifier:
-    """The verifier called `name`; `auto` is the fastest lossless one for the temperature.
+def verifier_for(name: str, temperature: float, sampling_rule: str = "match") -> Verifier:
+    """The verifier called `name`; `auto` is `greedy`, or above temperature 0 `sampling_rule`.
 
-    `follows` asks for a rule that can be part of a compiled step and allows trees of changing size.
     Raises UserError for an unknown name, or for a rule that does not exist at this temperature.
     """
     if name == "auto":
-        # Above temperature 0: `match` when steps are compiled or the planner sizes trees (with
-        # other rules a seeded answer would change with the tree size), otherwise `rejection`,
-        # which accepts slightly more.
-        above_zero = "match" if follows else "rejection"
-        name = "greedy" if temperature == 0 else above_zero
+        name = "greedy" if temperature == 0 else sampling_rule
     if name not in VERIFIERS:
         known = ", ".join(["auto", *sorted(VERIFIERS)])
         raise UserError(f"unknown verifier {name!r}; known verifiers: {known}")

@@ -2,7 +2,7 @@
 
 import torch
 
-from drafthead.heads.sampling import RowRandom, sample
+from drafthead.heads.sampling import RowRandom
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, path_to, register_verifier
 
@@ -15,19 +15,19 @@ def match(
 ) -> Acceptance:
     """Exact: draw the target's own token at each node and go on while it is among the children.
 
-    The answer is plain sampling whatever the tree proposes, so the tree may be built in any way
-    that does not depend on these draws. The draft's probabilities are not used. Each token is drawn
-    with the random number that plain decoding would use: the same seed gives the same text with any
-    drafter and tree, and without one. This walks down from the root and draws only the tokens that
-    it needs; graphs draw the tokens of all nodes and `follow` them.
+    The answer is plain sampling whatever the tree proposes. The draft's probabilities are not used.
+    Each token is drawn with the numbers that plain decoding would use: the same seed gives the same
+    text with any drafter and tree, and without one. A draft may read these numbers beforehand, as
+    `NextDraws`: it cannot change the target's draw, only guess it more often. This walks down from
+    the root and draws only the tokens that it needs; so does the kernel of compiled steps.
     """
     assert random is not None
-    uniform = random.ahead(tree.max_depth + 1)  # [B, depth + 1]
+    keys = random.ahead(tree.max_depth + 1)  # [B, depth + 1]
     rows = torch.arange(scores.shape[0], device=scores.device)
     node = bonus = torch.zeros_like(rows)
     walking = torch.ones_like(rows, dtype=torch.bool)
     for depth in range(tree.max_depth + 1):
-        token = sample(scores[rows, node], uniform[:, depth])  # [B] the target's own
+        token = random.token(scores[rows, node], keys[:, depth])  # [B] the target's own
         bonus = torch.where(walking, token, bonus)
         follows = (tree.parents == node[:, None]) & (tree.tokens == token[:, None])  # [B, N]
         walking = walking & follows.any(1)

@@ -17,12 +17,16 @@ from drafthead.heads.sampling import (
     NO_TOKEN,
     RowRandom,
     SamplingConfig,
+    arrival_times,
     draft_distribution,
     draw,
     draw_without_replacement,
+    kept_of_sorted,
     most_probable,
     probabilities,
+    race,
     sample,
+    signed,
 )
 
 
@@ -34,7 +38,9 @@ from drafthead.heads.sampling import (
 def test_probabilities_equal_those_of_transformers(
     temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
 ) -> None:
-    logits = 3 * torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(14, 40, generator=generator)
+    logits[7:] = logits[7:].round()  # many ties, as in 16 bits
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -46,9 +52,24 @@ def test_probabilities_equal_those_of_transformers(
         scores = TypicalLogitsWarper(typical_p)(None, scores)
     sampling = SamplingConfig(temperature, top_k, top_p, min_p, typical_p)
     ours = probabilities(logits, sampling)
-    assert torch.allclose(ours, scores.softmax(-1), atol=1e-7)
-    of_a_tree = probabilities(logits.view(7, 1, 40).expand(7, 3, 40), sampling)
-    assert of_a_tree.equal(ours[:, None].expand(7, 3, 40)), "any leading shape"
+    theirs = scores.softmax(-1)
+    assert torch.allclose(ours[:7], theirs[:7], atol=1e-7)
+    # Which of several equal tokens top-p keeps is left to an unstable sort there.
+    assert torch.allclose(ours.sort().values, theirs.sort().values, atol=1e-7)
+    of_a_tree = probabilities(logits.view(14, 1, 40).expand(14, 3, 40), sampling)
+    assert of_a_tree.equal(ours[:, None].expand(14, 3, 40)), "any leading shape"
+    if typical_p == 1:  # without branches, as in graphs
+        ordered, ids = logits.sort(descending=True, stable=True)
+        settings = sampling.settings(torch.device("cpu"))
+        kept = kept_of_sorted(ordered / temperature, settings).softmax(-1)
+        assert torch.allclose(torch.zeros_like(kept).scatter(-1, ids, kept), ours, atol=1e-7)
+
+
+def test_of_equal_tokens_top_p_keeps_the_first() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.4, 0.1]]).log()
+    sampling = SamplingConfig(1.0, top_p=0.3)
+    assert probabilities(logits, sampling).tolist() == [[0, 1, 0, 0]]
+    assert drawn(logits.expand(20, -1), sampling, torch.arange(20)).tolist() == [1] * 20
 
 
 def test_typical_tokens_are_those_of_average_surprise() -> None:
@@ -68,6 +89,60 @@ def test_sampling_inverts_the_cumulative_mass() -> None:
     assert sample(7 * probs[None], torch.tensor([0.69])).tolist() == [3]  # need not sum to 1
 
 
+def drawn(logits: torch.Tensor, sampling: SamplingConfig, keys: torch.Tensor) -> torch.Tensor:
+    """Tokens [M] drawn as the graph of a step draws them, from logits [M, V] with keys [M]."""
+    tokens = torch.zeros_like(keys)[:, None]
+    settings = sampling.settings(torch.device("cpu"))
+    tree = tokens, tokens - 1, keys[:, None]
+    return draw(logits[:, None], *tree, settings, not sampling.whole)[:, 0]
+
+
+def test_arrival_times_come_from_splitmix() -> None:
+    """The first numbers of that generator's reference implementation for the seed 1234567."""
+    numbers = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    uniform = (torch.tensor([n >> 1 for n in numbers]).double() + 0.5) * 2**-63
+    times = arrival_times(torch.tensor([1234567]), torch.arange(4))
+    assert torch.allclose(times.double(), -torch.log1p(-uniform), rtol=1e-6)
+    assert (arrival_times(torch.tensor([signed(2**64 - 1)]), torch.arange(10**5)) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(1.0),
+        SamplingConfig(0.7, top_p=0.9),
+        SamplingConfig(1.3, top_k=20, min_p=0.02),
+        SamplingConfig(1.0, top_k=30, top_p=0.7),
+    ],
+    ids=str,
+)
+def test_races_follow_the_law(sampling) -> None:
+    """Eager and as in graphs, the same tokens. A false alarm: 1 in a million runs (5 sigma)."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    law, count = probabilities(logits, sampling), 100_000
+    random = RowRandom([5], torch.device("cpu"))
+    random.begin_step([0])
+    keys = random.ahead(count)[0]
+    tokens = race(law.expand(count, -1), keys)
+    assert torch.equal(drawn(logits.expand(count, -1), sampling, keys), tokens)
+    assert not tokens.bincount(minlength=50)[law == 0].any()
+    expected = (law * count)[law > 0]
+    chi_square = ((tokens.bincount(minlength=50)[law > 0] - expected) ** 2 / expected).sum()
+    cells = len(expected) - 1
+    assert abs(chi_square - cells) < 6 * (2 * cells) ** 0.5
+
+
+def test_a_race_is_exact_for_tokens_far_below_the_best() -> None:
+    """Probabilities of 1e-12 among 50,000 tokens: what is drawn of them follows their proportions.
+
+    With arrival times of 32 bits such tokens would be off by their own size.
+    """
+    law = torch.full((20_000,), 1e-12)
+    law[::2] *= 3
+    tokens = race(law.expand(400, -1), torch.arange(400) * 7919)
+    assert abs((tokens % 2 == 0).float().mean() - 0.75) < 5 * (0.1875 / 400) ** 0.5
+
+
 NO_LAWS = {
     "a NaN": [0.0, torch.nan, 1],
     "only NaN": [torch.nan] * 3,
@@ -79,12 +154,14 @@ NO_LAWS = {
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_logits_without_a_law_give_no_token(logits, top_p) -> None:
     """transformers raises here; the rows beside it are sound."""
-    batch, uniform = torch.tensor([[0.0, 9, 0], logits, [0.0, 9, 0]]), torch.full((3,), 0.5)
+    batch, uniform = torch.tensor([[0.0, 19, 0], logits, [0.0, 19, 0]]), torch.full((3,), 0.5)
     with pytest.raises(RuntimeError, match="inf"):
         torch.multinomial(batch.softmax(-1), 1)
-    probs = probabilities(batch, SamplingConfig(1.0, top_p=top_p))
+    sampling = SamplingConfig(1.0, top_p=top_p)
+    probs = probabilities(batch, sampling)
     assert sample(probs, uniform).tolist() == [1, NO_TOKEN, 1]
-    assert draw(batch, torch.tensor(1.0), uniform).tolist() == [1, NO_TOKEN, 1]
+    assert race(probs, torch.arange(3)).tolist() == [1, NO_TOKEN, 1]
+    assert drawn(batch, sampling, torch.arange(3)).tolist() == [1, NO_TOKEN, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -98,8 +175,7 @@ def test_no_logit_is_the_most_probable_one_where_one_is_nan_or_all_are_forbidden
 
 def test_no_temperature_that_is_allowed_overflows() -> None:
     logits = torch.tensor([[3e7, -3e7, 2.5e7]])
-    drawn = draw(logits, torch.tensor(LEAST_TEMPERATURE), torch.tensor([0.5]))
-    assert drawn.tolist() == [0]
+    assert drawn(logits, SamplingConfig(LEAST_TEMPERATURE), torch.arange(1)).tolist() == [0]
 
 
 def test_draft_probabilities_are_normal_numbers_of_one_law_or_zero() -> None:
@@ -127,19 +203,19 @@ def test_the_least_probable_children_are_drawn_by_their_proportions() -> None:
     uniform = torch.rand(count, 3, generator=torch.Generator().manual_seed(0)).double()
     for tiny in (1e-10, 1e-40, 1e-199):
         probs = torch.tensor([1.0, 3 * tiny, tiny], dtype=torch.float64).expand(count, 3)
-        drawn = draw_without_replacement(probs, 2, uniform)
-        assert (drawn[:, 0] == 0).all()
-        assert abs((drawn[:, 1] == 1).float().mean() - 0.75) < 5 * (0.1875 / count) ** 0.5
+        children = draw_without_replacement(probs, 2, uniform)
+        assert (children[:, 0] == 0).all()
+        assert abs((children[:, 1] == 1).float().mean() - 0.75) < 5 * (0.1875 / count) ** 0.5
 
 
 def test_draws_without_replacement_follow_successive_sampling() -> None:
     """P(first a, then b) = a x b / (1 - a); chance of a false alarm about 1e-6 (5 sigma)."""
     probs, count = torch.tensor([0.5, 0.3, 0.2]), 40_000
     uniform = torch.rand(count, 3, generator=torch.Generator().manual_seed(0))
-    drawn = draw_without_replacement(probs.expand(count, 3), 2, uniform)
+    children = draw_without_replacement(probs.expand(count, 3), 2, uniform)
     for a in range(3):
         for b in range(3):
-            share = ((drawn[:, 0] == a) & (drawn[:, 1] == b)).float().mean().item()
+            share = ((children[:, 0] == a) & (children[:, 1] == b)).float().mean().item()
             expected = 0 if a == b else float(probs[a] * probs[b] / (1 - probs[a]))
             assert abs(share - expected) < 5 * (0.25 / count) ** 0.5
 
@@ -171,7 +247,8 @@ def test_the_numbers_of_tokens_are_uniform_and_do_not_follow_from_their_neighbou
     by_token = step == "token"
     random = RowRandom([7] if by_token else range(count), torch.device("cpu"))
     random.begin_step([0] if by_token else [5] * count)
-    numbers = random.ahead(count if by_token else 1).flatten()
+    keys = random.ahead(count if by_token else 1).flatten()
+    numbers = keys.double() * 2**-64 + 0.5
     assert numbers.min() >= 0 and numbers.max() < 1
     for values in (numbers, (numbers[1:] - numbers[:-1]) % 1):  # the differences are uniform, too
         found = values.mul(bins).long().bincount(minlength=bins)

@@ -118,14 +118,16 @@ def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
     monkeypatch.setattr(MedusaSession, "propose", None)
     plain = OracleDecoder(target)
     made = Compiled.made
-    for rows, temperature in ((1, 0.0), (3, 0.0), (1, 1.3), (3, 1.3)):
-        ask = {"max_new_tokens": 40, "temperature": temperature, "seed": 5}
+    greedy, drawn = {"temperature": 0.0}, {"temperature": 1.3}
+    filtered = {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01}
+    for rows, sampling in ((1, greedy), (3, greedy), (1, drawn), (3, drawn), (3, filtered)):
+        ask = {"max_new_tokens": 40, "seed": 5, **sampling}
         expected = plain.generate(prompts(rows), **ask).sequences
         for nodes in (2, 5):
             decoder = Decoder(compiled, drafter, Budget(nodes, min(3, nodes - 1)))
             found = decoder.generate(prompts(rows), **ask)
             assert found.sequences == expected
-    assert Compiled.made == made + 4
+    assert Compiled.made == made + 5
 
 
 @pytest.mark.parametrize("way", ["plain", pytest.param("medusa:own", marks=pytest.mark.slow)])

@@ -202,6 +202,18 @@ def test_the_engines_samples_follow_the_targets_law(
     assert p_value(result.sequences, law) > 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 9}], ids=str)
+def test_a_draft_knows_the_numbers_of_the_targets_draws(target, make_drafter, options) -> None:
+    """Of a draft that is the target itself every token is accepted, at any temperature."""
+    decoder = Decoder(target, make_drafter("self", target))
+    found = decoder.generate(
+        random_prompts(6), max_new_tokens=24, temperature=1.3, verifier="match", **options
+    )
+    lengths = [length for row in found.stats.accept_lengths for length in row]
+    # The vocabulary is not larger than a draft's support: nothing of the law is missing there.
+    assert set(lengths) == {4}
+
+
 @pytest.mark.parametrize("draft_temperature", [0.3, 3.0])
 def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_temperature) -> None:
     target = make_target(seed=3, vocab=4)
@@ -209,11 +221,12 @@ def test_the_drafts_temperature_is_free(make_target, make_drafter, draft_tempera
         target, make_drafter("medusa:tree", target), draft_temperature=draft_temperature
     )
     prompt, count, sampling = [1, 2, 3], 6000, SamplingConfig(temperature=1.0)
-    result = decoder.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    options = {"max_new_tokens": 3, "temperature": 1.0, "verifier": "rejection"}
+    result = decoder.generate([prompt] * count, **options)
     law = law_of_three_tokens(target, prompt, sampling)
     assert p_value(result.sequences, law) > 1e-5
     as_target = Decoder(target, make_drafter("medusa:tree", target))
-    usual = as_target.generate([prompt] * count, max_new_tokens=3, temperature=1.0)
+    usual = as_target.generate([prompt] * count, **options)
     assert result.sequences != usual.sequences, "children are drawn at another temperature"
 
 

@@ -1,4 +1,4 @@
-"""Tokens drawn by a compiled pass: those that the sums of the probabilities name."""
+"""Tokens drawn by a compiled pass: those that torch draws, along the path that they accept."""
 
 import pytest
 import torch
@@ -7,63 +7,95 @@ from drafthead.heads import sampling
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import linear
 from drafthead.heads.graphs.substitutions import replacement_of
-from drafthead.heads.sampling import NO_TOKEN
+from drafthead.heads.sampling import NO_TOKEN, SamplingConfig, probabilities, race
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"
 )
+CPU = torch.device("cpu")
+FILTERS = [
+    SamplingConfig(0.7),
+    SamplingConfig(1.0, top_k=3),
+    SamplingConfig(0.7, top_p=0.9),
+    SamplingConfig(1.0, min_p=0.1),
+    SamplingConfig(1.3, top_k=40, top_p=0.5, min_p=0.01),
+    SamplingConfig(0.7, top_k=2, top_p=0.99),
+]
+PARENTS = torch.tensor([-1, 0, 0, 2])
 
 
-def compiled() -> Compiled:
-    """Any number of rows, of logits as they come out of a product."""
+@pytest.fixture(scope="module")
+def kernel() -> Compiled:
+    """Any number of rows and nodes, of logits as they come out of a product."""
     draw = replacement_of(sampling.draw, has_kernels=True)
+
+    def function(logits, tokens, parents, keys, settings):
+        return draw(logits + 0, tokens, parents, keys, settings, False)
+
     return Compiled(
-        lambda logits, temperature, uniform: draw(logits + 0, temperature, uniform),
-        torch.device("cpu"),
+        function,
+        CPU,
         torch.bfloat16,
-        {"logits": "B . .", "temperature": "", "uniform": "B ."},
-        variant=lambda logits, temperature, uniform: (logits.dtype, *logits.shape[1:]),
+        {"logits": "B N V", "tokens": "B N", "parents": "B N", "keys": "B N", "settings": "."},
+        variant=lambda logits, *_: logits.dtype,
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [5, 64, 1000])
-def test_drawn_tokens_are_those_of_torchs_sums(dtype, size, sizes_rendered) -> None:
-    """All but those so near to the edge between two tokens that rounding decides."""
-    rendered = sizes_rendered("draw")
-    torch.manual_seed(size)
-    logits = (3 * torch.randn(600, 2, size)).to(dtype)
-    uniform, temperature = torch.rand(600, 2, dtype=torch.float64), torch.tensor(0.7)
-    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
-        found = compiled()(logits, temperature, uniform)
-    assert rendered
-    sums = (logits.double() / 0.7).softmax(-1).cumsum(-1)
-    from_edge = (sums - uniform[..., None].double()).abs().amin(-1)
-    expected = sampling.draw(logits, temperature, uniform)
-    assert torch.equal(found[from_edge > 1e-6], expected[from_edge > 1e-6])
-    assert (from_edge > 1e-6).float().mean() > 0.99
+def case(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [200, 4, V], half of them with many ties, and keys [200, 4]."""
+    generator = torch.Generator().manual_seed(size)
+    logits = 3 * torch.randn(200, 4, size, generator=generator)
+    logits[:100] = logits[:100].round()
+    return logits.to(dtype), torch.randint(-(2**63), 2**63 - 1, (200, 4), generator=generator)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [5, 64, 1000])
-def test_logits_without_a_law_give_no_token(dtype, size) -> None:
+def test_drawn_tokens_are_those_of_torch(kernel, dtype, size) -> None:
+    """Of the root, of the second child, which is the root's token, and of its child, which is not.
+
+    The first child's token is another one, so nothing is drawn after it.
+    """
+    logits, keys = case(dtype, size)
+    for law in FILTERS:
+        settings = law.settings(CPU)
+        expected = race(probabilities(logits, law), keys)
+        of_torch = sampling.draw(logits, keys, keys, keys, settings, not law.whole)
+        assert torch.equal(of_torch, expected)
+        root, second = expected[:, 0], expected[:, 2]
+        tokens = torch.stack([root, (root + 1) % size, root, (second + 1) % size], 1)
+        parents = PARENTS.repeat(200, 1)
+        with torch.inference_mode():
+            found = kernel(logits, tokens, parents, keys, settings)
+        on_path = torch.tensor([True, False, True, False])
+        assert torch.equal(found, torch.where(on_path, expected, NO_TOKEN)), law
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("law", FILTERS[:3], ids=str)
+def test_logits_without_a_law_give_no_token(kernel, dtype, law) -> None:
     """NaN anywhere, +inf anywhere, -inf everywhere; the rows between them are sound."""
-    torch.manual_seed(size)
-    logits = torch.randn(16, 1, size).to(dtype)
-    for row, place in zip((1, 3, 5), (0, size // 2, size - 1), strict=True):
+    logits, keys = case(dtype, 64)
+    logits, keys = logits[:16, :2].clone(), keys[:16, :2]
+    for row, place in zip((1, 3, 5), (0, 32, 63), strict=True):
         logits[row, 0, place], logits[row + 6, 0, place] = torch.nan, torch.inf
     logits[13] = -torch.inf
-    uniform = torch.rand(16, 1, dtype=torch.float64)
+    tree = torch.zeros(16, 2, dtype=torch.long), PARENTS[:2].repeat(16, 1)
     with torch.inference_mode():
-        found = compiled()(logits, torch.tensor(0.7), uniform)
-    assert (found == NO_TOKEN).flatten().nonzero().flatten().tolist() == [1, 3, 5, 7, 9, 11, 13]
-    assert torch.equal(found == NO_TOKEN, sampling.draw(logits, torch.tensor(0.7), uniform) < 0)
+        found = kernel(logits, *tree, keys, law.settings(CPU))[:, 0]
+    assert (found == NO_TOKEN).nonzero().flatten().tolist() == [1, 3, 5, 7, 9, 11, 13]
 
 
-def test_tokens_without_mass_are_never_drawn() -> None:
-    logits = torch.full((4, 1, 200), -torch.inf)
-    logits[:, 0, 70], logits[:, 0, 130] = 1.0, 1.0
-    uniform = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-24])[:, None]
-    with torch.inference_mode():
-        found = compiled()(logits, torch.tensor(1.0), uniform)
-    assert found.flatten().tolist() == [70, 70, 130, 130]
+def test_the_kernel_runs(sizes_rendered) -> None:
+    """Not torch's operations in its place."""
+    rendered = sizes_rendered("draw")
+    draw = replacement_of(sampling.draw, has_kernels=True)
+    logits, keys = case(torch.float32, 5)
+    dims = {"logits": "B N .", "keys": "B N", "settings": "."}
+    compiled = Compiled(
+        lambda logits, keys, settings: draw(logits + 0, keys, keys, keys, settings, False),
+        CPU, torch.bfloat16, dims,
+    )  # fmt: skip
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled(logits, keys, SamplingConfig(1.0).settings(CPU))
+    assert rendered
