@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from drafthead.heads.disk_cache import usable_cache_folder
@@ -123,21 +125,12 @@ def check_file(file: Path) -> None:
 def write_copy(file: Path, folder: Path) -> None:
     """Write a file's model in bfloat16 and its tokenizer, with the chat template, into a folder.
 
-    Raises UserError for an architecture or tokenizer that transformers cannot read.
+    Raises UserError for what transformers cannot read.
     """
-    home, name = file.parent, file.name
-    try:
-        config = AutoConfig.from_pretrained(home, gguf_file=name)
-        loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair
-            home, gguf_file=name, dtype=torch.bfloat16, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=name)
-    except Exception as error:  # transformers raises many kinds
-        raise UserError(f"transformers cannot read {file}: {first_line(error)}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(f"{file} lacks {len(missing)} of the model's weights, such as {missing[0]}")
+    loaded, tokenizer = read_file(file)
     # What transformers has loaded counts as quantised and cannot be saved, so its weights go into
     # another model of the same configuration.
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict(), assign=True)
@@ -145,6 +138,21 @@ def write_copy(file: Path, folder: Path) -> None:
     model.generation_config = loaded.generation_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def read_file(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A file's model in bfloat16, and its tokenizer; errors as `write_copy`."""
+    try:
+        pair: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.bfloat16, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"transformers cannot read {file}: {first_line(error)}") from error
+    model, about = pair
+    if missing := sorted(about["missing_keys"]):
+        raise UserError(f"{file} lacks {len(missing)} of the model's weights, such as {missing[0]}")
+    return model, tokenizer
 
 
 @contextmanager
