@@ -7,6 +7,11 @@ import torch
 from tiny import END, byte_tokenizer, random_prompts, tiny_llama
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicCache
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.stopping_criteria import (
     MaxTimeCriteria,
     StoppingCriteria,
@@ -16,8 +21,10 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.streamers import BaseStreamer
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.custom_generate import without_filters
 
 WAYS = ["plain", "medusa:tree", "draft-model", "self"]
 PROMPTS = random_prompts(3)  # of different lengths
@@ -160,6 +167,16 @@ def test_samples_are_drawn_from_the_processed_law_of_transformers(
             drawn = found.sequences[:, LONGEST + step, None]
             torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
             assert (scores.gather(1, drawn) > -torch.inf).all(), way
+
+
+def test_filters_of_transformers_become_those_of_the_engine() -> None:
+    """As processors they would do the same, but slowly and outside of graphs."""
+    own = ByLength()
+    filters = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.8)]
+    assert without_filters([own, *filters]) == ([own], SamplingConfig(0.7, 9, 0.8))
+    assert without_filters(filters[::-1]) == (filters[:0:-1], SamplingConfig(0.7))
+    several = TopKLogitsWarper(9, min_tokens_to_keep=2)
+    assert without_filters([several]) == ([several], SamplingConfig(1.0))
 
 
 def test_torchs_seed_fixes_samples_and_several_answers_differ(target, callables) -> None:
