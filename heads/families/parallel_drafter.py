@@ -12,6 +12,7 @@ from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import DRAFT_SUPPORT, RowRandom, SamplingConfig, arrival_times
@@ -156,7 +157,12 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         made_for = self.target.device, self.target.dtype
         self.read = Compiled(self.read_eagerly, *made_for, READING)
         self.block = Compiled(self._block, *made_for, DRAFTING)
-        candidates = {"roots": "B", "hidden": "B . .", "logits": "B . .", "draws": DRAWS}
+        candidates: dict[str, Spec] = {
+            "roots": "B",
+            "hidden": "B . .",
+            "logits": "B . .",
+            "draws": DRAWS,
+        }
         self.candidates = Compiled(self._candidates, *made_for, candidates)
         self.compiled_trees = {}
 

@@ -6,9 +6,11 @@ saves the call.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 
@@ -20,7 +22,7 @@ class TokenFiller:
     """
 
     tokens: Callable[..., torch.Tensor]
-    dims: tuple[str, ...]
+    dims: tuple[Spec, ...]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class TreeRecipe:
     ancestors: torch.Tensor  # [B, N, N] bool
     max_depth: int
     filler: TokenFiller
-    arguments: tuple[torch.Tensor, ...]
+    arguments: tuple[Any, ...]  # tensors, tuples of them, or None; the first is a tensor
 
     @classmethod
     def of(cls, tree: TokenTree) -> "TreeRecipe":
@@ -42,7 +44,7 @@ class TreeRecipe:
 
     @classmethod
     def from_shape(
-        cls, shape: TreeShape, rows: int, filler: TokenFiller, arguments: tuple[torch.Tensor, ...]
+        cls, shape: TreeShape, rows: int, filler: TokenFiller, arguments: tuple[Any, ...]
     ) -> "TreeRecipe":
         """A static tree with tables [B, N] for B = `rows`, on the device of the arguments."""
         tables = shape.tables(rows, arguments[0].device)
