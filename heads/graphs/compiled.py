@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
@@ -26,7 +27,10 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from drafthead.heads.disk_cache import usable_cache_folder
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
-from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
+from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder, direct_call
+from drafthead.heads.graphs.fingerprint import UndescribedError, described, digest, surroundings
+from drafthead.heads.graphs.graph_record import keep, log_useless, records
+from drafthead.heads.graphs.recipes import Recipes
 from drafthead.heads.graphs.substitutions import CpuKernels
 
 CPU_OPTIONS: dict[str, Any] = {
@@ -42,6 +46,7 @@ GPU_OPTIONS = {"triton.cudagraphs": True}
 ONE_GRAPH: dict[str, Any] = (
     {"recompile_limit": 1} if "recompile_limit" in signature(torch.compile).parameters else {}
 )
+REWRITES = "joint_custom_post_pass"
 # Graphs of one kind; a need for more means that arguments differ in ways that no kind records.
 MOST_GRAPHS = 8
 
@@ -75,16 +80,20 @@ class Compiled:
         dims: Mapping[str, Spec],
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
+        reads: Sequence[Any] | None = None,
     ):
         """`dims` declares the shapes of the arguments, see `Dims`; they are checked when a graph is
         made. `variant(*arguments)` is for what else asks for another graph. `dtype` is that of the
         weights. A graph is made within `around`: with the hooks, say, whose work is to become part
-        of it.
+        of it. `reads` are the models and other values that the function reads beside its arguments;
+        a graph is kept on the disk where they are known.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
         keep_compiled_code()
         self.function, self.variant, self.around = function, variant, around
+        self.reads = reads
+        self.models = [part for part in reads or () if isinstance(part, nn.Module)]
         self.dims = Dims(function, dims)
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
@@ -93,7 +102,7 @@ class Compiled:
             from drafthead.heads.graphs.kernels.rewrites import Rewrites
 
             self.options = self.options | {
-                "joint_custom_post_pass": Rewrites(),
+                REWRITES: Rewrites(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
         self.graphs: dict[Hashable, list[Graph]] = {}
@@ -122,23 +131,50 @@ class Compiled:
                 f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
                 "one kind: decode without compile"
             )
-        graph, result = self._compiled(arguments)
+        started = time.perf_counter()
+        key = self._key(arguments) if self.on_cpu else None
+        graph, result = self._stored(key, arguments) or self._compiled(arguments, key)
         graphs.append(graph)
+        self.seconds += time.perf_counter() - started
+        Compiled.made += 1
         return result
+
+    def _key(self, arguments: Sequence[Any]) -> str | None:
+        """Under which a graph for these arguments is kept on the disk; None if it cannot be."""
+        if self.reads is None:
+            return None
+        own = self.function, self.dims.specs, self.kind(arguments), self.has_kernels, self.reads
+        options = {name: value for name, value in self.options.items() if name != REWRITES}
+        try:
+            return digest([surroundings(), described([*own, options])])
+        except UndescribedError:
+            return None
+
+    def _stored(self, key: str | None, arguments: Sequence[Any]) -> tuple[Graph, Any] | None:
+        """A graph that another process has made, and its value; None where there is none."""
+        if key is None:
+            return None
+        for path, record in records(key):
+            try:
+                if record.is_met(arguments):
+                    graph = direct_call(record, record.load(self.models), arguments)
+                    return graph, graph(*arguments)
+            except Exception as error:  # whatever the code of a file raises that does not fit
+                log_useless(path, error)
+        return None
 
     def kind(self, arguments: Sequence[Any]) -> Hashable:
         """Which of its graphs a call needs."""
         return self.dims.kind(arguments), self.variant(*arguments)
 
-    def _compiled(self, arguments: Sequence[Any]) -> tuple[Graph, Any]:
+    def _compiled(self, arguments: Sequence[Any], key: str | None) -> tuple[Graph, Any]:
         """A graph for calls of the kind of `arguments`, and its value for them."""
         self.dims.check(arguments)
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
-        started = time.perf_counter()
         # A CUDA graph is recorded in steps, of which torch's own entry keeps count.
-        recorder = Recorder(self.options) if self.on_cpu else None
+        recorder = Recorder(self.options, Recipes(self.models)) if self.on_cpu else None
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
         guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
@@ -163,10 +199,11 @@ class Compiled:
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
-        # torch's own entry may trace once more.
-        graph = recorder.direct_call(traced, result) if recorder else within(self.around, compiled)
-        self.seconds += time.perf_counter() - started
-        Compiled.made += 1
+        if recorder is None:  # torch's own entry may trace once more
+            return within(self.around, compiled), result
+        graph, record = recorder.finish(result, arguments)
+        if key is not None and record is not None:
+            keep(key, record)
         return graph, result
 
     def _call(self, equal: Sequence[Sequence[Place]], *arguments: Any) -> Any:

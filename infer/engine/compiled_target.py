@@ -42,7 +42,7 @@ class CompiledTarget(Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
-        self.move = Compiled(move_columns, target.device, target.dtype, MOVE)
+        self.move = Compiled(move_columns, target.device, target.dtype, MOVE, reads=())
 
     @property
     def compile_seconds(self) -> float:
@@ -94,7 +94,8 @@ class CompiledPass:
         self.target = target
         self.taps = Taps(target, features)
         made_for = target.device, target.dtype
-        self.graphs = Compiled(self._forward, *made_for, PASS, self._variant, self.taps)
+        reads = target.model, features
+        self.graphs = Compiled(self._forward, *made_for, PASS, self._variant, self.taps, reads)
 
     def __call__(
         self,
