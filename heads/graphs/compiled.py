@@ -5,12 +5,13 @@ packed again at every call, which for one row costs more than the multiplication
 C++, as a step is many short calls. On a GPU the passes are recorded as CUDA graphs.
 """
 
+import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from threading import RLock
@@ -18,13 +19,12 @@ from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from drafthead.heads.disk_cache import usable_cache_folder
+from drafthead.heads.disk_cache import reason_against, usable_cache_folder
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder, direct_call
@@ -37,6 +37,8 @@ CPU_OPTIONS: dict[str, Any] = {
     "freezing": True,
     "cpp_wrapper": True,
     "cpp.enable_concat_linear": True,
+    # Otherwise the values of small weights are written into the code, which serves other weights.
+    "always_keep_tensor_constants": True,
     # A loop of fewer steps a thread is over before the other threads have begun.
     "cpp.min_chunk_size": 4096,
 }
@@ -47,9 +49,11 @@ ONE_GRAPH: dict[str, Any] = (
     {"recompile_limit": 1} if "recompile_limit" in signature(torch.compile).parameters else {}
 )
 REWRITES = "joint_custom_post_pass"
-# Graphs of one kind; a need for more means that arguments differ in ways that no kind records.
+# Graphs of one kind; a need for more means that arguments differ in ways that no kind records. What
+# more there is runs uncompiled.
 MOST_GRAPHS = 8
 
+logger = logging.getLogger(__name__)
 Graph = Callable[..., Any]
 NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -93,7 +97,6 @@ class Compiled:
         keep_compiled_code()
         self.function, self.variant, self.around = function, variant, around
         self.reads = reads
-        self.models = [part for part in reads or () if isinstance(part, nn.Module)]
         self.dims = Dims(function, dims)
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
@@ -119,6 +122,10 @@ class Compiled:
                 return graph(*arguments)
             except (OtherLayoutError, FailOnRecompileLimitHit):
                 tried += 1  # made for arguments of another layout
+        if tried >= MOST_GRAPHS:
+            warn_of_many(self.function)
+            with self.around:
+                return self.function(*arguments)
         with Compiled.making:
             if len(graphs) == tried:
                 return self._made(graphs, arguments)
@@ -126,11 +133,6 @@ class Compiled:
 
     def _made(self, graphs: list[Graph], arguments: Sequence[Any]) -> Any:
         """The function's value from a new graph, which is added to those of its kind."""
-        if len(graphs) == MOST_GRAPHS:
-            raise UserError(
-                f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
-                "one kind: decode without compile"
-            )
         started = time.perf_counter()
         key = self._key(arguments) if self.on_cpu else None
         graph, result = self._stored(key, arguments) or self._compiled(arguments, key)
@@ -157,11 +159,17 @@ class Compiled:
         for path, record in records(key):
             try:
                 if record.is_met(arguments):
-                    graph = direct_call(record, record.load(self.models), arguments)
+                    graph = direct_call(record, record.load(self.reads or ()), arguments)
                     return graph, graph(*arguments)
             except Exception as error:  # whatever the code of a file raises that does not fit
                 log_useless(path, error)
+                # torch would take from its own cache what has just failed.
+                self.options = self.options | {"force_disable_caches": True}
         return None
+
+    def forget(self) -> None:
+        """Make all graphs again when they are needed, for what the function reads has changed."""
+        self.graphs.clear()
 
     def kind(self, arguments: Sequence[Any]) -> Hashable:
         """Which of its graphs a call needs."""
@@ -174,7 +182,7 @@ class Compiled:
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
         # A CUDA graph is recorded in steps, of which torch's own entry keeps count.
-        recorder = Recorder(self.options, Recipes(self.models)) if self.on_cpu else None
+        recorder = Recorder(self.options, Recipes(self.reads or ())) if self.on_cpu else None
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
         guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
@@ -260,13 +268,31 @@ def guards_of_arguments(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     return [not guard.name or guard.name.startswith("arguments") for guard in guards]
 
 
+@cache
+def warn_of_many(function: Callable[..., Any]) -> None:
+    """Warn, once for each function, that it also runs uncompiled."""
+    logger.warning(
+        "%s has %d graphs for arguments of other layouts: for this one it runs without compiling",
+        getattr(function, "__qualname__", function),
+        MOST_GRAPHS,
+    )
+
+
 def keep_compiled_code() -> None:
     """Let compiled code outlive the process and the machine's next start, unless the user has
     chosen a place for it, or nothing can be written there.
+
+    Raises UserError where nothing can be written in the place that the user has chosen.
     """
     place = "TORCHINDUCTOR_CACHE_DIR"
+    chosen = os.environ.get(place)
     # Importing torch's tracer writes a temporary folder into the environment: that is no choice.
-    if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
+    if chosen in (None, str(Path(default_cache_dir()).absolute())):
         folder = usable_cache_folder("compiled")
         if folder is not None:
             os.environ[place] = str(folder)
+    elif reason := reason_against(Path(chosen)):
+        raise UserError(
+            f"{place} is {chosen}, where compiled code cannot be written ({reason}): set it to a "
+            "folder of yours, or unset it"
+        )

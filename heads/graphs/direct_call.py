@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import GlobalStateGuard
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstantsWithGm
 
 from drafthead.heads.graphs.fingerprint import UndescribedError
 from drafthead.heads.graphs.graph_record import GraphRecord, twins
@@ -39,7 +37,7 @@ class Recorder:
         self.inputs: list[str] = []  # the places of the graph's inputs, as torch's expressions
         self.examples: list[Any] = []  # of the inputs, with symbols for sizes that may change
         self.run: Callable[..., Outputs]
-        self.code: CompiledFxGraph
+        self.code: Any  # torch's CompiledFxGraph
         self.constants: dict[str, Any] = {}
         # Of the first call, by way of torch and within it.
         self.outer: tuple[Sequence[Any], Outputs] = ((), ())
@@ -47,6 +45,8 @@ class Recorder:
 
     def __call__(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph; what is returned notes the outputs of its calls."""
+        from torch._inductor.compile_fx import compile_fx  # takes seconds
+
         nodes = graph.graph.find_nodes(op="placeholder")
         names = [node.meta["grapharg"].source.name for node in nodes]
         self.inputs = [name() if callable(name) else name for name in names]  # older torch: methods
@@ -61,6 +61,9 @@ class Recorder:
         self, graph: torch.fx.GraphModule, examples: Sequence[Any], **options: Any
     ) -> Callable[..., Any]:
         """Generate code for a graph whose weights are frozen; see `__call__`."""
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.output_code import CompiledFxGraphConstantsWithGm
+
         self.code = compile_fx_inner(graph, examples, **options)
         self.constants = CompiledFxGraphConstantsWithGm(graph).unwrap(self.code)
 
@@ -159,7 +162,7 @@ def form_of(value: Any, outputs: Outputs) -> Form:
 
 
 def assembly(form: Form) -> Callable[[Outputs], Any]:
-    """What puts a function's value together: (y, (x, None)) from x, y for the form of (b, (a, None)).
+    """What puts a value together: (y, (x, None)) of x, y for the form of (b, (a, None)).
 
     Raises AttributeError for a type that there is not.
     """

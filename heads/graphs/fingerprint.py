@@ -25,15 +25,19 @@ from torch import nn
 COMMON = frozenset(vars(nn.Module())) | {"generation_config", "name_or_path"}
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 PLAIN = None.__class__, bool, int, float, str
-NAMED = torch.dtype, torch.device, torch.layout, torch.memory_format
+COPIED = *PLAIN, list, tuple, dict, set  # may change within, or be another object of the same value
+NAMED = torch.dtype, torch.device, torch.layout, torch.memory_format, Enum
+CODE = type, FunctionType, BuiltinFunctionType
 
 
 class UndescribedError(Exception):
     """A value of which no other process can tell whether it has the same."""
 
 
-def refuse(thing: object) -> Any:
-    """For values that cannot be described: raises UndescribedError."""
+def as_config(thing: Any) -> Any:
+    """The text of one of transformers' configurations; for other values raises UndescribedError."""
+    if hasattr(thing, "to_json_string"):
+        return thing.to_json_string()
     raise UndescribedError(f"{type(thing).__module__}.{type(thing).__qualname__}")
 
 
@@ -43,34 +47,39 @@ def digest(description: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def described(thing: Any, unknown: Callable[[object], Any] = refuse) -> Any:
+def described(thing: Any, unknown: Callable[[object], Any] = as_config) -> Any:
     """The description of a value; `unknown(value)` is that of values of other types."""
-    within = partial(described, unknown=unknown)
-    if isinstance(thing, PLAIN) and not isinstance(thing, Enum):
-        return thing if not isinstance(thing, float) else repr(thing)
-    if isinstance(thing, (*NAMED, Enum)):
+    if isinstance(thing, NAMED):  # before numbers, as some enumerations are numbers
         return str(thing)
+    if isinstance(thing, float):
+        return repr(thing)
+    if isinstance(thing, PLAIN):
+        return thing
     if isinstance(thing, torch.Tensor):
         return form(thing)
     if isinstance(thing, nn.Module):
         return [module(part, unknown) for part in thing.modules()]
-    if isinstance(thing, type | FunctionType | BuiltinFunctionType):
+    if isinstance(thing, CODE):
         return code(thing, unknown)
+    return parts(thing, unknown)
+
+
+def parts(thing: Any, unknown: Callable[[object], Any]) -> Any:
+    """The description of a value that consists of others."""
+    within = partial(described, unknown=unknown)
     if isinstance(thing, MethodType):
         return [code(type(thing.__self__), unknown), thing.__func__.__qualname__]
     if isinstance(thing, partial):
-        return [within(thing.func), within(thing.args), within(thing.keywords)]
+        return [within(part) for part in (thing.func, thing.args, thing.keywords)]
     if is_dataclass(thing):
-        pairs = [(field.name, getattr(thing, field.name)) for field in fields(thing)]
-        return [code(type(thing), unknown), within(dict(pairs))]
+        values = {field.name: getattr(thing, field.name) for field in fields(thing)}
+        return [code(type(thing), unknown), within(values)]
     if isinstance(thing, Mapping):
         return [[within(key), within(value)] for key, value in thing.items()]
     if isinstance(thing, set | frozenset):
         return sorted(json.dumps(within(part)) for part in thing)
     if isinstance(thing, list | tuple):
         return [within(part) for part in thing]
-    if hasattr(thing, "to_json_string"):  # configurations of transformers
-        return thing.to_json_string()
     return unknown(thing)
 
 
@@ -147,7 +156,7 @@ def surroundings() -> list[Any]:
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:
-    """What changes when weights or adapters of a model are changed, replaced or switched.
+    """What differs after weights or adapters of a model were changed, replaced or switched.
 
     It is read once an answer. Values written by way of `weight.data` are not noticed.
     """
@@ -155,4 +164,13 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
         (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         for _, weight in weights_of(model)
     ]
-    return tuple(versions), json.dumps(described(model, unknown=id))
+    return versions, [switches(part) for part in model.modules()]
+
+
+def switches(part: nn.Module) -> list[Any]:
+    """The values of a module's plain attributes, and which objects the others are."""
+    own = (value for name, value in vars(part).items() if name not in COMMON)
+    return [
+        part.training,
+        *(repr(value) if isinstance(value, COPIED) else id(value) for value in own),
+    ]

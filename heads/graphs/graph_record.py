@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch._inductor import config
 
 from drafthead.heads.disk_cache import cache_folder, read_cached, write_cached
@@ -46,9 +45,9 @@ class GraphRecord(NamedTuple):
         inputs = self.reader()({"arguments": arguments})
         return inputs is not None and self.layout.is_met(inputs)
 
-    def load(self, models: Sequence[nn.Module]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-        """The generated code, with the weights of the models at hand."""
-        names = {name: cooked(recipe, models) for name, recipe in self.constants.items()}
+    def load(self, reads: Sequence[Any]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+        """The generated code, with the weights of the models and other values `reads`."""
+        names = {name: cooked(recipe, reads) for name, recipe in self.constants.items()}
         exec(compile(self.source, "<a compiled graph>", "exec"), names)
         return names["call"]
 

@@ -15,13 +15,13 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._inductor import constant_folding
 
 from drafthead.heads.graphs.fingerprint import UndescribedError, weights_of
 
 Recipe = Any  # JSON
 # Sources of constants by their place in memory and their form.
 Sources = dict[tuple[Any, ...], Recipe]
+OPERATIONS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 NAMES = torch.dtype, torch.layout, torch.memory_format
 
 
@@ -35,17 +35,21 @@ def key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 class Recipes:
     """The recipes of the constants that torch computes while it makes a graph."""
 
-    def __init__(self, models: Sequence[nn.Module]):
-        """`models` are those whose weights the graph reads."""
+    def __init__(self, reads: Sequence[Any]):
+        """`reads` are the models, tensors and other values that the graph reads."""
         self.known: Sources = {}
         self.alive: list[torch.Tensor] = []  # or another tensor could take the place of one
-        for number, model in enumerate(models):
-            for name, weight in weights_of(model):
-                self.known.setdefault(key_of(weight), {"weight": [number, name]})
+        for number, part in enumerate(reads):
+            named = weights_of(part) if isinstance(part, nn.Module) else [("", part)]
+            for name, weight in named:
+                if isinstance(weight, torch.Tensor):
+                    self.known.setdefault(key_of(weight), {"weight": [number, name]})
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note the constants that are computed within."""
+        from torch._inductor import constant_folding  # takes seconds
+
         replace = constant_folding.replace_node_with_constant
 
         def noted(graph: Any, node: torch.fx.Node, constant: Any, *rest: Any) -> None:
@@ -68,7 +72,7 @@ class Recipes:
         if node.op == "get_attr":
             tensor = reduce(getattr, str(node.target).split("."), graph)
             return self.known.get(key_of(tensor), {"unknown": str(node.target)})
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OPERATIONS):
             return {"unknown": str(node.target)}
         operands = node.args, node.kwargs
         args, kwargs = (self._of_operand(operand, graph) for operand in operands)
@@ -88,23 +92,24 @@ class Recipes:
         return operand if operand is None or type(operand) in (bool, int, float) else {"unknown": 0}
 
 
-def cooked(recipe: Recipe, models: Sequence[nn.Module]) -> Any:
-    """The value of a recipe for the models at hand; raises KeyError for a recipe with a gap."""
+def cooked(recipe: Recipe, reads: Sequence[Any]) -> Any:
+    """The value of a recipe for what is at hand; raises KeyError for a recipe with a gap."""
     if isinstance(recipe, list):
-        return [cooked(part, models) for part in recipe]
+        return [cooked(part, reads) for part in recipe]
     if not isinstance(recipe, dict):
         return recipe
     if "weight" in recipe:
         number, name = recipe["weight"]
         owner, _, attribute = name.rpartition(".")
-        return getattr(models[number].get_submodule(owner), attribute)
+        part = reads[number]
+        return getattr(part.get_submodule(owner), attribute) if name else part
     if "torch" in recipe:
         return getattr(torch, recipe["torch"])
     if "device" in recipe:
         return torch.device(recipe["device"])
-    kwargs = {name: cooked(part, models) for name, part in recipe["kwargs"].items()}
+    kwargs = {name: cooked(part, reads) for name, part in recipe["kwargs"].items()}
     operation = reduce(getattr, recipe["call"].split("."), torch.ops)
-    return operation(*cooked(recipe["args"], models), **kwargs)
+    return operation(*cooked(recipe["args"], reads), **kwargs)
 
 
 def has_gap(recipe: Recipe) -> bool:
