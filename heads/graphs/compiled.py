@@ -109,7 +109,7 @@ class Compiled:
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
         self.graphs: dict[Hashable, list[Graph]] = {}
-        self.seconds = 0.0
+        self.seconds, self.times_forgotten = 0.0, 0
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value; raises UserError for code that cannot be compiled.
@@ -170,6 +170,7 @@ class Compiled:
     def forget(self) -> None:
         """Make all graphs again when they are needed, for what the function reads has changed."""
         self.graphs.clear()
+        self.times_forgotten += 1
 
     def kind(self, arguments: Sequence[Any]) -> Hashable:
         """Which of its graphs a call needs."""

@@ -19,6 +19,7 @@ from drafthead.heads.graphs.fingerprint import UndescribedError
 from drafthead.heads.graphs.graph_record import GraphRecord, twins
 from drafthead.heads.graphs.layouts import checker, layout_of
 from drafthead.heads.graphs.recipes import Recipes
+from drafthead.heads.graphs.threads import threads
 
 Outputs = Sequence[torch.Tensor]
 Form = dict[str, Any]  # of a value, in JSON
@@ -132,7 +133,8 @@ def direct_call(
         inputs = read({"arguments": arguments})
         if inputs is None or not (as_then() and fits(inputs)):
             raise OtherLayoutError
-        return assemble(run(inputs))
+        with threads.for_a_call():
+            return assemble(run(inputs))
 
     return call
 
