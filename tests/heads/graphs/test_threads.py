@@ -1,4 +1,4 @@
-"""Calls use one thread while other programs want the processors, and all threads again afterwards."""
+"""Calls use one thread while other programs want the processors, and all threads afterwards."""
 
 import torch
 
