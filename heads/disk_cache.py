@@ -45,13 +45,21 @@ def write_cached(path: Path, text: str) -> None:
 def usable_cache_folder(name: str) -> Path | None:
     """`cache_folder`, made if need be; None where nothing can be written."""
     folder = cache_folder(name)
+    reason = reason_against(folder)
+    if reason is None:
+        return folder
+    log_unusable(folder, reason)
+    return None
+
+
+def reason_against(folder: Path) -> str | None:
+    """Why nothing can be written in a folder, which is made if need be; None where it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
-            return folder
+            return None
     except OSError as error:
-        log_unusable(folder, error.strerror)
-        return None
+        return error.strerror or str(error)
 
 
 @cache

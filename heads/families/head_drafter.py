@@ -42,6 +42,11 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
         self.known_levels: dict[TreeShape, list[Level]] = {}
 
+    @property
+    def read_by_graphs(self) -> tuple[object, ...]:
+        """What compiled drafting reads beside its arguments, see `heads.graphs.compiled`."""
+        return self.head, self.target.model
+
     def levels(self, shape: TreeShape) -> list[Level]:
         """The levels of a static tree, made once for each shape."""
         if shape not in self.known_levels:

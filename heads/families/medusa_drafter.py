@@ -57,7 +57,11 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
         # Uses all heads, so that one graph serves trees of any depth.
         fill_with_all = partial(self._fill, depth=head.depth)
-        self.filler = TokenFiller(fill_with_all, dims=("B .", "B", "N", "N", DRAWS))
+        self.filler = TokenFiller(
+            fill_with_all,
+            dims=("B .", "B", "N", "N", DRAWS),
+            reads=(*self.read_by_graphs, self.widest),
+        )
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill
 
@@ -91,7 +95,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     def compile(self) -> None:
         """Compile the heads, a graph for each number of heads that a tree needs."""
         made_for = self.target.device, self.target.dtype
-        self.guess = Compiled(self._guess, *made_for, dims={"hidden": "B ."})
+        reads = *self.read_by_graphs, self.widest
+        self.guess = Compiled(self._guess, *made_for, dims={"hidden": "B ."}, reads=reads)
         self.fill = Compiled(
             self._fill,
             *made_for,
@@ -102,6 +107,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
                 "ranks": "N",
                 "draws": DRAWS,
             },
+            reads=reads,
         )
 
     def layout(self, budget: Budget, random: Choice) -> MedusaLayout:

@@ -135,7 +135,8 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
             grow = partial(self._tree, budget)
             made_for = self.target.device, self.target.dtype
             # Another thread may have been quicker: its graphs are not to be made again.
-            self.compiled_trees.setdefault(budget, Compiled(grow, *made_for, GROWING))
+            compiled = Compiled(grow, *made_for, GROWING, reads=self.read_by_graphs)
+            self.compiled_trees.setdefault(budget, compiled)
         return TokenTree(*self.compiled_trees[budget](roots, hidden, *tables))
 
     def _tree(
@@ -155,15 +156,16 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
     def compile(self) -> None:
         """Compile the passes, and the trees of each size when they are first grown."""
         made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, READING)
-        self.block = Compiled(self._block, *made_for, DRAFTING)
+        reads = self.read_by_graphs
+        self.read = Compiled(self.read_eagerly, *made_for, READING, reads=reads)
+        self.block = Compiled(self._block, *made_for, DRAFTING, reads=reads)
         candidates: dict[str, Spec] = {
             "roots": "B",
             "hidden": "B . .",
             "logits": "B . .",
             "draws": DRAWS,
         }
-        self.candidates = Compiled(self._candidates, *made_for, candidates)
+        self.candidates = Compiled(self._candidates, *made_for, candidates, reads=reads)
         self.compiled_trees = {}
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:

@@ -125,11 +125,16 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         total = logits.logsumexp(-1, keepdim=True)
         return Guess(outputs, *best_guesses(logits, self.draft_ids), total)
 
+    @property
+    def read_by_graphs(self) -> tuple[object, ...]:
+        """The draft vocabulary as well."""
+        return *super().read_by_graphs, self.draft_ids
+
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
         made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, READING)
-        self.draft = Compiled(self._draft, *made_for, DRAFTING)
+        self.read = Compiled(self.read_eagerly, *made_for, READING, reads=self.read_by_graphs)
+        self.draft = Compiled(self._draft, *made_for, DRAFTING, reads=self.read_by_graphs)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""

@@ -65,9 +65,14 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
     def compile(self) -> None:
         """Compile each depth, and what reads committed positions."""
         made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, READING)
+        self.read = Compiled(self.read_eagerly, *made_for, READING, reads=self.read_by_graphs)
         self.steps = [
-            Compiled(partial(self._step, index), *made_for, {"states": "B n .", "tokens": "B n"})
+            Compiled(
+                partial(self._step, index),
+                *made_for,
+                {"states": "B n .", "tokens": "B n"},
+                reads=self.read_by_graphs,
+            )
             for index in range(self.head.depth)
         ]
 

@@ -6,12 +6,13 @@ C++, as a step is many short calls. On a GPU what was compiled is recorded as CU
 each shape; see `recordings`.
 """
 
+import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from threading import RLock
@@ -24,10 +25,13 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from drafthead.heads.disk_cache import usable_cache_folder
+from drafthead.heads.disk_cache import reason_against, usable_cache_folder
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
-from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder
+from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder, direct_call
+from drafthead.heads.graphs.fingerprint import UndescribedError, described, digest, surroundings
+from drafthead.heads.graphs.graph_record import keep, log_useless, records
+from drafthead.heads.graphs.recipes import Recipes
 from drafthead.heads.graphs.recordings import Recordings
 from drafthead.heads.graphs.substitutions import CpuKernels
 
@@ -35,6 +39,8 @@ CPU_OPTIONS: dict[str, Any] = {
     "freezing": True,
     "cpp_wrapper": True,
     "cpp.enable_concat_linear": True,
+    # Otherwise the values of small weights are written into the code, which serves other weights.
+    "always_keep_tensor_constants": True,
     # A loop of fewer steps a thread is over before the other threads have begun.
     "cpp.min_chunk_size": 4096,
 }
@@ -43,9 +49,12 @@ CPU_OPTIONS: dict[str, Any] = {
 ONE_GRAPH: dict[str, Any] = (
     {"recompile_limit": 1} if "recompile_limit" in signature(torch.compile).parameters else {}
 )
-# Graphs of one kind; a need for more means that arguments differ in ways that no kind records.
+REWRITES = "joint_custom_post_pass"
+# Graphs of one kind; a need for more means that arguments differ in ways that no kind records. What
+# more there is runs uncompiled.
 MOST_GRAPHS = 8
 
+logger = logging.getLogger(__name__)
 Graph = Callable[..., Any]
 NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -76,16 +85,19 @@ class Compiled:
         dims: Mapping[str, Spec],
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
+        reads: Sequence[Any] | None = None,
     ):
         """`dims` declares the shapes of the arguments, see `Dims`; they are checked when a graph is
         made. `variant(*arguments)` is for what else asks for another graph. `dtype` is that of the
         weights. A graph is made within `around`: with the hooks, say, whose work is to become part
-        of it.
+        of it. `reads` are the models and other values that the function reads beside its arguments;
+        a graph is kept on the disk where they are known.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
         keep_compiled_code()
         self.function, self.variant, self.around = function, variant, around
+        self.reads = reads
         self.dims = Dims(function, dims)
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
@@ -94,11 +106,11 @@ class Compiled:
             from drafthead.heads.graphs.kernels.rewrites import Rewrites
 
             self.options = self.options | {
-                "joint_custom_post_pass": Rewrites(),
+                REWRITES: Rewrites(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
         self.graphs: dict[Hashable, list[Graph]] = {}
-        self.seconds = 0.0
+        self.seconds, self.times_forgotten = 0.0, 0
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value; raises UserError for code that cannot be compiled.
@@ -111,6 +123,10 @@ class Compiled:
                 return graph(*arguments)
             except (OtherLayoutError, FailOnRecompileLimitHit):
                 tried += 1  # made for arguments of another layout
+        if tried >= MOST_GRAPHS:
+            warn_of_many(self.function)
+            with self.around:
+                return self.function(*arguments)
         with Compiled.making:
             if len(graphs) == tried:
                 return self._made(graphs, arguments)
@@ -118,27 +134,56 @@ class Compiled:
 
     def _made(self, graphs: list[Graph], arguments: Sequence[Any]) -> Any:
         """The function's value from a new graph, which is added to those of its kind."""
-        if len(graphs) == MOST_GRAPHS:
-            raise UserError(
-                f"this model or drafter would need more than {MOST_GRAPHS} graphs for passes of "
-                "one kind: decode without compile"
-            )
-        graph, result = self._compiled(arguments)
+        started = time.perf_counter()
+        key = self._key(arguments) if self.on_cpu else None
+        graph, result = self._stored(key, arguments) or self._compiled(arguments, key)
         graphs.append(graph)
+        self.seconds += time.perf_counter() - started
+        Compiled.made += 1
         return result
+
+    def _key(self, arguments: Sequence[Any]) -> str | None:
+        """Under which a graph for these arguments is kept on the disk; None if it cannot be."""
+        if self.reads is None:
+            return None
+        own = self.function, self.dims.specs, self.kind(arguments), self.has_kernels, self.reads
+        options = {name: value for name, value in self.options.items() if name != REWRITES}
+        try:
+            return digest([surroundings(), described([*own, options])])
+        except UndescribedError:
+            return None
+
+    def _stored(self, key: str | None, arguments: Sequence[Any]) -> tuple[Graph, Any] | None:
+        """A graph that another process has made, and its value; None where there is none."""
+        if key is None:
+            return None
+        for path, record in records(key):
+            try:
+                if record.is_met(arguments):
+                    graph = direct_call(record, record.load(self.reads or ()), arguments)
+                    return graph, graph(*arguments)
+            except Exception as error:  # whatever the code of a file raises that does not fit
+                log_useless(path, error)
+                # torch would take from its own cache what has just failed.
+                self.options = self.options | {"force_disable_caches": True}
+        return None
+
+    def forget(self) -> None:
+        """Make all graphs again when they are needed, for what the function reads has changed."""
+        self.graphs.clear()
+        self.times_forgotten += 1
 
     def kind(self, arguments: Sequence[Any]) -> Hashable:
         """Which of its graphs a call needs."""
         return self.dims.kind(arguments), self.variant(*arguments)
 
-    def _compiled(self, arguments: Sequence[Any]) -> tuple[Graph, Any]:
+    def _compiled(self, arguments: Sequence[Any], key: str | None) -> tuple[Graph, Any]:
         """A graph for calls of the kind of `arguments`, and its value for them."""
         self.dims.check(arguments)
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
-        started = time.perf_counter()
-        recorder = Recorder(self.options) if self.on_cpu else None
+        recorder = Recorder(self.options, Recipes(self.reads or ())) if self.on_cpu else None
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
         guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
@@ -163,12 +208,11 @@ class Compiled:
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
-        if recorder:
-            graph = recorder.direct_call(traced, result)
-        else:  # torch's own entry may trace once more
-            graph = Recordings(within(self.around, compiled), self.dims.held)
-        self.seconds += time.perf_counter() - started
-        Compiled.made += 1
+        if recorder is None:  # torch's own entry may trace once more
+            return Recordings(within(self.around, compiled), self.dims.held), result
+        graph, record = recorder.finish(result, arguments)
+        if key is not None and record is not None:
+            keep(key, record)
         return graph, result
 
     def _call(self, equal: Sequence[Sequence[Place]], *arguments: Any) -> Any:
@@ -225,13 +269,31 @@ def guards_of_arguments(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     return [not guard.name or guard.name.startswith("arguments") for guard in guards]
 
 
+@cache
+def warn_of_many(function: Callable[..., Any]) -> None:
+    """Warn, once for each function, that it also runs uncompiled."""
+    logger.warning(
+        "%s has %d graphs for arguments of other layouts: for this one it runs without compiling",
+        getattr(function, "__qualname__", function),
+        MOST_GRAPHS,
+    )
+
+
 def keep_compiled_code() -> None:
     """Let compiled code outlive the process and the machine's next start, unless the user has
     chosen a place for it, or nothing can be written there.
+
+    Raises UserError where nothing can be written in the place that the user has chosen.
     """
     place = "TORCHINDUCTOR_CACHE_DIR"
+    chosen = os.environ.get(place)
     # Importing torch's tracer writes a temporary folder into the environment: that is no choice.
-    if os.environ.get(place) in (None, str(Path(default_cache_dir()).absolute())):
+    if chosen in (None, str(Path(default_cache_dir()).absolute())):
         folder = usable_cache_folder("compiled")
         if folder is not None:
             os.environ[place] = str(folder)
+    elif reason := reason_against(Path(chosen)):
+        raise UserError(
+            f"{place} is {chosen}, where compiled code cannot be written ({reason}): set it to a "
+            "folder of yours, or unset it"
+        )

@@ -2,20 +2,27 @@
 
 At every call of a compiled function torch enters its tracer, finds the graph, flattens the
 arguments and assembles the outputs: a good part of a small model's pass, because the pass before
-has flushed the CPU caches. Here the graph is called with what torch recorded when it was made: the
-conditions on its arguments, which are checked as torch checks them, and the places of its inputs
-among the arguments.
+has flushed the CPU caches. Here the code that torch generated is called itself, with what torch
+noted when it was made: the places of its inputs among the arguments, and the conditions on them.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import itemgetter
+from pydoc import locate
 from typing import Any
 
 import torch
-import torch._inductor
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.convert_frame import GlobalStateGuard
+
+from drafthead.heads.graphs.fingerprint import UndescribedError
+from drafthead.heads.graphs.graph_record import GraphRecord, twins
+from drafthead.heads.graphs.layouts import checker, layout_of
+from drafthead.heads.graphs.recipes import Recipes
+from drafthead.heads.graphs.threads import threads
 
 Outputs = Sequence[torch.Tensor]
+Form = dict[str, Any]  # of a value, in JSON
 
 
 class OtherLayoutError(Exception):
@@ -25,61 +32,147 @@ class OtherLayoutError(Exception):
 class Recorder:
     """A backend of `torch.compile`: Inductor, with a record of the one graph that is made."""
 
-    def __init__(self, options: dict[str, Any]):
-        """`options` are Inductor's."""
-        self.options = options
+    def __init__(self, options: dict[str, Any], recipes: Recipes):
+        """`options` are Inductor's; `recipes` learn where the graph's constants come from."""
+        self.options, self.recipes = options, recipes
         self.inputs: list[str] = []  # the places of the graph's inputs, as torch's expressions
+        self.examples: list[Any] = []  # of the inputs, with symbols for sizes that may change
         self.run: Callable[..., Outputs]
-        self.outputs: Outputs = ()  # of the first call
+        self.code: Any  # torch's CompiledFxGraph
+        self.constants: dict[str, Any] = {}
+        # Of the first call, by way of torch and within it.
+        self.outer: tuple[Sequence[Any], Outputs] = ((), ())
+        self.inner: tuple[Sequence[Any], Outputs] = ((), ())
 
     def __call__(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph; what is returned notes the outputs of its calls."""
+        from torch._inductor.compile_fx import compile_fx  # takes seconds
+
         nodes = graph.graph.find_nodes(op="placeholder")
         names = [node.meta["grapharg"].source.name for node in nodes]
         self.inputs = [name() if callable(name) else name for name in names]  # older torch: methods
-        self.run = torch._inductor.compile(graph, list(examples), self.options)
-        return self.noted
+        self.examples = [node.meta["example_value"] for node in nodes]
+        with self.recipes.watch():
+            self.run = compile_fx(
+                graph, list(examples), inner_compile=self._generated, config_patches=self.options
+            )
+        return self._noted
 
-    def noted(self, *inputs: Any) -> Outputs:
+    def _generated(
+        self, graph: torch.fx.GraphModule, examples: Sequence[Any], **options: Any
+    ) -> Callable[..., Any]:
+        """Generate code for a graph whose weights are frozen; see `__call__`."""
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.output_code import CompiledFxGraphConstantsWithGm
+
+        self.code = compile_fx_inner(graph, examples, **options)
+        self.constants = CompiledFxGraphConstantsWithGm(graph).unwrap(self.code)
+
+        def noted(inputs: list[Any]) -> Outputs:
+            given = list(inputs)  # which the code empties
+            self.inner = given, self.code(inputs)
+            return self.inner[1]
+
+        noted._boxed_call = True  # type: ignore[attr-defined]
+        return noted
+
+    def _noted(self, *inputs: Any) -> Outputs:
         """Run the graph by way of torch."""
-        self.outputs = self.run(*inputs)
-        return self.outputs
+        self.outer = inputs, self.run(*inputs)
+        return self.outer[1]
 
-    def direct_call(self, traced: Callable[..., Any], result: Any) -> Callable[..., Any]:
-        """The graph of `traced(*arguments)`, which has just been called for the first time.
+    def finish(
+        self, result: Any, arguments: Sequence[Any]
+    ) -> tuple[Callable[..., Any], GraphRecord | None]:
+        """The graph as a function, and what a file needs to hold of it, if a file can.
 
-        What it returns takes the same arguments; it raises OtherLayoutError for those that the
-        graph was not made for.
+        It has just been called for the first time, with `arguments`, and `result` was the value.
+        The function takes the same arguments; it raises OtherLayoutError for those that the graph
+        was not made for.
         """
-        [entry] = _debug_get_cache_entry_list(traced.__code__)
-        fits = entry.guard_manager.check
-        # torch's own expressions, such as L['arguments'][7][0].size()[2], which it also evaluates
-        # to check its conditions.
-        inputs = eval(f"lambda L: ({', '.join(self.inputs)},)")
-        run, assemble = self.run, assembly(result, self.outputs)
-        self.outputs = ()
+        run, constants = self.code.current_callable, None
+        if not (same_objects(*self.inputs_seen()) and same_objects(*self.outputs_seen())):
+            run = self._by_torch  # which does more for this function than call the generated code
+        else:
+            with suppress(UndescribedError):
+                constants = {name: self.recipes.of(t) for name, t in self.constants.items()}
+        record = GraphRecord(
+            self.inputs,
+            twins(arguments),
+            layout_of(self.examples),
+            form_of(result, self.outer[1]),
+            self.code.source_code,
+            constants or {},
+        )
+        call = direct_call(record, run, arguments)
+        self.outer, self.inner, self.constants = ((), ()), ((), ()), {}
+        return call, None if constants is None else record
 
-        def call(*arguments: Any) -> Any:
-            scope = {"arguments": arguments}
-            if not fits(scope):
-                raise OtherLayoutError
-            return assemble(run(*inputs(scope)))
+    def inputs_seen(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Those that torch was called with, and those that the code was."""
+        return self.outer[0], self.inner[0]
 
-        return call
+    def outputs_seen(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Those of torch, and those of the code."""
+        return self.outer[1], self.inner[1]
+
+    def _by_torch(self, inputs: list[Any]) -> Outputs:
+        return self.run(*inputs)
 
 
-def assembly(value: Any, outputs: Outputs) -> Callable[[Outputs], Any]:
+def direct_call(
+    record: GraphRecord, run: Callable[[list[Any]], Outputs], arguments: Sequence[Any]
+) -> Callable[..., Any]:
+    """The function that `run` computes, for arguments like these; see `Recorder.finish`."""
+    read, assemble = record.reader(), assembly(record.value)
+    inputs = read({"arguments": arguments})
+    assert inputs is not None
+    fits, as_then = checker(record.layout, inputs), GlobalStateGuard().check
+
+    def call(*arguments: Any) -> Any:
+        inputs = read({"arguments": arguments})
+        if inputs is None or not (as_then() and fits(inputs)):
+            raise OtherLayoutError
+        with threads.for_a_call():
+            return assemble(run(inputs))
+
+    return call
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same tensors, and equal numbers."""
+    pairs = zip(some, others, strict=False)
+    tensors = all(a is b or (isinstance(a, int) and a == b) for a, b in pairs)
+    return len(some) == len(others) and tensors
+
+
+def form_of(value: Any, outputs: Outputs) -> Form:
     """How a function's value is put together from its graph's outputs.
 
-    The value (b, (a, None)) of the outputs a, b becomes (y, (x, None)) for the outputs x, y.
+    For the value (b, (a, None)) of the outputs a, b: parts of which the first is output 1, and so
+    on, see `assembly`.
     """
     if value is None or (isinstance(value, int) and all(map(torch.is_tensor, outputs))):
-        return lambda _: value  # what the graph does not put out is the same at every call
+        return {"constant": value}  # what the graph does not put out is the same at every call
     for place, output in enumerate(outputs):
         if value is output:
-            return itemgetter(place)
+            return {"output": place}
     if not isinstance(value, tuple):
         raise TypeError(f"a compiled function cannot return {type(value).__name__}")
-    parts = [assembly(part, outputs) for part in value]
-    together = getattr(type(value), "_make", tuple)  # of a NamedTuple, or of any other
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"parts": [form_of(part, outputs) for part in value], "type": kind}
+
+
+def assembly(form: Form) -> Callable[[Outputs], Any]:
+    """What puts a value together: (y, (x, None)) of x, y for the form of (b, (a, None)).
+
+    Raises AttributeError for a type that there is not.
+    """
+    if "constant" in form:
+        return lambda _: form["constant"]
+    if "output" in form:
+        return itemgetter(form["output"])
+    parts = [assembly(part) for part in form["parts"]]
+    kind: Any = locate(form["type"])
+    together = getattr(kind, "_make", tuple)  # of a NamedTuple, or of any other
     return lambda outputs: together([part(outputs) for part in parts])

@@ -18,11 +18,13 @@ from drafthead.heads.trees.tree import TokenTree, TreeShape
 class TokenFiller:
     """What a graph computes a tree's tokens [B, N] with: a function of tensors alone.
 
-    `dims` declares the dimensions of each argument, see `heads.graphs.dims`.
+    `dims` declares the dimensions of each argument, see `heads.graphs.dims`; `reads` are the models
+    and other values that the function reads beside them.
     """
 
     tokens: Callable[..., torch.Tensor]
     dims: tuple[Spec, ...]
+    reads: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)

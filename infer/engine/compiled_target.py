@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from drafthead.heads.cache import move_columns
 from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.fingerprint import state_of
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target, TargetOutput
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
@@ -42,18 +43,31 @@ class CompiledTarget(Target):
         super().__init__(target.model, target.tokenizer)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
-        self.move = Compiled(move_columns, target.device, target.dtype, MOVE)
+        self.state = state_of(self.model)  # that the graphs were made for
+        self.move = Compiled(move_columns, target.device, target.dtype, MOVE, reads=())
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        """What has been compiled so far of the target."""
+        # Lists of the values: another thread may add one meanwhile.
+        return [made.graphs for made in [*list(self.passes.values()), *list(self.steps.values())]]
 
     @property
     def compile_seconds(self) -> float:
         """Time spent on compiling so far."""
-        # Lists of the values: another thread may add one meanwhile.
-        passes = [made.graphs for made in list(self.passes.values())]
-        steps = [made.graphs for made in list(self.steps.values())]
-        return sum(made.seconds for made in (self.move, *passes, *steps))
+        return sum(made.seconds for made in (self.move, *self.compiled))
 
     def new_cache(self) -> TreeCache:
-        """A cache for passes that follow each other."""
+        """A cache for passes that follow each other.
+
+        Where weights or adapters have changed since the last one, all graphs are made again: they
+        hold weights of their own.
+        """
+        state = state_of(self.model)
+        if state != self.state:
+            self.state = state
+            for made in self.compiled:
+                made.forget()
         return TreeCache(COLUMNS_A_GRAPH[self.device.type == "cuda"], self.move)
 
     @torch.no_grad()
@@ -99,7 +113,8 @@ class CompiledPass:
         self.target = target
         self.taps = Taps(target, features)
         made_for = target.device, target.dtype
-        self.graphs = Compiled(self._forward, *made_for, PASS, self._variant, self.taps)
+        reads = target.model, features
+        self.graphs = Compiled(self._forward, *made_for, PASS, self._variant, self.taps, reads)
 
     def __call__(
         self,

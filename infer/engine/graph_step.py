@@ -68,7 +68,8 @@ class GraphStep:
         self.taps = Taps(target, features)
         dims = STEP | {"arguments": filler.dims}
         made_for = target.device, target.dtype
-        self.graphs = Compiled(self._step, *made_for, dims, self._variant, self.taps)
+        reads = target.model, features, filler.tokens, filler.dims, filler.reads
+        self.graphs = Compiled(self._step, *made_for, dims, self._variant, self.taps, reads)
         has_kernels = self.graphs.has_kernels
         self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
 

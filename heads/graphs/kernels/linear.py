@@ -48,14 +48,15 @@ def pack(weights: Sequence[torch.Tensor], paired: bool = False) -> torch.Tensor:
     block of the first half is followed by that of the second half: a b c d becomes a c b d.
     """
     known = packed_weights.setdefault(weights[0], {})
+    key = (paired, *(weight.data_ptr() for weight in weights))
     # Weights may have been changed in place since a graph of theirs was made.
-    key = (paired, *((weight.data_ptr(), checksum(weight)) for weight in weights))
-    if key not in known:
+    values = [checksum(weight) for weight in weights]
+    if key not in known or known[key][0] != values:
         blocks = in_blocks(torch.cat(list(weights)))
         if paired:
             blocks = blocks.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        known[key] = memory.copy(blocks)
-    return known[key]
+        known[key] = values, memory.copy(blocks)
+    return known[key][1]
 
 
 def checksum(weight: torch.Tensor) -> int:

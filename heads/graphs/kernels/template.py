@@ -40,8 +40,8 @@ class KernelTemplate(CppTemplate):
         values: dict[str, Any] | None = None,
     ):
         """`call` is a Jinja template of C++, which reads the `inputs` and the `values` by name,
-        `output`, the number of `threads`, and of a tensor x `start(x)`, a pointer to its first
-        value, `size(x, dim)` and `stride(x, dim)`.
+        `output`, the number of `threads` at the time of the call, and of a tensor x `start(x)`, a
+        pointer to its first value, `size(x, dim)` and `stride(x, dim)`.
         """
         super().__init__(name, list(inputs.values()), layout, parallel_num_threads())
         self.call, self.names, self.values = call, list(inputs), values or {}
@@ -67,7 +67,7 @@ class KernelTemplate(CppTemplate):
             start=start,
             size=kernel.size,
             stride=kernel.stride,
-            threads=self.num_threads,
+            threads=f"std::min({self.num_threads}, omp_get_max_threads())",
         )
 
     def outputs(self, output: Node) -> dict[str, Node]:

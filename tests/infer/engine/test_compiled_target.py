@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LogitsProcessorList
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.medusa_drafter import MedusaSession
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.substitutions import attention_of_one
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.oracle import OracleDecoder
 
@@ -33,21 +36,20 @@ def prompts(rows: int, length: int = 6) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def no_kind_needs_two_graphs(monkeypatch) -> Iterator[None]:
     """What differs within a kind is no reason to compile again, in the first steps or later."""
-    made: set[tuple[Compiled, Hashable]] = set()
-    compile = Compiled._compiled
+    made: set[tuple[Compiled, Hashable, int]] = set()
+    make = Compiled._made
 
-    def once(self: Compiled, arguments: Sequence[Any]) -> Any:
-        which = self, self.kind(arguments)
-        assert which not in made
-        made.add(which)
-        return compile(self, arguments)
+    def once(self: Compiled, graphs: list[Any], arguments: Sequence[Any]) -> Any:
+        assert (self, self.kind(arguments), self.times_forgotten) not in made
+        made.add((self, self.kind(arguments), self.times_forgotten))
+        return make(self, graphs, arguments)
 
-    monkeypatch.setattr(Compiled, "_compiled", once)
+    monkeypatch.setattr(Compiled, "_made", once)
     yield
 
 
 def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+    return Compiled.made
 
 
 def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
@@ -183,3 +185,54 @@ def test_a_model_that_cannot_be_compiled_says_so(make_target) -> None:
     decoder.end_ids = frozenset()
     with pytest.raises(UserError, match="cannot be compiled.*without compile"):
         decoder.generate([1, 2, 3], max_new_tokens=4)
+
+
+@pytest.fixture
+def adapted(make_target) -> tuple[PeftModel, CompiledTarget]:
+    """A target with two LoRA adapters that change its answers."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(make_target(seed=3).model, config)
+    model.add_adapter("second", config)
+    return model, CompiledTarget(Target(model))
+
+
+def test_adapters_that_are_switched_and_weights_that_change_are_seen_by_the_next_answer(
+    adapted,
+) -> None:
+    """The graphs hold copies of the weights, while the pass over the prompt reads the model."""
+    model, compiled = adapted
+    [prompt] = prompts(rows=1)
+
+    def answers() -> tuple[list[int], list[int]]:
+        options = {"max_new_tokens": 12}
+        found = Decoder(compiled).generate([prompt], **options).sequences
+        expected = OracleDecoder(Target(model)).generate([prompt], **options).sequences
+        return found[0], expected[0]
+
+    seen = []
+    for change in (
+        lambda: None,
+        lambda: model.set_adapter("second"),
+        lambda: model.get_base_model().lm_head.weight.mul_(-1),
+    ):
+        with torch.no_grad():
+            change()
+        found, expected = answers()
+        assert found == expected
+        seen.append(found)
+    assert len(set(map(tuple, seen))) == len(seen)
+
+
+def test_an_answer_goes_on_uncompiled_where_it_meets_more_layouts_than_there_are_graphs(
+    target, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("drafthead.heads.graphs.compiled.MOST_GRAPHS", 0)
+    decoder = Decoder(CompiledTarget(target), PromptLookup(3))
+    expected = OracleDecoder(target).generate(prompts(2), max_new_tokens=20).sequences
+    same = LogitsProcessorList([lambda _ids, scores: scores])
+    for options in ({}, {"logits_processor": same}):  # whole steps, and passes alone
+        found = decoder.generate(prompts(2), max_new_tokens=20, **options)
+        assert found.sequences == expected
+    warned = [record.message.split()[0] for record in caplog.records]
+    assert sorted(warned) == ["CompiledPass._forward", "GraphStep._step", "move_columns"]

@@ -1,0 +1,176 @@
+"""What a compiled graph was made of, described so that another process can tell it is the same.
+
+A description is made of JSON's values: a model is described by its classes, by its modules' plain
+attributes, and by the form of its weights. Their values are no part of it: a graph that comes from
+the disk takes them from the model at hand.
+"""
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Attributes of every module that are described otherwise, or that no pass reads.
+COMMON = frozenset(vars(nn.Module())) | {"generation_config", "name_or_path"}
+HOOKS = "_forward_hooks", "_forward_pre_hooks"
+PLAIN = None.__class__, bool, int, float, str
+COPIED = *PLAIN, list, tuple, dict, set  # may change within, or be another object of the same value
+NAMED = torch.dtype, torch.device, torch.layout, torch.memory_format, Enum
+CODE = type, FunctionType, BuiltinFunctionType
+
+
+class UndescribedError(Exception):
+    """A value of which no other process can tell whether it has the same."""
+
+
+def as_config(thing: Any) -> Any:
+    """The text of one of transformers' configurations; for other values raises UndescribedError."""
+    if hasattr(thing, "to_json_string"):
+        return thing.to_json_string()
+    raise UndescribedError(f"{type(thing).__module__}.{type(thing).__qualname__}")
+
+
+def digest(description: Any) -> str:
+    """A short name for a description."""
+    text = json.dumps(description, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def described(thing: Any, unknown: Callable[[object], Any] = as_config) -> Any:
+    """The description of a value; `unknown(value)` is that of values of other types."""
+    if isinstance(thing, NAMED):  # before numbers, as some enumerations are numbers
+        return str(thing)
+    if isinstance(thing, float):
+        return repr(thing)
+    if isinstance(thing, PLAIN):
+        return thing
+    if isinstance(thing, torch.Tensor):
+        return form(thing)
+    if isinstance(thing, nn.Module):
+        return [module(part, unknown) for part in thing.modules()]
+    if isinstance(thing, CODE):
+        return code(thing, unknown)
+    return parts(thing, unknown)
+
+
+def parts(thing: Any, unknown: Callable[[object], Any]) -> Any:
+    """The description of a value that consists of others."""
+    within = partial(described, unknown=unknown)
+    if isinstance(thing, MethodType):
+        return [code(type(thing.__self__), unknown), thing.__func__.__qualname__]
+    if isinstance(thing, partial):
+        return [within(part) for part in (thing.func, thing.args, thing.keywords)]
+    if is_dataclass(thing):
+        values = {field.name: getattr(thing, field.name) for field in fields(thing)}
+        return [code(type(thing), unknown), within(values)]
+    if isinstance(thing, Mapping):
+        return [[within(key), within(value)] for key, value in thing.items()]
+    if isinstance(thing, set | frozenset):
+        return sorted(json.dumps(within(part)) for part in thing)
+    if isinstance(thing, list | tuple):
+        return [within(part) for part in thing]
+    return unknown(thing)
+
+
+def form(tensor: torch.Tensor) -> list[Any]:
+    """What code for a tensor [...] depends on."""
+    layout = [tensor.stride(), tensor.storage_offset()] if tensor.layout is torch.strided else []
+    kind = type(tensor).__qualname__, str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    return [*kind, list(tensor.shape), *layout]
+
+
+def module(part: nn.Module, unknown: Callable[[object], Any]) -> list[Any]:
+    """The description of a module without its submodules."""
+    own = {name: value for name, value in vars(part).items() if name not in COMMON}
+    if any(getattr(part, hooks) for hooks in HOOKS):
+        own["hooks"] = unknown(part)
+    weights = [(name, form(weight)) for name, weight in weights_of(part, recurse=False)]
+    names = [name for name, _ in part.named_children()]
+    return [code(type(part), unknown), part.training, names, weights, described(own, unknown)]
+
+
+def weights_of(part: nn.Module, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers [...] of a module, with their names."""
+    yield from part.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from part.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
+def code(thing: Any, unknown: Callable[[object], Any]) -> str:
+    """The name of a function or a class, with the version of its code."""
+    name = f"{thing.__module__}.{thing.__qualname__}"
+    if "<" in name:  # a lambda, or local to a function, which may have made several of that name
+        return unknown(thing)
+    return f"{name} {source_version(thing.__module__, unknown)}"
+
+
+@cache
+def source_version(name: str, unknown: Callable[[object], Any]) -> str:
+    """A version of the code of a module: its package's, or a digest of our own and of others'."""
+    package = name.partition(".")[0]
+    if package in ("torch", "transformers", "peft"):
+        return version(package)
+    if package == "builtins":
+        return sys.version
+    if package == "drafthead":
+        return digest_of_folder(".".join(name.split(".")[:2]))
+    try:
+        return hashlib.sha256(Path(inspect.getfile(sys.modules[name])).read_bytes()).hexdigest()
+    except (OSError, TypeError, KeyError):  # typed into an interpreter
+        return unknown(name)
+
+
+@cache
+def digest_of_folder(package: str) -> str:
+    """A digest of our own sources, those in C++ included."""
+    folder = Path(inspect.getfile(sys.modules[package])).parent
+    found = hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.h")]):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def surroundings() -> list[Any]:
+    """What else a graph for CPUs depends on: versions, the processor, torch's settings."""
+    return [
+        [sys.version, torch.__version__, version("transformers")],
+        digest_of_folder("drafthead.heads"),
+        sorted(torch.cpu.get_capabilities().items(), key=str),
+        torch.get_num_threads(),
+        [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
+        [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],
+        [str(torch.get_default_dtype()), torch.get_float32_matmul_precision()],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+    ]
+
+
+def state_of(model: nn.Module) -> tuple[Any, ...]:
+    """What differs after weights or adapters of a model were changed, replaced or switched.
+
+    It is read once an answer. Values written by way of `weight.data` are not noticed.
+    """
+    versions = [
+        (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        for _, weight in weights_of(model)
+    ]
+    return versions, [switches(part) for part in model.modules()]
+
+
+def switches(part: nn.Module) -> list[Any]:
+    """The values of a module's plain attributes, and which objects the others are."""
+    own = (value for name, value in vars(part).items() if name not in COMMON)
+    return [
+        part.training,
+        *(repr(value) if isinstance(value, COPIED) else id(value) for value in own),
+    ]
