@@ -7,12 +7,12 @@ as code for size 1 differs from code for any other size, which graph a call need
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from inspect import signature
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 # A tensor's dimensions, or those of each part of a tuple of tensors.
-Spec = str | tuple[str, ...]
+Spec: TypeAlias = "str | tuple[Spec, ...]"
 FIXED = "."
 # The letter of a cache's capacity: an argument that has it is written in place, call after call.
 CAPACITY = "C"
@@ -96,8 +96,9 @@ class Dims:
 
 def letters_of(spec: Spec) -> list[str]:
     """The letters of a declaration, or of all its parts."""
-    parts = spec if isinstance(spec, tuple) else (spec,)
-    return [letter for part in parts for letter in part.split()]
+    if isinstance(spec, str):
+        return spec.split()
+    return [letter for part in spec for letter in letters_of(part)]
 
 
 def places_of(spec: Spec, argument: Any, path: tuple[int, ...]) -> list[Place]:

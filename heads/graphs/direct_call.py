@@ -37,7 +37,7 @@ class Recorder:
         self.options, self.recipes = options, recipes
         self.inputs: list[str] = []  # the places of the graph's inputs, as torch's expressions
         self.examples: list[Any] = []  # of the inputs, with symbols for sizes that may change
-        self.run: Callable[..., Outputs]
+        self.run: Any  # the graph as torch calls it
         self.code: Any  # torch's CompiledFxGraph
         self.constants: dict[str, Any] = {}
         # Of the first call, by way of torch and within it.
@@ -60,7 +60,7 @@ class Recorder:
 
     def _generated(
         self, graph: torch.fx.GraphModule, examples: Sequence[Any], **options: Any
-    ) -> Callable[..., Any]:
+    ) -> Any:
         """Generate code for a graph whose weights are frozen; see `__call__`."""
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.output_code import CompiledFxGraphConstantsWithGm
