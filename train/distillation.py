@@ -269,7 +269,7 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], finished
 
     A message must hold them, or the next prompt would lack the marks of channels and tools.
     """
-    shown = ids[:-1] if finished else ids
+    shown = list(ids[:-1] if finished else ids)
     text = str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
     return text if finished else text.rstrip("\ufffd")  # the cut may go through a character
 
