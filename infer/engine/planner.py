@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,9 +135,7 @@ class AdaptivePlan:
                     self.acceptance.add(self.chances[run.size], lengths)
             if settled:
                 self.costs.add(run.size, settled, run.continued)
-            # The first steps may have compiled graphs: nobody's loss.
-            usual = median(settled) if settled else self.costs.seconds(run.size)
-            self._settle_accounts(run, len(run.seconds) * usual)
+            self._settle_accounts(run)
 
     def _choice(self) -> tuple[Size, bool]:
         """The best size that can be paid for, or one that is worth a trial, and whether it is."""
@@ -175,9 +173,14 @@ class AdaptivePlan:
         """The place of the smallest size that promises nearly as much as the best."""
         return int(np.argmax(log_rates >= log_rates.max() - math.log(self.settings.required_gain)))
 
-    def _settle_accounts(self, run: Run, seconds: float) -> None:
-        """Add a share of the run's time, and subtract what the run has lost."""
+    def _settle_accounts(self, run: Run) -> None:
+        """Add a share of the run's time, and subtract what the run has lost.
+
+        Its time is what such steps are believed to take now: steps that have compiled a graph, or
+        that something else on the machine has held up, are no loss of the draft's.
+        """
         settings, plain = self.settings, self.costs.seconds(None)
+        seconds = len(run.seconds) * self.costs.seconds(run.size)
         added = settings.loss_share * seconds / plain
         drafts, trials = self.draft_account + added, self.trial_account + added
         if run.size is not None:
@@ -185,8 +188,9 @@ class AdaptivePlan:
         if run.is_trial:
             lost = seconds - run.tokens / self.rate(self.best())
             trials -= max(lost, settings.least_loss * seconds) / plain
-        self.draft_account = min(drafts, settings.most_for_drafts)
-        self.trial_account = min(trials, settings.most_for_trials)
+        least = -settings.first_loss  # what is lost beyond that is forgiven, or drafts never return
+        self.draft_account = max(least, min(drafts, settings.most_for_drafts))
+        self.trial_account = max(least, min(trials, settings.most_for_trials))
 
 
 class PlannedDecoding(Planner):

@@ -8,7 +8,7 @@ on a machine that has just slowed down does not look dear. This is a Kalman filt
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median_low
 from threading import RLock
 
 import numpy as np
@@ -55,7 +55,8 @@ class StepCosts:
     def add(self, size: Size, seconds: Sequence[float], continued: bool) -> None:
         """Learn from a run of steps of one size; `continued` if the run before was of that size."""
         settings, place = self.settings, self.places[size]
-        took = math.log(max(median(seconds), 1e-9))
+        # Of two steps the quicker one: what else the machine does only makes steps longer.
+        took = math.log(max(median_low(seconds), 1e-9))
         if not self.speed_known:
             self.mean = self.mean + (took - self.mean[place])
         surprise, noise = took - self.mean[place], settings.run_deviation**2

@@ -135,7 +135,7 @@ def test_on_an_unsteady_machine_as_well() -> None:
         for node in GOOD_SECONDS
         for seed in range(8)
     ]
-    assert sum(rates) / len(rates) > 0.965 and min(rates) > 0.9
+    assert sum(rates) / len(rates) > 0.965 and min(rates) > 0.85
 
 
 GOOD_SECONDS = {
@@ -168,6 +168,21 @@ def test_trials_cost_at_most_their_share() -> None:
     settings = DEFAULT_SETTINGS
     most = settings.loss_share / settings.least_loss
     assert others < (most + 0.05) * len(text.choices) + settings.first_loss / settings.least_loss
+
+
+def test_drafts_return_after_steps_that_something_else_has_held_up() -> None:
+    """One of the two timed steps of the first draft took a hundred times as long."""
+    budget, took = Budget(4, 3), {None: 1.0, Budget(4, 3): 1.2}
+    plan = new_plan({budget: (0.7, 0.49, 0.34)})
+    decoding = PlannedDecoding(plan)
+    for _ in range(4):
+        decoding.learn(decoding.choose(), [1], 1.0)
+    for seconds in (1.2, 1.2, 1.2, 100.0):
+        assert decoding.choose() == budget
+        decoding.learn(budget, [1], seconds)
+    text = Text(plan, took)
+    text.decode(300, alpha=0.7)
+    assert text.decode(500, alpha=0.7) > 1.8
 
 
 def test_trials_in_answers_that_are_too_short_to_time_are_paid_for_too() -> None:
