@@ -7,12 +7,12 @@ as code for size 1 differs from code for any other size, which graph a call need
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from inspect import signature
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-# A tensor's dimensions, or those of each part of a tuple of tensors.
-Spec = str | tuple[str, ...]
+# A tensor's dimensions, or those of each part of a tuple.
+Spec: TypeAlias = "str | tuple[Spec, ...]"
 FIXED = "."
 
 
