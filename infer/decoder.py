@@ -17,18 +17,22 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.engine.graph_stepper import can_step_in_graphs, stepper_for
+from drafthead.infer.engine.graph_stepper import can_step_in_graphs
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.loop import decode
+from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.planner import AdaptivePlan, FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
-from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import DecodeOptions, DecodeSettings, read_options
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import end_token_ids, stops_for
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
+from drafthead.infer.serving.serve_options import own_options, shared_options
+from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving.server import serve
+from drafthead.infer.serving.waiting import Requests, WaitingRequests
 from drafthead.infer.timing.timing_cache import rows_timed, step_seconds
 from drafthead.infer.verifiers import Verifier, verifier_for
 
@@ -155,18 +159,55 @@ class Decoder:
         run, emissions = self._begin(prompts, options)
         return Stream(emissions, run.stats)
 
+    def serve(
+        self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]
+    ) -> Iterator[Answer]:
+        """Answer requests that come and go, up to `max_rows` of them in one batch.
+
+        `requests` is an iterable, maybe endless, of prompts or `ServeRequest`s, or a `queue.Queue`
+        of them, which None ends. The next one is taken as soon as a row is free, and answers come
+        in the order in which they end. Each is that of `generate` for its prompt and seed alone; by
+        default seeds count upwards from `seed`. A request that cannot be honoured gets an answer
+        with an `error`, and does not disturb the others.
+
+        The options are those of `generate` that requests of one batch can share. Raises UserError
+        for others by name, and for a max_rows below 1.
+        """
+        options, seed = shared_options(options, max_rows)
+
+        def read(request: ServeRequest, number: int) -> Request:
+            own = own_options(request, seed + number)
+            return self._request(request.prompt, read_options({**options, **own}), single=True)
+
+        def method_for(run: BatchRun) -> Method:
+            return self._method(run, read_options(options))
+
+        waiting = WaitingRequests(requests, read)
+        return serve(waiting, method_for, self.target.device, self.tokenizer, max_rows)
+
     def _begin(
         self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions
     ) -> tuple[BatchRun, Iterator[Emitted]]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         settings = read_options(options)
         run = BatchRun(self._request(prompts, settings), self.target.device)
-        return run, self._decode(run, settings)
+        method = self._method(run, settings)
+        return run, decode(method.stepper(run), method.drafter, method.planner)
 
-    def _request(self, prompts: Prompt | Sequence[Prompt], settings: DecodeSettings) -> Request:
-        """The request in token ids and limits; raises UserError for what cannot be decoded."""
+    def _request(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        settings: DecodeSettings,
+        single: bool = False,
+    ) -> Request:
+        """The request in token ids and limits; raises UserError for what cannot be decoded.
+
+        With `single` that is also more than one prompt.
+        """
         pad = pad_token_of(self.target)
         ids = encode(prompts, self.tokenizer, settings.attention_mask, pad)
+        if single and len(ids) > 1:
+            raise UserError(f"a request has one prompt, got {len(ids)}")
         refuse_unknown_tokens(ids, self.target.vocab_size)
         seeds, limits = settings.seeds(len(ids)), settings.limits(ids, self.max_length)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
@@ -182,8 +223,8 @@ class Decoder:
             self.draft_temperature,
         )
 
-    def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
-        """The loop for this drafter; checks the verifier's name even where none is needed."""
+    def _method(self, run: BatchRun, settings: DecodeSettings) -> Method:
+        """How this batch is decoded; checks the verifier's name even where none is needed."""
         temperature = run.request.sampling.temperature
         quick = self.adaptive or can_step_in_graphs(self.target, run)
         rule = verifier_for(settings.verifier, temperature, follows=quick)
@@ -194,19 +235,15 @@ class Decoder:
             rule = verifier_for("auto", temperature, follows=True)
         elif self.drafter is not None:
             drafter = self.drafter
-        return decode(self._stepper(run, drafter, rule), drafter, planner)
-
-    def _stepper(self, run: BatchRun, drafter: Drafter, rule: Verifier) -> Stepper:
-        """What makes the steps: graphs where the target is compiled and the rule allows it."""
         budgets = [*drafter.budgets, *([self.budget] if self.budget else [])]
         most = max([budget.nodes for budget in budgets], default=1)
-        return stepper_for(self.target, run, drafter.features, rule, most)
+        return Method(self.target, drafter, rule, planner, most)
 
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
         """What chooses the budget of each step."""
         if not self.adaptive or self.drafter is None:
             return FixedPlan(self.budget)
-        rows = rows_timed(rule, len(run.request.prompts))
+        rows = rows_timed(rule, run.most_rows)
         plan = self._plan(self.drafter, rule, run.request.sampling.temperature, rows)
         # Answers of a rule that draws children depend on the tree. They must depend on the seed
         # alone, not on other rows or earlier decodings: their budget is chosen once.

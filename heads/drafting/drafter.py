@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.trees.recipe import TreeRecipe
@@ -72,8 +73,11 @@ class Committed:
         )
 
 
-class DraftSession(ABC):
-    """A drafter at work on one batch: proposes a tree, learns what was committed, and again."""
+class DraftSession(RowState, ABC):
+    """A drafter at work on one batch: proposes a tree, learns what was committed, and again.
+
+    Rows leave the batch and others join it; `row_state` names what the session knows of each.
+    """
 
     @abstractmethod
     def propose(
@@ -95,10 +99,6 @@ class DraftSession(ABC):
 
         A step may have run without a proposal.
         """
-
-    @abstractmethod
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Go on with the rows [R] of the batch only, in that order."""
 
 
 class Drafter(ABC):
@@ -149,6 +149,3 @@ class NoDraft(DraftSession):
 
     def commit(self, committed: Committed) -> None:
         """Nothing to remember."""
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Nothing to drop, whichever rows [R] stay."""

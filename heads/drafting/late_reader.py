@@ -5,6 +5,7 @@ committed, and read all of it in one pass before their next proposal.
 """
 
 from abc import abstractmethod
+from typing import ClassVar, Self
 
 import torch
 
@@ -29,6 +30,11 @@ class Unread:
             return joined(parts)
         return parts[0].cut() if parts else None
 
+    def join_rows(self, other: "Unread") -> None:
+        """Raises ValueError while one of them has unread parts: these are of different lengths."""
+        if self.parts or other.parts:
+            raise ValueError("what was committed must be read before rows join")
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows [R] only, in that order."""
         self.parts = [
@@ -44,6 +50,8 @@ class Unread:
 
 class LateReader(DraftSession):
     """A session that reads the prompt at once, and later commits when it is to propose."""
+
+    row_state: ClassVar[tuple[str, ...]] = ("unread", "roots")
 
     def __init__(self) -> None:
         self.unread = Unread()
@@ -66,11 +74,11 @@ class LateReader(DraftSession):
     def read(self, committed: Committed) -> None:
         """Read what was committed since the last time."""
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep the state of rows [R] only, in that order."""
-        assert self.roots is not None
-        self.roots = self.roots[rows]
-        self.unread.keep_rows(rows)
+    def join_rows(self, other: Self) -> None:
+        """Go on with the rows of `other` too, once both have read what is unread."""
+        self.catch_up()
+        other.catch_up()
+        super().join_rows(other)
 
 
 def joined(parts: list[Committed]) -> Committed:

@@ -5,7 +5,7 @@ chain, and the others token by token: K drafted tokens cost K passes (Leviathan 
 arXiv 2211.17192).
 """
 
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 
@@ -76,6 +76,8 @@ class DraftModel(Drafter):
 class DraftModelSession(DraftSession):
     """A draft model at work; its cache holds committed tokens, drafted ones only while drafting."""
 
+    row_state = ("cache", "host_lengths", "unread", "roots", "logits")
+
     def __init__(
         self,
         drafter: DraftModel,
@@ -101,23 +103,17 @@ class DraftModelSession(DraftSession):
             tokens, lengths = committed.ends.roots[:, None], torch.ones_like(lengths)
         self.unread.add(Committed(tokens, Features(last=None), lengths, committed.width))
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all rows but `rows` [R]."""
-        assert self.unread is not None
-        self.host_lengths = [self.host_lengths[row] for row in rows.tolist()]
-        self.cache.keep_rows(rows, max(self.host_lengths))
-        self.unread.keep_rows(rows)
-        if self.roots is not None and self.logits is not None:
-            self.roots, self.logits = self.roots[rows], self.logits[rows]
+    def join_rows(self, other: Self) -> None:
+        """Go on with the rows of `other` too, once both have read what is unread."""
+        self._catch_up()
+        other._catch_up()
+        super().join_rows(other)
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:
         """Read what is new, then draft token by token."""
-        assert self.unread is not None
-        committed = self.unread.take()
-        if committed is not None:
-            self.roots, self.logits = committed.ends.roots, self._read(committed)
+        self._catch_up()
         assert self.roots is not None and self.logits is not None
         tokens, logits = [self.roots], self.logits
         supports: list[Support] = []
@@ -139,6 +135,14 @@ class DraftModelSession(DraftSession):
         supports.append(supports[-1])
         draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), draft_ids, draft_probs)
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Read what was committed since the last proposal."""
+        assert self.unread is not None
+        committed = self.unread.take()
+        if committed is not None:
+            self.roots, self.logits = committed.ends.roots, self._read(committed)
 
     def _read(self, committed: Committed) -> torch.Tensor:
         """Read and commit tokens; returns the logits [B, V] after the last one of each row."""

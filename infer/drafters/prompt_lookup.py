@@ -62,6 +62,8 @@ class Past:
 class PromptLookupSession(DraftSession):
     """Prompt lookup at work: an index of n-grams for each row, kept up to date token by token."""
 
+    row_state = ("pasts",)
+
     def __init__(self, drafter: PromptLookup, first_tokens: list[int]):
         self.drafter = drafter
         self.pasts = [Past(token) for token in first_tokens]
@@ -74,10 +76,6 @@ class PromptLookupSession(DraftSession):
         for past, tokens, length in rows:
             for token in tokens[:length]:
                 past.append(token)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the pasts of all rows but `rows` [R]."""
-        self.pasts = [self.pasts[row] for row in rows.tolist()]
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None

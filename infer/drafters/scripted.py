@@ -56,6 +56,8 @@ def stem_and_leaves(budget: Budget) -> TreeShape:
 class ScriptedSession(DraftSession):
     """The place in each answer, and the random numbers that decide where a proposal is wrong."""
 
+    row_state = ("answers", "places", "roots")
+
     def __init__(self, drafter: Scripted, device: torch.device):
         self.drafter, self.device = drafter, device
         self.answers = list(drafter.answers)
@@ -77,12 +79,9 @@ class ScriptedSession(DraftSession):
         self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all rows but `rows` [R]."""
+        """Go on with the rows [R] only, once what was committed is read."""
         self._read()
-        kept = rows.tolist()
-        self.answers = [self.answers[row] for row in kept]
-        self.places = [self.places[row] for row in kept]
-        self.roots = [self.roots[row] for row in kept]
+        super().keep_rows(rows)
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None

@@ -16,7 +16,7 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.batch_run import IDLE_SHARE, BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
 from drafthead.infer.verifiers import Acceptance, Verifier
 
@@ -147,9 +147,9 @@ class Stepper(ABC):
         self.cache.commit(path, outcome.committed_lengths, max(self.lengths))
         self.roots = outcome.acceptance.bonus
 
-    def keep_active(self, session: DraftSession) -> None:
-        """Take rows that have ended out of the running batch, many at a time."""
-        places = self.run.drop_idle()
+    def keep_active(self, session: DraftSession, idle_share: float = IDLE_SHARE) -> None:
+        """Take rows that have ended out of the running batch, once this share of it is idle."""
+        places = self.run.drop_idle(idle_share)
         if not places:
             return
         self.lengths = [self.lengths[place] for place in places]
@@ -157,6 +157,18 @@ class Stepper(ABC):
         self.roots = self.roots[rows]
         self.cache.keep_rows(rows, max(self.lengths))
         session.keep_rows(rows)
+
+    def join(self, other: "Stepper") -> None:
+        """Go on with the rows of `other` too, which has read its prompts and must not step again.
+
+        Both have dropped their idle rows. Rows are numbered anew.
+        """
+        self.cache.join_rows(other.cache)
+        self.lengths += other.lengths
+        self.roots = torch.cat([self.roots, other.roots])
+        if self.processing is not None and other.processing is not None:
+            self.processing.join(other.processing)
+        self.run.join(other.run)
 
 
 class EagerStepper(Stepper):
