@@ -20,6 +20,9 @@ from torch.nn.functional import pad
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
 BLOCK = 128
 GROWTH = 1.5
+# Positions of each row that one pass over a prompt reads. What a pass computes on its way, and its
+# mask, grow with them; more would hardly be quicker.
+READ_CHUNK = 1024
 
 Layers = list[torch.Tensor]  # of each layer [B, H, capacity, D]
 # Copies columns of every layer: (keys, values, source [B, P], destination [B, P]).

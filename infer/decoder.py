@@ -221,6 +221,7 @@ class Decoder:
             processors_for(self.target, settings.config, custom, ids, limits, end_ids),
             stops_for(settings.stop_strings, criteria, self.tokenizer, ids),
             self.draft_temperature,
+            settings.prefill_chunk,
         )
 
     def _method(self, run: BatchRun, settings: DecodeSettings) -> Method:

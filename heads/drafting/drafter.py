@@ -1,12 +1,14 @@
 """The interface of drafters: they propose token trees and learn what the target committed."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -71,6 +73,34 @@ class Committed:
         return Committed(
             cut(self.tokens), self.features.map(cut), self.lengths, None, self.known_ends
         )
+
+    def chunks(self, size: int = READ_CHUNK) -> Iterator["Committed"]:
+        """The same in parts of at most `size` positions, the last of which every row is part of.
+
+        In parts of 2, rows ``a b c`` and ``d`` are ``a`` and nothing, then ``b c`` and ``d``.
+        """
+        longest = self.tokens.shape[1]
+        if longest <= size:
+            yield self
+            return
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
+        starts = torch.zeros_like(self.lengths)
+        for later in range((longest - 1) // size * size, -1, -size):
+            ends = (self.lengths - later).clamp_min(0)
+            steps = torch.arange(min(size, longest - later), device=starts.device)
+            places = starts[:, None] + steps
+            places = places.clamp_max(longest - 1)
+
+            def part(table: torch.Tensor, places: torch.Tensor = places) -> torch.Tensor:
+                return table[rows, places]
+
+            yield Committed(
+                part(self.tokens),
+                self.features.map(part),
+                ends - starts,
+                known_ends=self.known_ends if later == 0 else None,
+            )
+            starts = ends
 
 
 class DraftSession(RowState, ABC):

@@ -67,12 +67,16 @@ class LateReader(DraftSession):
         """Read what is unread; `propose` calls this first."""
         committed = self.unread.take()
         if committed is not None:
-            self.read(committed)
+            for part in committed.chunks():
+                self.read(part)
             self.roots = committed.ends.roots
 
     @abstractmethod
     def read(self, committed: Committed) -> None:
-        """Read what was committed since the last time."""
+        """Read what was committed since the last time, or the next part of it.
+
+        Of all parts but the last, a row may have nothing: what is computed at its end is replaced.
+        """
 
     def join_rows(self, other: Self) -> None:
         """Go on with the rows of `other` too, once both have read what is unread."""

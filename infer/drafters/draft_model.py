@@ -24,6 +24,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.prefill import prefill
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 Support: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # token ids and probabilities, [B, k] each
@@ -86,10 +87,7 @@ class DraftModelSession(DraftSession):
     ):
         self.drafter, self.model = drafter, drafter.model
         self.cache = drafter.model.new_cache()
-        longest = prompts.shape[1]
-        positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
-        self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
-        self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
+        prefill(self.model, prompts, lengths, NO_FEATURES, self.cache, 4 * (drafter.depth + 1))
         self.host_lengths: list[int] = lengths.tolist()
         self.unread: Unread | None = None  # until the commit of the prompt
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
@@ -142,7 +140,9 @@ class DraftModelSession(DraftSession):
         assert self.unread is not None
         committed = self.unread.take()
         if committed is not None:
-            self.roots, self.logits = committed.ends.roots, self._read(committed)
+            self.roots = committed.ends.roots
+            for part in committed.chunks():
+                self.logits = self._read(part)
 
     def _read(self, committed: Committed) -> torch.Tensor:
         """Read and commit tokens; returns the logits [B, V] after the last one of each row."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
+from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
 from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, sample
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
@@ -18,6 +18,7 @@ from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import IDLE_SHARE, BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
+from drafthead.infer.engine.prefill import prefill
 from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
@@ -72,6 +73,7 @@ class Stepper(ABC):
     ):
         """`features` are those that the drafter reads; `max_nodes` is the most nodes of a tree."""
         self.target, self.run, self.verifier, self.max_nodes = target, run, verifier, max_nodes
+        self.read_features = features
         self.features = features.with_last()  # plain steps and trees then share compiled passes
         self.cache: TreeCache = target.new_cache()
         self.prompt_ids, self.prompt_lengths = padded(run.request.prompts, target.device)
@@ -86,22 +88,19 @@ class Stepper(ABC):
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token."""
         ids, lengths = self.prompt_ids, self.prompt_lengths
-        longest = ids.shape[1]
-        positions = torch.arange(longest, device=ids.device).expand_as(ids)
-        # Padding lies to the right, where a causal mask never looks: the model builds its own mask.
-        output = self.target.run(ids, positions, None, self.features, self.cache, logits_to_keep=1)
-        assert output.features.last is not None
+        request = self.run.request
+        room = min(max(request.limits), FIRST_ROOM) + self.max_nodes
+        features, hidden = prefill(
+            self.target, ids, lengths, self.read_features, self.cache, room, request.prefill_chunk
+        )
         # The last positions differ from row to row, so their logits are computed separately.
-        hidden = at_last(output.features.last, lengths)
-        room = min(max(self.run.request.limits), FIRST_ROOM) + self.max_nodes
-        self.cache.commit_prompt(lengths, longest, room)
         first = self.next_tokens(self.target.project(hidden))
         emitted = self.run.batch.take([[token] for token in first.tolist()])
         self.roots = first.clamp_min(0)
         following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
         following.scatter_(1, lengths[:, None] - 1, self.roots[:, None])
         ends = Ends(self.roots, hidden)
-        return Committed(following, output.features, lengths, known_ends=ends), emitted
+        return Committed(following, features, lengths, known_ends=ends), emitted
 
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of each row from logits [B, V]: the most probable one, or a draw.

@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
+from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.generation_config import given_options, sampling_from
@@ -81,6 +82,7 @@ class DecodeSettings:
     rule_options: Mapping[str, float]  # of the verifier, where they are not the defaults
     seed: int | Sequence[int]  # the first row's seed, or one for each row
     attention_mask: object  # of prompts that are token ids; checked with them
+    prefill_chunk: int  # positions of each prompt that one pass reads
 
     def seeds(self, rows: int) -> list[int]:
         """One seed for each row; raises UserError when another number of seeds was given."""
@@ -155,7 +157,16 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         rule_options={name: value for name, value in rule_options.items() if value is not None},
         seed=read_seed(options.get("seed", 0)),
         attention_mask=options.get("attention_mask"),
+        prefill_chunk=read_chunk_size(given.get("prefill_chunk_size", READ_CHUNK)),
     )
+
+
+def read_chunk_size(size: object) -> int:
+    """The number of positions that one pass over a prompt reads; raises UserError below 1."""
+    chunk = integer_option("prefill_chunk_size", size)
+    if chunk < 1:
+        raise UserError(f"prefill_chunk_size must be at least 1, got {chunk}")
+    return chunk
 
 
 def read_seed(seed: object) -> int | list[int]:

@@ -34,6 +34,7 @@ PROCESSORS = {
     "suppress_tokens",
 }
 LENGTHS_AND_ENDS = {"do_sample", "eos_token_id", "max_length", "max_new_tokens", "stop_strings"}
+PASSES = {"prefill_chunk_size"}
 # How transformers computes, how its assistant drafts, and what only encoders and padding need:
 # answers do not depend on these.
 WITHOUT_EFFECT = {
@@ -52,7 +53,7 @@ WITHOUT_EFFECT = {
     "transformers_version",
     "use_cache",
 }
-KNOWN = PROCESSORS | LENGTHS_AND_ENDS | WITHOUT_EFFECT | set(SAMPLING)
+KNOWN = PROCESSORS | LENGTHS_AND_ENDS | PASSES | WITHOUT_EFFECT | set(SAMPLING)
 # Options that are not supported change nothing at these values.
 NEUTRAL = {
     "diversity_penalty": 0.0,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from transformers.generation.logits_process import LogitsProcessorList
 
+from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.stopping import Stop
 
@@ -21,6 +22,7 @@ class Request:
     processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
     stops: Sequence[Stop] = ()  # one for each prompt, or none at all
     draft_temperature: float | None = None  # at which children are drawn; None: as the target's
+    prefill_chunk: int = READ_CHUNK  # positions of each prompt that one pass reads
 
     @property
     def draft_sampling(self) -> SamplingConfig:

@@ -64,4 +64,5 @@ def merged(tickets: Sequence[Ticket]) -> Request:
         processors=[processor for each in requests for processor in each.processors],
         stops=[stop for each in requests for stop in each.stops],
         draft_temperature=first.draft_temperature,
+        prefill_chunk=first.prefill_chunk,
     )
