@@ -178,6 +178,13 @@ class ColumnCache:
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if longest is None else longest
 
+    def cut(self, length: int) -> None:
+        """Forget what was committed after the first `length` positions of each row."""
+        assert self.lengths is not None
+        self.discard()
+        self.lengths = self.lengths.clamp_max(length)
+        self.longest = min(self.longest, length)
+
     def join_rows(self, other: "ColumnCache") -> None:
         """Continue with the rows of `other` too, after these; neither has pending nodes.
 

@@ -29,6 +29,7 @@ from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_token
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import end_token_ids, stops_for
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
+from drafthead.infer.serving.chat_session import ChatSession, Message
 from drafthead.infer.serving.serve_options import own_options, shared_options
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.infer.serving.server import serve
@@ -184,6 +185,24 @@ class Decoder:
 
         waiting = WaitingRequests(requests, read)
         return serve(waiting, method_for, self.target.device, self.tokenizer, max_rows)
+
+    def chat(self, system: str | None = None, **options: Unpack[DecodeOptions]) -> ChatSession:
+        """A conversation whose turns keep the caches of earlier ones, with the options of
+        `generate`.
+
+        Raises UserError when the target has no tokenizer with a chat template.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise UserError("chat needs a tokenizer with a chat template")
+        settings = read_options(options)
+
+        def begin(messages: Sequence[Message]) -> tuple[BatchRun, Method]:
+            request = self._request(messages, settings, single=True)
+            run = BatchRun(request, self.target.device)
+            return run, self._method(run, settings)
+
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return ChatSession(begin, self.tokenizer, messages)
 
     def _begin(
         self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions

@@ -107,6 +107,7 @@ class DraftSession(RowState, ABC):
     """A drafter at work on one batch: proposes a tree, learns what was committed, and again.
 
     Rows leave the batch and others join it; `row_state` names what the session knows of each.
+    After `cut` to the first positions, the next commit is of the positions from there on.
     """
 
     @abstractmethod

@@ -20,7 +20,7 @@ class Unread:
         self.parts: list[Committed] = []
 
     def add(self, committed: Committed) -> None:
-        """Append one."""
+        """Append one part."""
         self.parts.append(committed)
 
     def take(self) -> Committed | None:
@@ -83,6 +83,12 @@ class LateReader(DraftSession):
         self.catch_up()
         other.catch_up()
         super().join_rows(other)
+
+    def cut(self, length: int) -> None:
+        """Forget what was committed after `length` positions; what comes next is read at once."""
+        self.catch_up()
+        super().cut(length)
+        self.roots = None
 
 
 def joined(parts: list[Committed]) -> Committed:

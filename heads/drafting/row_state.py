@@ -25,6 +25,13 @@ class RowState:
         for name in self.row_state:
             setattr(self, name, joined(getattr(self, name), getattr(other, name)))
 
+    def cut(self, length: int) -> None:
+        """Forget all after the first `length` positions of each row, in whatever can do that."""
+        for name in self.row_state:
+            state = getattr(self, name)
+            if hasattr(state, "cut"):
+                state.cut(length)
+
 
 def chosen(state: Any, rows: torch.Tensor) -> Any:
     """A copy of the entries of rows [R] of a state; see `RowState` for what that may be.

@@ -107,6 +107,12 @@ class DraftModelSession(DraftSession):
         other._catch_up()
         super().join_rows(other)
 
+    def cut(self, length: int) -> None:
+        """Keep the tokens at the first `length` positions and the one that follows them."""
+        self._catch_up()
+        super().cut(length + 1)
+        self.host_lengths = [min(count, length + 1) for count in self.host_lengths]
+
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None
     ) -> TokenTree:

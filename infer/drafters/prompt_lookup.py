@@ -47,6 +47,13 @@ class Past:
             self.followed_at[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
 
+    def first_tokens(self, count: int) -> "Past":
+        """The past as it was when it had `count` tokens."""
+        earlier = Past(self.tokens[0])
+        for token in self.tokens[1:count]:
+            earlier.append(token)
+        return earlier
+
     def continuation(self, count: int) -> list[int]:
         """Up to `count` tokens that followed the longest n-gram that the row ends with.
 
@@ -76,6 +83,10 @@ class PromptLookupSession(DraftSession):
         for past, tokens, length in rows:
             for token in tokens[:length]:
                 past.append(token)
+
+    def cut(self, length: int) -> None:
+        """Keep the tokens at the first `length` positions and the one that follows them."""
+        self.pasts = [past.first_tokens(length + 1) for past in self.pasts]
 
     def propose(
         self, budget: Budget, sampling: SamplingConfig, random: RowRandom | None

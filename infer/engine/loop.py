@@ -20,11 +20,16 @@ def decode(stepper: Stepper, drafter: Drafter, planner: Planner) -> Iterator[Emi
         yield run.refuse_failed(next_step(stepper, session, planner))
 
 
-def read_prompts(stepper: Stepper, drafter: Drafter) -> tuple[DraftSession, Emitted]:
-    """The pass over the prompts: the drafter's session, and the first token of each row."""
+def read_prompts(
+    stepper: Stepper, drafter: Drafter, session: DraftSession | None = None
+) -> tuple[DraftSession, Emitted]:
+    """The pass over the prompts: the drafter's session, and the first token of each row.
+
+    `session` is one that knows as much of the prompts as the stepper's cache.
+    """
     with stepper.run.stats.phase("prefill"):
         committed, emitted = stepper.prefill()
-        session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
+        session = session or drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
         session.commit(committed)
         stepper.keep_active(session)
     return session, emitted

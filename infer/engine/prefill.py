@@ -13,12 +13,13 @@ def prefill(
     ids: torch.Tensor,  # [B, T] right-padded
     lengths: torch.Tensor,  # [B]
     features: FeatureSpec,
-    cache: TreeCache,  # empty
+    cache: TreeCache,
     room: int,
     chunk: int = READ_CHUNK,
 ) -> tuple[Features, torch.Tensor]:
     """Read prompts into the cache; returns features [B, T, D] and last hidden states [B, D].
 
+    What the cache holds already is the beginning of all prompts; T counts the positions after it.
     `features` are kept for all positions; the last hidden state is also returned where each row
     ends. `room` columns are allocated beside the prompts. A prompt of 5 tokens in chunks of 2 is
     read in passes over positions 0 1, 2 3 and 4.
@@ -26,7 +27,7 @@ def prefill(
     longest, tapped = ids.shape[1], features.with_last()
     parts: list[Features] = []
     hidden: torch.Tensor | None = None
-    for start in range(0, longest, chunk):
+    for start in range(cache.longest, longest, chunk):
         end = min(start + chunk, longest)
         part = read_chunk(target, ids, start, end, tapped, cache, room)
         assert part.last is not None

@@ -86,8 +86,11 @@ class Stepper(ABC):
         )
 
     def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token."""
-        ids, lengths = self.prompt_ids, self.prompt_lengths
+        """The pass over the prompts, which also gives each row its first token.
+
+        The cache may hold the beginning of all prompts: that is not read, and not committed again.
+        """
+        ids, lengths, known = self.prompt_ids, self.prompt_lengths, self.cache.longest
         request = self.run.request
         room = min(max(request.limits), FIRST_ROOM) + self.max_nodes
         features, hidden = prefill(
@@ -100,7 +103,8 @@ class Stepper(ABC):
         following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
         following.scatter_(1, lengths[:, None] - 1, self.roots[:, None])
         ends = Ends(self.roots, hidden)
-        return Committed(following, features, lengths, known_ends=ends), emitted
+        read = following[:, known:], features, lengths - known
+        return Committed(*read, known_ends=ends), emitted
 
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of each row from logits [B, V]: the most probable one, or a draw.
