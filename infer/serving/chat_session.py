@@ -12,6 +12,7 @@ from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import next_step, read_prompts
 from drafthead.infer.engine.method import Method
+from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
 
 Message: TypeAlias = dict[str, str]
@@ -68,20 +69,17 @@ class ChatSession:
         messages = [*self.messages, {"role": "user", "content": text}]
         run, method = self.begin(messages)
         self.method = self.method or method
-        tokens = self._decoded(run, self.method)
+        tokens = self._decoded(run, self.method, messages)
         try:
             yield from text_pieces(tokens, self.tokenizer)
-        except GeneratorExit:
-            tokens.close()
-            raise
         finally:
-            if self.past is not None:  # else the turn has failed
-                answer = texts_of([run.batch.rows[0].tokens], self.tokenizer)[0]
-                self.messages = [*messages, {"role": "assistant", "content": answer}]
+            tokens.close()
 
     @torch.no_grad()
-    def _decoded(self, run: BatchRun, method: Method) -> Generator[list[int], None, None]:
-        """The new tokens of each pass; then what was read is kept for the next turn."""
+    def _decoded(
+        self, run: BatchRun, method: Method, messages: Sequence[Message]
+    ) -> Generator[list[int], None, None]:
+        """The new tokens of each pass of the answer to `messages`; then the turn is kept."""
         ids, past, self.past = run.request.prompts[0], self.past, None
         stepper, session = method.stepper(run), None
         self.reused = past.cut(ids) if past is not None else 0
@@ -93,9 +91,18 @@ class ChatSession:
             while run.batch.running:
                 yield run.refuse_failed(next_step(stepper, session, method.planner))[0]
         except GeneratorExit:  # between two passes: the caches are whole
-            self.past = Past([*ids, *run.batch.rows[0].tokens], stepper.cache, session)
+            self._keep(run, stepper, session, messages)
             raise
-        self.past = Past([*ids, *run.batch.rows[0].tokens], stepper.cache, session)
+        self._keep(run, stepper, session, messages)
+
+    def _keep(
+        self, run: BatchRun, stepper: Stepper, session: DraftSession, messages: Sequence[Message]
+    ) -> None:
+        """Remember the answer to `messages` and what was read for it."""
+        prompt, answer = run.request.prompts[0], run.batch.rows[0].tokens
+        self.past = Past([*prompt, *answer], stepper.cache, session)
+        text = texts_of([answer], self.tokenizer)[0]
+        self.messages = [*messages, {"role": "assistant", "content": text}]
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
