@@ -20,6 +20,9 @@ from torch.nn.functional import pad
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
 BLOCK = 128
 GROWTH = 1.5
+# Positions of each row that one pass over a prompt reads. What a pass computes on its way, and its
+# mask, grow with them; more would hardly be quicker.
+READ_CHUNK = 1024
 
 Layers = list[torch.Tensor]  # of each layer [B, H, capacity, D]
 # Copies columns of every layer: (keys, values, source [B, P], destination [B, P]).
@@ -131,9 +134,13 @@ class ColumnCache:
         # graphs of their own for it.
         if columns < self.keys[0].shape[2]:
             return
-        capacity = rounded(max(columns + 1, int(columns * GROWTH)), max(BLOCK, self.bucket))
+        capacity = self._capacity(columns)
         self.keys = [enlarged(keys, capacity) for keys in self.keys]
         self.values = [enlarged(values, capacity) for values in self.values]
+
+    def _capacity(self, columns: int) -> int:
+        """Columns to allocate where `columns` are needed."""
+        return rounded(max(columns + 1, int(columns * GROWTH)), max(BLOCK, self.bucket))
 
     def keep_pending(self, num_nodes: int) -> None:
         """The nodes of the last pass stay, so that another pass can follow them."""
@@ -160,13 +167,37 @@ class ColumnCache:
             self.move(self.keys, self.values, self.longest + path, self.lengths[:, None] + steps)
         self.lengths, self.longest, self.pending = lengths, longest, 0
 
-    def keep_rows(self, rows: torch.Tensor, longest: int) -> None:
-        """Continue with the rows [R] of the batch only; none of them is longer than `longest`."""
+    def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
+        """Continue with the rows [R] of the batch only; none of them is longer than `longest`.
+
+        Without `longest` it is read from the device.
+        """
         assert self.lengths is not None
         self.keys = [keys.index_select(0, rows) for keys in self.keys]
         self.values = [values.index_select(0, rows) for values in self.values]
         self.lengths = self.lengths[rows]
-        self.longest = longest
+        self.longest = int(self.lengths.max()) if longest is None else longest
+
+    def cut(self, length: int) -> None:
+        """Forget what was committed after the first `length` positions of each row."""
+        assert self.lengths is not None
+        self.discard()
+        self.lengths = self.lengths.clamp_max(length)
+        self.longest = min(self.longest, length)
+
+    def join_rows(self, other: "ColumnCache") -> None:
+        """Continue with the rows of `other` too, after these; neither has pending nodes.
+
+        Everything is copied, so this is also where the cache becomes smaller again after its
+        longest rows have left.
+        """
+        assert self.lengths is not None and other.lengths is not None
+        self.longest = max(self.longest, other.longest)
+        capacity = self._capacity(self.longest)
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, states in enumerate(theirs):  # one at a time: its old memory is free again
+                mine[layer] = stacked(mine[layer], states, self.longest, capacity)
+        self.lengths = torch.cat([self.lengths, other.lengths])
 
 
 def visible_columns(
@@ -204,4 +235,19 @@ def enlarged(states: torch.Tensor, capacity: int) -> torch.Tensor:
     # Zeros, not uninitialised memory: a masked column still takes part in sums, and 0 x NaN is NaN.
     store = states.new_zeros(batch, heads, capacity, size)
     store[:, :, :used] = states
+    return store
+
+
+def stacked(
+    above: torch.Tensor,  # [B, H, C, D]
+    below: torch.Tensor,  # [B', H, C', D]
+    used: int,
+    capacity: int,
+) -> torch.Tensor:
+    """The rows of both, [B + B', H, capacity, D], with at most the first `used` columns of each."""
+    rows = len(above) + len(below)
+    store = above.new_zeros(rows, above.shape[1], capacity, above.shape[3])
+    for part, rows_of_it in zip((above, below), store.split([len(above), len(below)]), strict=True):
+        columns = min(used, part.shape[2])
+        rows_of_it[:, :, :columns] = part[:, :, :columns]
     return store

@@ -211,6 +211,12 @@ class RowRandom:
         self.num_tokens = [self.num_tokens[row] for row in rows]
         self.streams = []
 
+    def join_rows(self, other: "RowRandom") -> None:
+        """Go on with the rows of `other` too, after these."""
+        self.seeds = self.seeds + other.seeds
+        self.num_tokens = self.num_tokens + other.num_tokens
+        self.streams = []
+
 
 def mixed(seed: int, count: int) -> int:
     """64 bits for step `count`, unrelated to those of other steps (SplitMix64's finaliser)."""

@@ -3,5 +3,15 @@
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeResult, DecodeStats, Logprobs, TextStream
 from drafthead.infer.request.decode_options import DecodeOptions
+from drafthead.infer.serving.serve_request import Answer, ServeRequest
 
-__all__ = ["DecodeOptions", "DecodeResult", "DecodeStats", "Decoder", "Logprobs", "TextStream"]
+__all__ = [
+    "Answer",
+    "DecodeOptions",
+    "DecodeResult",
+    "DecodeStats",
+    "Decoder",
+    "Logprobs",
+    "ServeRequest",
+    "TextStream",
+]

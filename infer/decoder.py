@@ -25,13 +25,12 @@ from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.emissions import in_time, streamed
-from drafthead.infer.engine.graph_stepper import can_step_in_graphs, stepper_for
+from drafthead.infer.engine.graph_stepper import can_step_in_graphs
 from drafthead.infer.engine.logits_processing import processors_for
-from drafthead.infer.engine.loop import decode
+from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
-from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import (
     DecodeOptions,
     DecodeSettings,
@@ -43,6 +42,11 @@ from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_token
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import end_token_ids, stops_for
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
+from drafthead.infer.serving.chat_session import ChatSession, Message
+from drafthead.infer.serving.serve_options import chat_settings, own_options, shared_options
+from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving.server import serve
+from drafthead.infer.serving.waiting import Requests, WaitingRequests
 from drafthead.infer.timing.plans import Plans
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS, Round, make_steps, time_steps
 from drafthead.infer.timing.stored_costs import StepKind
@@ -230,7 +234,8 @@ class Decoder:
         """Time the steps of a batch, or make a few of every kind."""
         rule, plans = self._rule(run, settings), self.plans
         if plans is None or not rule.follows:
-            for _ in islice(self._decode(run, settings), TIMING_SETTINGS.visit_steps):
+            emissions = self._method(run, settings).decode(run)
+            for _ in islice(emissions, TIMING_SETTINGS.visit_steps):
                 pass
             return
         steps = self.target, plans.drafter, run.request, rule
@@ -240,6 +245,50 @@ class Decoder:
                 plans.set_timed(kind, time_steps(*steps))
             else:
                 make_steps(*steps, Round(plans.drafter.budgets[-1:], TIMING_SETTINGS))
+
+    def serve(
+        self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]
+    ) -> Iterator[Answer]:
+        """Answer requests that come and go, up to `max_rows` of them in one batch.
+
+        `requests` is an iterable, maybe endless, of prompts or `ServeRequest`s, or a `queue.Queue`
+        of them, which None ends. The next one is taken as soon as a row is free, and answers come
+        in the order in which they end. Each is that of `generate` for its prompt and seed alone; by
+        default seeds count upwards from `seed`. A request that cannot be honoured gets an answer
+        with an `error`, and does not disturb the others.
+
+        The options are those of `generate` that requests of one batch can share. Raises UserError
+        for others by name, and for a max_rows below 1.
+        """
+        options, seed = shared_options(options, max_rows)
+
+        def read(request: ServeRequest, number: int) -> Request:
+            own = own_options(request, seed + number)
+            return self._request(request.prompt, read_options({**options, **own}), single=True)
+
+        def method_for(run: BatchRun) -> Method:
+            return self._method(run, read_options(options))
+
+        waiting = WaitingRequests(requests, read)
+        return serve(waiting, method_for, self.target.device, self.tokenizer, max_rows)
+
+    def chat(self, system: str | None = None, **options: Unpack[DecodeOptions]) -> ChatSession:
+        """A conversation whose turns keep the caches of earlier ones, with the options of
+        `generate`.
+
+        Raises UserError when the target has no tokenizer with a chat template.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise UserError("chat needs a tokenizer with a chat template")
+        settings = chat_settings(options)
+
+        def begin(messages: Sequence[Message]) -> tuple[BatchRun, Method]:
+            request = self._request(messages, settings, single=True)
+            run = BatchRun(request, self.target.device)
+            return run, self._method(run, settings)
+
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return ChatSession(begin, self.tokenizer, messages)
 
     def _begin(
         self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions
@@ -253,12 +302,22 @@ class Decoder:
     ) -> tuple[BatchRun, Iterator[Emitted]]:
         """The batch of a request, and what its passes emit, for as long as there is time."""
         run = BatchRun(request, self.target.device)
-        return run, in_time(self._decode(run, settings), run)
+        return run, in_time(self._method(run, settings).decode(run), run)
 
-    def _request(self, prompts: Prompt | Sequence[Prompt], settings: DecodeSettings) -> Request:
-        """The request in token ids and limits; raises UserError for what cannot be decoded."""
+    def _request(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        settings: DecodeSettings,
+        single: bool = False,
+    ) -> Request:
+        """The request in token ids and limits; raises UserError for what cannot be decoded.
+
+        With `single` that is also more than one prompt.
+        """
         pad = pad_token_of(self.target)
         ids = encode(prompts, self.tokenizer, settings.attention_mask, pad)
+        if single and len(ids) > 1:
+            raise UserError(f"a request has one prompt, got {len(ids)}")
         ids = [prompt for prompt in ids for _ in range(settings.num_return_sequences)]
         refuse_unknown_tokens(ids, self.target.vocab_size)
         seeds, limits = settings.seeds(len(ids)), settings.limits(ids, self.max_length)
@@ -273,8 +332,9 @@ class Decoder:
             processors_for(self.target, settings.config, custom, ids, limits, end_ids),
             stops_for(settings.stop_strings, criteria, self.tokenizer, ids),
             self.draft_temperature,
-            settings.max_seconds,
-            settings.top_logprobs,
+            max_seconds=settings.max_seconds,
+            top_logprobs=settings.top_logprobs,
+            prefill_chunk=settings.prefill_chunk,
         )
 
     def _rule(self, run: BatchRun, settings: DecodeSettings) -> Verifier:
@@ -284,8 +344,8 @@ class Decoder:
         rule = verifier_for(settings.verifier, run.request.sampling.temperature, default)
         return rule.with_options(settings.rule_options)
 
-    def _decode(self, run: BatchRun, settings: DecodeSettings) -> Iterator[Emitted]:
-        """The loop for this drafter; checks the verifier's name even where none is needed."""
+    def _method(self, run: BatchRun, settings: DecodeSettings) -> Method:
+        """How this batch is decoded; checks the verifier's name even where none is needed."""
         rule = self._rule(run, settings)
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
@@ -293,13 +353,9 @@ class Decoder:
             rule = verifier_for("auto", run.request.sampling.temperature)
         elif self.drafter is not None:
             drafter = self.drafter
-        return decode(self._stepper(run, drafter, rule), drafter, planner)
-
-    def _stepper(self, run: BatchRun, drafter: Drafter, rule: Verifier) -> Stepper:
-        """What makes the steps: graphs where the target is compiled and the rule allows it."""
         budgets = [*drafter.budgets, *([self.budget] if self.budget else [])]
         most = max([budget.nodes for budget in budgets], default=1)
-        return stepper_for(self.target, run, drafter.features, rule, most)
+        return Method(self.target, drafter, rule, planner, most)
 
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
         """What chooses the budget of each step."""

@@ -1,13 +1,16 @@
 """The interface of drafters: they propose token trees and learn what the target committed."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
 
+from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -86,9 +89,45 @@ class Committed:
         tokens, features = cut(self.tokens), self.features.map(cut)
         return Committed(tokens, features, self.lengths, None, self.known_ends, self.host_tokens)
 
+    def chunks(self, size: int = READ_CHUNK) -> Iterator["Committed"]:
+        """The same in parts of at most `size` positions, the last of which every row is part of.
 
-class DraftSession(ABC):
-    """A drafter at work on one batch: proposes a tree, learns what was committed, and again."""
+        In parts of 2, rows ``a b c`` and ``d`` are ``a`` and nothing, then ``b c`` and ``d``.
+        """
+        longest = self.tokens.shape[1]
+        if longest <= size:
+            yield self
+            return
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
+        starts, read = torch.zeros_like(self.lengths), [0] * len(self.counts)
+        for later in range((longest - 1) // size * size, -1, -size):
+            ends = (self.lengths - later).clamp_min(0)
+            steps = torch.arange(min(size, longest - later), device=starts.device)
+            places = starts[:, None] + steps
+            places = places.clamp_max(longest - 1)
+
+            def part(table: torch.Tensor, places: torch.Tensor = places) -> torch.Tensor:
+                return table[rows, places]
+
+            yield Committed(
+                part(self.tokens),
+                self.features.map(part),
+                ends - starts,
+                known_ends=self.known_ends if later == 0 else None,
+                host_tokens=[
+                    tokens[start : max(0, len(tokens) - later)]
+                    for tokens, start in zip(self.new_tokens, read, strict=True)
+                ],
+            )
+            starts, read = ends, [max(0, count - later) for count in self.counts]
+
+
+class DraftSession(RowState, ABC):
+    """A drafter at work on one batch: proposes a tree, learns what was committed, and again.
+
+    Rows leave the batch and others join it; `row_state` names what the session knows of each.
+    After `cut` to the first positions, the next commit is of the positions from there on.
+    """
 
     @abstractmethod
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
@@ -109,10 +148,6 @@ class DraftSession(ABC):
 
         A step may have run without a proposal.
         """
-
-    @abstractmethod
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Go on with the rows [R] of the batch only, in that order."""
 
 
 class Drafter(ABC):
@@ -165,6 +200,3 @@ class NoDraft(DraftSession):
 
     def commit(self, committed: Committed) -> None:
         """Nothing to remember."""
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Nothing to drop, whichever rows [R] stay."""

@@ -5,6 +5,7 @@ committed, and read all of it in one pass before their next proposal.
 """
 
 from abc import abstractmethod
+from typing import ClassVar, Self
 
 import torch
 
@@ -20,7 +21,7 @@ class Unread:
         self.parts: list[Committed] = []
 
     def add(self, committed: Committed) -> None:
-        """Append one."""
+        """Append one part."""
         self.parts.append(committed)
 
     def take(self) -> Committed | None:
@@ -29,6 +30,11 @@ class Unread:
         if len(parts) > 1:
             return joined(parts)
         return parts[0].cut() if parts else None
+
+    def join_rows(self, other: "Unread") -> None:
+        """Raises ValueError while one of them has unread parts: these are of different lengths."""
+        if self.parts or other.parts:
+            raise ValueError("what was committed must be read before rows join")
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows [R] only, in that order."""
@@ -48,6 +54,8 @@ class Unread:
 class LateReader(DraftSession):
     """A session that reads the prompt at once, and later commits when it is to propose."""
 
+    row_state: ClassVar[tuple[str, ...]] = ("unread", "roots")
+
     def __init__(self) -> None:
         self.unread = Unread()
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
@@ -62,18 +70,28 @@ class LateReader(DraftSession):
         """Read what is unread; `propose` calls this first."""
         committed = self.unread.take()
         if committed is not None:
-            self.read(committed)
+            for part in committed.chunks():
+                self.read(part)
             self.roots = committed.ends.roots
 
     @abstractmethod
     def read(self, committed: Committed) -> None:
-        """Read what was committed since the last time."""
+        """Read what was committed since the last time, or the next part of it.
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep the state of rows [R] only, in that order."""
-        assert self.roots is not None
-        self.roots = self.roots[rows]
-        self.unread.keep_rows(rows)
+        Of all parts but the last, a row may have nothing: what is computed at its end is replaced.
+        """
+
+    def join_rows(self, other: Self) -> None:
+        """Go on with the rows of `other` too, once both have read what is unread."""
+        self.catch_up()
+        other.catch_up()
+        super().join_rows(other)
+
+    def cut(self, length: int) -> None:
+        """Forget what was committed after `length` positions; what comes next is read at once."""
+        self.catch_up()
+        super().cut(length)
+        self.roots = None
 
 
 def joined(parts: list[Committed]) -> Committed:

@@ -125,6 +125,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 class MedusaSession(DraftSession):
     """Medusa heads at work: the state is one hidden state for each row."""
 
+    row_state = ("hidden", "roots")
+
     def __init__(self, drafter: MedusaDrafter):
         self.drafter = drafter
         self.hidden: torch.Tensor | None = None  # [B, D], where the root was predicted
@@ -133,11 +135,6 @@ class MedusaSession(DraftSession):
     def commit(self, committed: Committed) -> None:
         """Store the roots and the hidden states that predicted them."""
         self.roots, self.hidden = committed.ends
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep the state of rows [R] only, in that order."""
-        assert self.hidden is not None and self.roots is not None
-        self.hidden, self.roots = self.hidden[rows], self.roots[rows]
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:

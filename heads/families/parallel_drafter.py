@@ -176,6 +176,8 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
 class ParallelSession(LateReader):
     """A block-parallel head at work: the state is the context's keys and values."""
 
+    row_state = (*LateReader.row_state, "cache", "before")
+
     def __init__(self, drafter: ParallelDrafter, rows: int):
         super().__init__()
         self.drafter = drafter
@@ -193,13 +195,6 @@ class ParallelSession(LateReader):
         cache.keep_pending(tokens.shape[1])
         cache.commit_first(lengths, committed.counts)
         self.before = at_last(fused, lengths)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep the state of rows [R] only, in that order."""
-        super().keep_rows(rows)
-        assert self.before is not None
-        self.cache.keep_rows(rows)
-        self.before = self.before[rows]
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:

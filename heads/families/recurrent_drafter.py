@@ -9,6 +9,7 @@ from drafthead.heads.cache import CacheColumns
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
+from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.compiled import Compiled
@@ -171,8 +172,10 @@ def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
     return visible
 
 
-class DraftReader:
+class DraftReader(RowState):
     """A recurrent head with its cache: committed positions stay in it, drafted ones are pending."""
+
+    row_state = ("cache",)
 
     def __init__(self, drafter: RecurrentDrafter, rows: int):
         self.drafter = drafter
@@ -249,6 +252,8 @@ class DraftReader:
 class RecurrentSession(LateReader):
     """A recurrent head at work on one batch."""
 
+    row_state = (*LateReader.row_state, "reader", "root_guess")
+
     def __init__(self, drafter: RecurrentDrafter, rows: int):
         super().__init__()
         self.drafter = drafter
@@ -260,13 +265,6 @@ class RecurrentSession(LateReader):
     def read(self, committed: Committed) -> None:
         """Read it, and keep the guesses after the roots."""
         self.root_guess = self.reader.read(committed)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep the state of rows [R] only, in that order."""
-        super().keep_rows(rows)
-        assert self.root_guess is not None
-        self.reader.cache.keep_rows(rows)
-        self.root_guess = Guess(*(part[rows] for part in self.root_guess))
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:

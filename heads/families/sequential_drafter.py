@@ -84,6 +84,8 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
 class SequentialSession(LateReader):
     """A sequential head at work: a first state for each row, and the head's cache."""
 
+    row_state = (*LateReader.row_state, "cache", "state")
+
     def __init__(self, drafter: SequentialDrafter, rows: int):
         super().__init__()
         self.drafter = drafter
@@ -115,14 +117,6 @@ class SequentialSession(LateReader):
         cache.keep_pending(count)
         cache.commit_first(lengths, committed.counts)
         return at_last(states, lengths)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep the state of rows [R] only, in that order."""
-        super().keep_rows(rows)
-        assert self.state is not None
-        self.state = self.state[rows]
-        if self.cache is not None:
-            self.cache.keep_rows(rows)
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:

@@ -49,3 +49,13 @@ class DraftCache(ColumnCache):
         """Continue with the rows [R] of the batch only, in that order."""
         self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
         super().keep_rows(rows, longest or max(self.host_lengths))
+
+    def join_rows(self, other: ColumnCache) -> None:
+        """Continue with the rows of `other` too, a cache of the same layers."""
+        super().join_rows(other)
+        self.host_lengths += cast(DraftCache, other).host_lengths
+
+    def cut(self, length: int) -> None:
+        """Forget what was committed after the first `length` positions of each row."""
+        super().cut(length)
+        self.host_lengths = [min(count, length) for count in self.host_lengths]

@@ -5,7 +5,7 @@ chain, and the others token by token: K drafted tokens cost K passes (Leviathan 
 arXiv 2211.17192).
 """
 
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 
@@ -26,6 +26,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.prefill import prefill
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
 Support: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # token ids and probabilities, [B, k] each
@@ -80,6 +81,8 @@ class DraftModel(Drafter):
 class DraftModelSession(DraftSession):
     """A draft model at work; its cache holds committed tokens, drafted ones only while drafting."""
 
+    row_state = ("cache", "host_lengths", "unread", "roots", "logits")
+
     def __init__(
         self,
         drafter: DraftModel,
@@ -88,10 +91,7 @@ class DraftModelSession(DraftSession):
     ):
         self.drafter, self.model = drafter, drafter.model
         self.cache = drafter.model.new_cache()
-        longest = prompts.shape[1]
-        positions = torch.arange(longest, device=prompts.device).expand_as(prompts)
-        self.model.run(prompts, positions, None, NO_FEATURES, self.cache, logits_to_keep=1)
-        self.cache.commit_prompt(lengths, longest, room=4 * (drafter.depth + 1))
+        prefill(self.model, prompts, lengths, NO_FEATURES, self.cache, 4 * (drafter.depth + 1))
         self.host_lengths: list[int] = to_host(lengths)
         self.unread: Unread | None = None  # until the commit of the prompt
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
@@ -109,21 +109,21 @@ class DraftModelSession(DraftSession):
         width = max(map(len, new_tokens))
         self.unread.add(Committed(tokens, nothing, lengths, width, host_tokens=new_tokens))
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all rows but `rows` [R]."""
-        assert self.unread is not None
-        self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
-        self.cache.keep_rows(rows, max(self.host_lengths))
-        self.unread.keep_rows(rows)
-        if self.roots is not None and self.logits is not None:
-            self.roots, self.logits = self.roots[rows], self.logits[rows]
+    def join_rows(self, other: Self) -> None:
+        """Go on with the rows of `other` too, once both have read what is unread."""
+        self._catch_up()
+        other._catch_up()
+        super().join_rows(other)
+
+    def cut(self, length: int) -> None:
+        """Keep the tokens at the first `length` positions and the one that follows them."""
+        self._catch_up()
+        super().cut(length + 1)
+        self.host_lengths = [min(count, length + 1) for count in self.host_lengths]
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then draft token by token."""
-        assert self.unread is not None
-        committed = self.unread.take()
-        if committed is not None:
-            self.roots, self.logits = committed.ends.roots, self._read(committed)
+        self._catch_up()
         assert self.roots is not None and self.logits is not None
         tokens, logits = [self.roots], self.logits
         supports: list[Support] = []
@@ -147,6 +147,16 @@ class DraftModelSession(DraftSession):
         supports.append(supports[-1])
         draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), draft_ids, draft_probs)
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Read what was committed since the last proposal."""
+        assert self.unread is not None
+        committed = self.unread.take()
+        if committed is not None:
+            self.roots = committed.ends.roots
+            for part in committed.chunks():
+                self.logits = self._read(part)
 
     def _read(self, committed: Committed) -> torch.Tensor:
         """Read and commit tokens; returns the logits [B, V] after the last one of each row."""

@@ -49,6 +49,13 @@ class Past:
             self.followed_at[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
 
+    def first_tokens(self, count: int) -> "Past":
+        """The past as it was when it had `count` tokens."""
+        earlier = Past(self.tokens[0])
+        for token in self.tokens[1:count]:
+            earlier.append(token)
+        return earlier
+
     def continuation(self, count: int) -> list[int]:
         """Up to `count` tokens that followed the longest n-gram that the row ends with.
 
@@ -64,6 +71,8 @@ class Past:
 class PromptLookupSession(DraftSession):
     """Prompt lookup at work: an index of n-grams for each row, kept up to date token by token."""
 
+    row_state = ("pasts",)
+
     def __init__(self, drafter: PromptLookup, first_tokens: list[int]):
         self.drafter = drafter
         self.pasts = [Past(token) for token in first_tokens]
@@ -76,9 +85,9 @@ class PromptLookupSession(DraftSession):
             for token in tokens:
                 past.append(token)
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the pasts of all rows but `rows` [R]."""
-        self.pasts = [self.pasts[row] for row in to_host(rows)]
+    def cut(self, length: int) -> None:
+        """Keep the tokens at the first `length` positions and the one that follows them."""
+        self.pasts = [past.first_tokens(length + 1) for past in self.pasts]
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A chain as long as the longest continuation; the root alone if no row has one."""

@@ -11,7 +11,6 @@ import torch
 
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import tree_budgets
@@ -58,6 +57,8 @@ def stem_and_leaves(budget: Budget) -> TreeShape:
 class ScriptedSession(DraftSession):
     """The place in each answer, and the random numbers that decide where a proposal is wrong."""
 
+    row_state = ("answers", "places", "roots")
+
     def __init__(self, drafter: Scripted, device: torch.device):
         self.drafter, self.device = drafter, device
         self.answers = list(drafter.answers)
@@ -80,12 +81,9 @@ class ScriptedSession(DraftSession):
         self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop the state of all rows but `rows` [R]."""
+        """Go on with the rows [R] only, once what was committed is read."""
         self._read()
-        kept = to_host(rows)
-        self.answers = [self.answers[row] for row in kept]
-        self.places = [self.places[row] for row in kept]
-        self.roots = [self.roots[row] for row in kept]
+        super().keep_rows(rows)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The known answer with deliberate mistakes, and wrong tokens as siblings."""

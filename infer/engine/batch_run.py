@@ -30,6 +30,11 @@ class Row:
     accept_lengths: list[int] = field(default_factory=list)
 
     @property
+    def failed(self) -> bool:
+        """Whether the answer would have to go on with NO_TOKEN, which ends it."""
+        return self.tokens[-1:] == [NO_TOKEN]
+
+    @property
     def active(self) -> bool:
         """Whether the row needs more tokens."""
         return self.finish_reason is None
@@ -77,18 +82,14 @@ class Batch:
     def take(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Give each active row its committed tokens; returns what was kept, by row number.
 
-        Raises UserError when an answer would have to go on with NO_TOKEN. What is cut off may have
+        A row whose answer would have to go on with NO_TOKEN has failed. What is cut off may have
         one: after an end token a processor may forbid every token.
         """
-        kept = {
+        return {
             number: self.rows[number].take(tokens, self.end_ids)
             for number, tokens in zip(self.running, committed, strict=True)
             if self.rows[number].active
         }
-        for number, tokens in kept.items():
-            if NO_TOKEN in tokens:
-                raise UserError(no_token_in(number, self.rows[number].tokens))
-        return kept
 
     def take_step(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """`take` for a verification step, whose accept lengths are recorded."""
@@ -103,23 +104,28 @@ class Batch:
             row.finish_reason = row.finish_reason or reason
         self.running = []
 
-    def drop_idle(self) -> list[int] | None:
-        """Shrink the running batch to its active rows, once enough rows are idle.
+    def drop_idle(self, share: float = IDLE_SHARE) -> list[int] | None:
+        """Shrink the running batch to its active rows, once this share of the rows is idle.
 
         Returns the places that stay, in the batch as it was; None when all of them do.
         """
         places = [place for place, row in enumerate(self.running_rows()) if row.active]
         idle = len(self.running) - len(places)
-        if not idle or (places and idle < IDLE_SHARE * len(self.running)):
+        if not idle or (places and idle < share * len(self.running)):
             return None
         self.running = [self.running[place] for place in places]
         return places
 
+    def join(self, other: "Batch") -> None:
+        """Go on with the running rows of both. They are numbered anew; other rows are forgotten."""
+        self.rows = self.running_rows() + other.running_rows()
+        self.running = list(range(len(self.rows)))
 
-def no_token_in(number: int, tokens: Sequence[int]) -> str:
-    """What is wrong with the answer `tokens` to prompt `number` and what helps."""
+
+def no_token_in(prompt: str, tokens: Sequence[int]) -> str:
+    """What is wrong with the answer `tokens`, which ends with NO_TOKEN, and what helps."""
     return (
-        f"no token can be chosen after {tokens.index(NO_TOKEN)} new tokens of prompt {number}: the "
+        f"no token can be chosen after {len(tokens) - 1} new tokens of {prompt}: the "
         "target's logits are NaN or infinite, or a logits processor forbids every token; try "
         "another dtype than float16, for example float32, or a higher temperature"
     )
@@ -128,16 +134,21 @@ def no_token_in(number: int, tokens: Sequence[int]) -> str:
 class BatchRun:
     """A request on its way to its answers: rows, random numbers and statistics."""
 
-    def __init__(self, request: Request, device: torch.device):
+    def __init__(self, request: Request, device: torch.device, most_rows: int | None = None):
+        """`most_rows` will run at a time, by default those of the request: others may join."""
         self.request = request
+        self.most_rows = most_rows or len(request.prompts)
         self.batch = Batch(request.limits, request.end_ids, request.stops)
-        self.stats = DecodeStats(
-            accept_lengths=[row.accept_lengths for row in self.batch.rows],
-            decoded_tokens=[0] * len(request.prompts),
-        )
+        self.stats = DecodeStats()
+        self._count_rows()
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
         self.record = record_for(request)
         self.last_lengths: list[int] = []  # tokens that the last step committed in active rows
+
+    def _count_rows(self) -> None:
+        """Give each row of the batch its place in the statistics."""
+        self.stats.accept_lengths = [row.accept_lengths for row in self.batch.rows]
+        self.stats.decoded_tokens = [max(0, len(row.tokens) - 1) for row in self.batch.rows]
 
     @property
     def greedy(self) -> bool:
@@ -161,9 +172,23 @@ class BatchRun:
             self.stats.decoded_tokens[number] += len(tokens)
         return emitted
 
-    def drop_idle(self) -> list[int] | None:
+    def refuse_failed(self, emitted: Emitted) -> Emitted:
+        """The same; raises UserError when one of these rows has failed."""
+        for number in emitted:
+            if self.batch.rows[number].failed:
+                raise UserError(no_token_in(f"prompt {number}", self.batch.rows[number].tokens))
+        return emitted
+
+    def drop_idle(self, share: float = IDLE_SHARE) -> list[int] | None:
         """`Batch.drop_idle`, for the random numbers as well."""
-        places = self.batch.drop_idle()
+        places = self.batch.drop_idle(share)
         if places and self.random is not None:
             self.random.keep_rows(places)
         return places
+
+    def join(self, other: "BatchRun") -> None:
+        """Go on with the running rows of both, numbered anew; both have the same sampling."""
+        self.batch.join(other.batch)
+        self._count_rows()
+        if self.random is not None and other.random is not None:
+            self.random.join_rows(other.random)

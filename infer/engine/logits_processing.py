@@ -239,6 +239,13 @@ class PathProcessing:
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
 
+    def join(self, other: "PathProcessing") -> None:
+        """Go on with the running rows of both, in the order of `Batch.join`; called before it."""
+        pairs = [(part, number) for part in (self, other) for number in part.batch.running]
+        self.processors = [part.processors[number] for part, number in pairs]
+        self.prompt_lengths = [part.prompt_lengths[number] for part, number in pairs]
+        self.pasts = [part.pasts[number] for part, number in pairs]
+
     def after_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed logits [B, V], float32, after the last token of each running row."""
         processed = logits[:, None].to(torch.float32, copy=True)

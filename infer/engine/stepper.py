@@ -12,15 +12,16 @@ from functools import cached_property
 import torch
 
 from drafthead.heads.coupling import NextDraws
-from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, at_last
+from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, race
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.batch_run import IDLE_SHARE, BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
+from drafthead.infer.engine.prefill import prefill
 from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
@@ -76,6 +77,7 @@ class Stepper(ABC):
     ):
         """`features` are those that the drafter reads; `max_nodes` is the most nodes of a tree."""
         self.target, self.run, self.verifier, self.max_nodes = target, run, verifier, max_nodes
+        self.read_features = features
         self.features = features.with_last()  # plain steps and trees then share compiled passes
         self.cache: TreeCache = target.new_cache()
         self.prompt_ids, self.prompt_lengths = padded(run.request.prompts, target.device)
@@ -93,30 +95,30 @@ class Stepper(ABC):
         )
 
     def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token."""
-        ids, lengths = self.prompt_ids, self.prompt_lengths
-        longest = ids.shape[1]
-        positions = torch.arange(longest, device=ids.device).expand_as(ids)
-        # Padding lies to the right, where a causal mask never looks: the model builds its own mask.
-        output = self.target.run(ids, positions, None, self.features, self.cache, logits_to_keep=1)
-        assert output.features.last is not None
+        """The pass over the prompts, which also gives each row its first token.
+
+        The cache may hold the beginning of all prompts: that is not read, and not committed again.
+        """
+        ids, lengths, known = self.prompt_ids, self.prompt_lengths, self.cache.longest
+        request = self.run.request
+        room = min(max(request.limits), FIRST_ROOM) + self.max_nodes
+        features, hidden = prefill(
+            self.target, ids, lengths, self.read_features, self.cache, room, request.prefill_chunk
+        )
         # The last positions differ from row to row, so their logits are computed separately.
-        hidden = at_last(output.features.last, lengths)
-        room = min(max(self.run.request.limits), FIRST_ROOM) + self.max_nodes
-        self.cache.commit_prompt(lengths, longest, room)
         first = self.next_tokens(self.target.project(hidden))
         first_tokens = to_host(first)
         emitted = self.run.batch.take([[token] for token in first_tokens])
         self.roots = first.clamp_min(0)
         following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
         following.scatter_(1, lengths[:, None] - 1, self.roots[:, None])
-        pairs = zip(self.run.request.prompts, first_tokens, strict=True)
+        pairs = zip(request.prompts, first_tokens, strict=True)
         committed = Committed(
-            following,
-            output.features,
-            lengths,
+            following[:, known:],
+            features,
+            lengths - known,
             known_ends=Ends(self.roots, hidden),
-            host_tokens=[[*prompt[1:], token] for prompt, token in pairs],
+            host_tokens=[[*prompt[known + 1 :], token] for prompt, token in pairs],
         )
         return committed, emitted
 
@@ -179,9 +181,9 @@ class Stepper(ABC):
         self.cache.commit(path, outcome.committed_lengths, max(self.lengths))
         self.roots = outcome.acceptance.bonus
 
-    def keep_active(self, session: DraftSession) -> None:
-        """Take rows that have ended out of the running batch, many at a time."""
-        places = self.run.drop_idle()
+    def keep_active(self, session: DraftSession, idle_share: float = IDLE_SHARE) -> None:
+        """Take rows that have ended out of the running batch, once this share of it is idle."""
+        places = self.run.drop_idle(idle_share)
         if not places:
             return
         self.lengths = [self.lengths[place] for place in places]
@@ -189,6 +191,18 @@ class Stepper(ABC):
         self.roots = self.roots[rows]
         self.cache.keep_rows(rows, max(self.lengths))
         session.keep_rows(rows)
+
+    def join(self, other: "Stepper") -> None:
+        """Go on with the rows of `other` too, which has read its prompts and must not step again.
+
+        Both have dropped their idle rows. Rows are numbered anew.
+        """
+        self.cache.join_rows(other.cache)
+        self.lengths += other.lengths
+        self.roots = torch.cat([self.roots, other.roots])
+        if self.processing is not None and other.processing is not None:
+            self.processing.join(other.processing)
+        self.run.join(other.run)
 
 
 class EagerStepper(Stepper):

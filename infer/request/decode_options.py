@@ -13,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.generation_config import given_options, sampling_from
@@ -97,6 +98,7 @@ class DecodeSettings:
     rule_options: Mapping[str, float]  # of the verifier, where they are not the defaults
     seed: int | Sequence[int]  # the first row's seed, or one for each row
     attention_mask: object  # of prompts that are token ids; checked with them
+    prefill_chunk: int  # positions of each prompt that one pass reads
     num_return_sequences: int = 1
     max_seconds: float | None = None
     top_logprobs: int | None = None
@@ -173,6 +175,7 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         rule_options={name: value for name, value in rule_options.items() if value is not None},
         seed=read_seed(options.get("seed", 0)),
         attention_mask=options.get("attention_mask"),
+        prefill_chunk=read_chunk_size(given.get("prefill_chunk_size", READ_CHUNK)),
         num_return_sequences=read_num_return_sequences(options, given, sampling),
         max_seconds=read_max_time(options, given),
         top_logprobs=top_logprobs,
@@ -221,6 +224,11 @@ def at_least(least: int, name: str, value: object) -> int:
     if number < least:
         raise UserError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def read_chunk_size(size: object) -> int:
+    """The number of positions that one pass over a prompt reads; raises UserError below 1."""
+    return at_least(1, "prefill_chunk_size", size)
 
 
 def read_seed(seed: object) -> int | list[int]:

@@ -37,6 +37,7 @@ LENGTHS_AND_ENDS = {
     "do_sample", "eos_token_id", "max_length", "max_new_tokens", "max_time",
     "num_return_sequences", "stop_strings",
 }  # fmt: skip
+PASSES = {"prefill_chunk_size"}
 # How transformers computes, and what only encoders and padding need: no answer depends on these.
 WITHOUT_EFFECT = {
     "bos_token_id",
@@ -55,7 +56,7 @@ PREPARED = {
     "guidance_scale", "output_logits", "output_scores", "return_dict_in_generate", "token_healing",
     "top_h", "watermarking_config",
 }  # fmt: skip
-KNOWN = PROCESSORS | LENGTHS_AND_ENDS | WITHOUT_EFFECT | set(SAMPLING)
+KNOWN = PROCESSORS | LENGTHS_AND_ENDS | PASSES | WITHOUT_EFFECT | set(SAMPLING)
 # What to do instead of setting some of the options that are not supported.
 INSTEAD = {
     "output_scores": "ask for logprobs",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from transformers.generation.logits_process import LogitsProcessorList
 
+from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.stopping import Stop
 
@@ -30,6 +31,7 @@ class Request:
     kept_rows: Collection[RowKind] = ()  # which whole rows [V] are recorded for each token
     # What processors read before an answer where it is not the prompt: the prompt with padding.
     prefixes: Sequence[Sequence[int]] | None = None
+    prefill_chunk: int = READ_CHUNK  # positions of each prompt that one pass reads
 
     @property
     def draft_sampling(self) -> SamplingConfig:

@@ -38,7 +38,7 @@ class StepKind:
     def of(cls, run: BatchRun, rule: Verifier) -> "StepKind":
         """The kind of a batch's steps."""
         request = run.request
-        rows = rows_that_share(len(request.prompts))
+        rows = rows_that_share(run.most_rows)
         return cls(rule.name, rows, not request.sampling.whole, bool(request.processors))
 
     def distance(self, other: "StepKind") -> float:

@@ -76,6 +76,18 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
     assert compiled.compile_seconds > 0
 
 
+def test_requests_that_come_and_go_get_the_eager_answers(compiled, target, make_drafter) -> None:
+    drafter = make_drafter("medusa:own", compiled)
+    drafter.compile()
+    requests = [prompt[: 1 + 3 * number] for number, prompt in enumerate(prompts(7, length=20))]
+    expected = OracleDecoder(target).generate(requests, max_new_tokens=25).sequences
+    for decoder in (Decoder(compiled), Decoder(compiled, drafter, Budget(8, 3))):
+        answers = {
+            answer.id: answer for answer in decoder.serve(requests, max_rows=3, max_new_tokens=25)
+        }
+        assert [answers[number].tokens for number in range(7)] == expected
+
+
 @pytest.mark.parametrize(
     "head",
     ["parallel", *(pytest.param(f, marks=pytest.mark.slow) for f in ("eagle3", "hydra"))],

@@ -1,0 +1,67 @@
+"""What a session knows of each row: rows can be chosen, and joined with those of another."""
+
+import copy
+from typing import Any, ClassVar, Self
+
+import torch
+
+from drafthead.heads.host import to_host
+
+
+class RowState:
+    """An object whose attributes named in `row_state` have one entry for each row of a batch.
+
+    An attribute may be None, a tensor [B, ...], a list of B things, a named tuple of such
+    attributes, or an object that has `keep_rows` and `join_rows` itself, such as a cache.
+    """
+
+    row_state: ClassVar[tuple[str, ...]] = ()
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Go on with the rows [R] of the batch only, in that order."""
+        for name in self.row_state:
+            setattr(self, name, chosen(getattr(self, name), rows))
+
+    def join_rows(self, other: Self) -> None:
+        """Go on with the rows of `other` too, after these; `other` must not be used any more."""
+        for name in self.row_state:
+            setattr(self, name, joined(getattr(self, name), getattr(other, name)))
+
+    def cut(self, length: int) -> None:
+        """Forget all after the first `length` positions of each row, in whatever can do that."""
+        for name in self.row_state:
+            state = getattr(self, name)
+            if hasattr(state, "cut"):
+                state.cut(length)
+
+
+def chosen(state: Any, rows: torch.Tensor) -> Any:
+    """A copy of the entries of rows [R] of a state; see `RowState` for what that may be.
+
+    Rows 2 0 of the list ``a b c`` are ``c a``.
+    """
+    if state is None:
+        return None
+    if isinstance(state, torch.Tensor):
+        return state[rows]
+    if isinstance(state, list):
+        return [state[row] for row in to_host(rows)]
+    if isinstance(state, tuple):
+        return type(state)(*(chosen(part, rows) for part in state))
+    twin = copy.copy(state)
+    twin.keep_rows(rows)
+    return twin
+
+
+def joined(state: Any, other: Any) -> Any:
+    """The entries of a state, then those of another of the same form."""
+    if state is None:
+        return None
+    if isinstance(state, torch.Tensor):
+        return torch.cat([state, other])
+    if isinstance(state, list):
+        return [*state, *other]
+    if isinstance(state, tuple):
+        return type(state)(*(joined(*pair) for pair in zip(state, other, strict=True)))
+    state.join_rows(other)
+    return state

@@ -1,0 +1,1 @@
+"""drafthead.infer.serving: requests that come and go."""

@@ -1,0 +1,111 @@
+"""A conversation that keeps the caches of earlier turns."""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.drafting.drafter import DraftSession
+from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.infer.engine.batch_run import BatchRun
+from drafthead.infer.engine.loop import next_step, read_prompts
+from drafthead.infer.engine.method import Method
+from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.request.text_pieces import text_pieces, texts_of
+
+Message: TypeAlias = dict[str, str]
+# The run of a conversation so far, and how it is decoded.
+Begin: TypeAlias = Callable[[Sequence[Message]], tuple[BatchRun, Method]]
+
+
+@dataclass
+class Past:
+    """What was read in earlier turns."""
+
+    tokens: list[int]  # prompt and answer; the last ones may not be in the caches
+    cache: TreeCache
+    session: DraftSession
+
+    def cut(self, ids: Sequence[int]) -> int:
+        """Keep what also begins the prompt `ids`; returns the number of positions kept.
+
+        The last common token is read again: what the caches know of its position may depend on the
+        token after it, and the pass over a prompt needs at least one token.
+        """
+        assert self.cache.lengths is not None
+        kept = min(common_prefix(self.tokens, ids) - 1, int(self.cache.lengths[0]))
+        if kept > 0:
+            self.cache.cut(kept)
+            self.session.cut(kept)
+        return max(0, kept)
+
+
+class ChatSession:
+    """A conversation with the target: `say` something, or `stream` the answer.
+
+    Each answer is that of `generate` for `messages` in a new decoding; but only what is new since
+    the last turn is read. Not for several threads at once.
+    """
+
+    def __init__(
+        self, begin: Begin, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+    ):
+        self.begin, self.tokenizer = begin, tokenizer
+        self.messages: list[Message] = list(messages)
+        self.reused = 0  # positions of the last prompt that were not read again
+        self.past: Past | None = None
+        self.method: Method | None = None
+
+    def say(self, text: str) -> str:
+        """The answer to a message of the user; both are appended to `messages`."""
+        for _ in self.stream(text):
+            pass
+        return self.messages[-1]["content"]
+
+    def stream(self, text: str) -> Iterator[str]:
+        """The answer piece by piece. An answer that is not read to its end stays as it is then."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        run, method = self.begin(messages)
+        self.method = self.method or method
+        tokens = self._decoded(run, self.method, messages)
+        try:
+            yield from text_pieces(tokens, self.tokenizer)
+        finally:
+            tokens.close()
+
+    @torch.no_grad()
+    def _decoded(
+        self, run: BatchRun, method: Method, messages: Sequence[Message]
+    ) -> Generator[list[int], None, None]:
+        """The new tokens of each pass of the answer to `messages`; then the turn is kept."""
+        ids, past, self.past = run.request.prompts[0], self.past, None
+        stepper, session = method.stepper(run), None
+        self.reused = past.cut(ids) if past is not None else 0
+        if past is not None and self.reused:
+            stepper.cache, session = past.cache, past.session
+        session, emitted = read_prompts(stepper, method.drafter, session)
+        try:
+            yield run.refuse_failed(emitted)[0]
+            while run.batch.running:
+                yield run.refuse_failed(next_step(stepper, session, method.planner))[0]
+        except GeneratorExit:  # between two passes: the caches are whole
+            self._keep(run, stepper, session, messages)
+            raise
+        self._keep(run, stepper, session, messages)
+
+    def _keep(
+        self, run: BatchRun, stepper: Stepper, session: DraftSession, messages: Sequence[Message]
+    ) -> None:
+        """Remember the answer to `messages` and what was read for it."""
+        prompt, answer = run.request.prompts[0], run.batch.rows[0].tokens
+        self.past = Past([*prompt, *answer], stepper.cache, session)
+        text = texts_of([answer], self.tokenizer)[0]
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike: 2 for ``a b c`` and ``a b d e``."""
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

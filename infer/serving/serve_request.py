@@ -1,0 +1,69 @@
+"""What `Decoder.serve` takes and gives: requests, and their answers."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.infer.engine.batch_run import Row, no_token_in
+from drafthead.infer.request.prompts import Prompt
+from drafthead.infer.request.request import Request
+from drafthead.infer.request.stopping import FinishReason
+from drafthead.infer.request.text_pieces import texts_of
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """A prompt with options of its own; None: those of the call of `serve`."""
+
+    prompt: Prompt
+    id: Hashable = None  # comes back with the answer; None: the number of the request, from 0
+    max_new_tokens: int | None = None
+    seed: int | None = None  # None: the call's seed plus the number of the request
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one request, or what is wrong with the request."""
+
+    id: Hashable
+    tokens: list[int] = field(default_factory=list)  # new token ids, the end token included
+    text: str = ""  # the same without special tokens; empty without a tokenizer
+    finish_reason: FinishReason | None = None  # None with an error
+    # Tokens that each step committed, bonus included, before the answer was cut at its end.
+    accept_lengths: list[int] = field(default_factory=list)
+    error: str | None = None  # why there is no answer, or why it breaks off
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request that was found to be valid, as a batch of one prompt."""
+
+    id: Hashable
+    request: Request
+
+    def answer(self, row: Row, tokenizer: PreTrainedTokenizerBase | None) -> Answer:
+        """The answer that the request's row holds once it has ended."""
+        tokens, error = row.tokens, None
+        if row.failed:
+            error, tokens = no_token_in("the prompt", tokens), tokens[:-1]
+        text = texts_of([tokens], tokenizer)[0] if tokenizer else ""
+        reason = row.finish_reason if error is None else None
+        return Answer(self.id, tokens, text, reason, row.accept_lengths, error)
+
+
+def merged(tickets: Sequence[Ticket]) -> Request:
+    """The requests, which agree in sampling, end tokens and options of drafts, as one batch."""
+    requests = [ticket.request for ticket in tickets]
+    first = requests[0]
+    return Request(
+        prompts=[prompt for each in requests for prompt in each.prompts],
+        limits=[limit for each in requests for limit in each.limits],
+        sampling=first.sampling,
+        seeds=[seed for each in requests for seed in each.seeds],
+        end_ids=first.end_ids,
+        processors=[processor for each in requests for processor in each.processors],
+        stops=[stop for each in requests for stop in each.stops],
+        draft_temperature=first.draft_temperature,
+        prefill_chunk=first.prefill_chunk,
+    )

@@ -1,0 +1,91 @@
+"""Requests that come and go: rows join the running batch as others end."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.loop import next_step, read_prompts
+from drafthead.infer.engine.method import Method
+from drafthead.infer.serving.serve_request import Answer, Ticket, merged
+from drafthead.infer.serving.waiting import WaitingRequests
+
+MethodFor = Callable[[BatchRun], Method]  # how requests like those of a batch are decoded
+
+
+class ServedRows:
+    """Rows at work, and whose answers they are."""
+
+    def __init__(self, method: Method, run: BatchRun, tickets: Sequence[Ticket]):
+        """Reads the prompts of `run`, one for each ticket, in one pass."""
+        self.method, self.tickets = method, list(tickets)
+        self.stepper = method.stepper(run)
+        self.session, emitted = read_prompts(self.stepper, method.drafter)
+        self.emitted: Emitted = emitted  # by the last pass
+
+    @property
+    def count(self) -> int:
+        """Rows whose answers have not ended."""
+        return sum(row.active for row in self.stepper.run.batch.running_rows())
+
+    def step(self) -> None:
+        """One step of all rows."""
+        self.emitted = next_step(self.stepper, self.session, self.method.planner)
+
+    def ended(self, tokenizer: PreTrainedTokenizerBase | None) -> list[Answer]:
+        """The answers that ended in the last pass."""
+        rows = self.stepper.run.batch.rows
+        return [
+            self.tickets[number].answer(rows[number], tokenizer)
+            for number in self.emitted
+            if not rows[number].active
+        ]
+
+    def join(self, other: "ServedRows") -> None:
+        """Go on with the rows of `other` too; both have some that have not ended."""
+        for rows in (self, other):
+            rows.stepper.keep_active(rows.session, idle_share=0)
+        self.tickets = [
+            rows.tickets[number]
+            for rows in (self, other)
+            for number in rows.stepper.run.batch.running
+        ]
+        self.session.join_rows(other.session)
+        self.stepper.join(other.stepper)
+
+
+@torch.no_grad()
+def serve(
+    waiting: WaitingRequests,
+    method_for: MethodFor,
+    device: torch.device,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_rows: int,
+) -> Iterator[Answer]:
+    """The answers in the order in which they end, of at most `max_rows` rows at a time."""
+    method: Method | None = None
+    rows: ServedRows | None = None
+    while rows is not None or not waiting.ended:
+        found = waiting.take(max_rows - (rows.count if rows else 0), wait=rows is None)
+        yield from (each for each in found if isinstance(each, Answer))
+        if tickets := [each for each in found if isinstance(each, Ticket)]:
+            run = BatchRun(merged(tickets), device, max_rows)
+            method = method or method_for(run)
+            newcomers = ServedRows(method, run, tickets)
+            yield from newcomers.ended(tokenizer)
+            rows = together(rows, newcomers)
+        if rows is not None:
+            rows.step()
+            yield from rows.ended(tokenizer)
+            rows = rows if rows.count else None
+
+
+def together(rows: ServedRows | None, newcomers: ServedRows) -> ServedRows | None:
+    """All rows that have not ended; None if there are none."""
+    if not newcomers.count:
+        return rows
+    if rows is None:
+        return newcomers
+    rows.join(newcomers)
+    return rows

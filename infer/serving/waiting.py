@@ -1,0 +1,63 @@
+"""Requests that wait for a free row: read one at a time, and checked one by one."""
+
+from collections.abc import Callable, Iterable, Iterator
+from queue import Empty, Queue
+from typing import TypeAlias
+
+from drafthead.infer.request.prompts import Prompt
+from drafthead.infer.request.request import Request
+from drafthead.infer.serving.serve_request import Answer, ServeRequest, Ticket
+
+Requests: TypeAlias = Iterable[ServeRequest | Prompt] | Queue[ServeRequest | Prompt | None]
+# The checked form of a request with its number.
+Reader: TypeAlias = Callable[[ServeRequest, int], Request]
+
+
+class WaitingRequests:
+    """The requests that have not been admitted yet, of an iterable or of a queue.
+
+    An iterable is asked for the next request whenever a row is free. A queue is waited for only
+    while no row runs; None in it means that no more requests come.
+    """
+
+    def __init__(self, requests: Requests, read: Reader):
+        self.queue = requests if isinstance(requests, Queue) else None
+        self.iterator: Iterator[ServeRequest | Prompt] = (
+            iter(()) if isinstance(requests, Queue) else iter(requests)
+        )
+        self.read = read
+        self.taken = 0
+        self.ended = False
+
+    def take(self, count: int, wait: bool) -> list[Ticket | Answer]:
+        """Up to `count` requests: tickets, and answers to those that cannot be honoured.
+
+        With `wait` a queue's first request is waited for.
+        """
+        found: list[Ticket | Answer] = []
+        while len(found) < count and not self.ended:
+            try:
+                given = self._next(wait and not found)
+            except Empty:
+                break
+            if given is None:
+                self.ended = True
+            else:
+                found.append(self._ticket(given))
+        return found
+
+    def _next(self, wait: bool) -> ServeRequest | Prompt | None:
+        """The next request, None after the last; raises Empty when the queue has none now."""
+        if self.queue is None:
+            return next(self.iterator, None)
+        return self.queue.get(block=wait)
+
+    def _ticket(self, given: ServeRequest | Prompt) -> Ticket | Answer:
+        """The request in token ids and limits, or the reason why it cannot be answered."""
+        request = given if isinstance(given, ServeRequest) else ServeRequest(given)
+        number, self.taken = self.taken, self.taken + 1
+        name = number if request.id is None else request.id
+        try:
+            return Ticket(name, self.read(request, number))
+        except Exception as error:  # chat templates and tokenizers raise many kinds
+            return Answer(name, error=str(error) or type(error).__name__)

@@ -1,0 +1,131 @@
+"""Prompts read in chunks: the same answers and states as of one pass, with less memory."""
+
+import pytest
+import torch
+from tiny import random_prompts
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.infer import Decoder
+from drafthead.infer.engine.prefill import prefill
+from drafthead.infer.engine.stepper import padded
+
+IN_CHUNKS = GenerationConfig(prefill_chunk_size=3)
+PROMPTS = random_prompts(8)
+
+
+def read(target: Target, chunk: int, features: FeatureSpec):
+    ids, lengths = padded(PROMPTS, target.device)
+    cache = target.new_cache()
+    return *prefill(target, ids, lengths, features, cache, room=4, chunk=chunk), cache
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_states_of_chunks_are_those_of_one_pass(target, chunk) -> None:
+    spec = FeatureSpec(layers=(-1, 0))
+    features, hidden, cache = read(target, chunk, spec)
+    expected, expected_hidden, whole = read(target, 100, spec)
+    torch.testing.assert_close(hidden, expected_hidden, atol=1e-5, rtol=1e-4)
+    assert torch.equal(cache.lengths, whole.lengths) and cache.longest == whole.longest
+    for row, prompt in enumerate(PROMPTS):
+        used = slice(0, len(prompt))
+        pairs = [*zip(features.taps, expected.taps, strict=True), (features.last, expected.last)]
+        for found, wanted in pairs:
+            torch.testing.assert_close(found[row, used], wanted[row, used], atol=1e-5, rtol=1e-4)
+        for found, wanted in zip(cache.keys, whole.keys, strict=True):
+            torch.testing.assert_close(
+                found[row, :, used], wanted[row, :, used], atol=1e-5, rtol=1e-4
+            )
+
+
+def test_only_features_that_a_drafter_reads_are_kept_for_all_positions(target) -> None:
+    features, hidden, _ = read(target, 3, FeatureSpec(layers=(), last=False))
+    assert features.last is None and features.taps == ()
+    assert hidden.shape == (len(PROMPTS), target.hidden_size)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_answers_do_not_depend_on_the_chunks(
+    target, make_drafter, drafter_name, rows, monkeypatch
+) -> None:
+    whole = Decoder(target).generate(PROMPTS[:rows], max_new_tokens=16).sequences
+    chunks = Committed.chunks
+    monkeypatch.setattr(Committed, "chunks", lambda self: chunks(self, 4))
+    decoder = Decoder(target, make_drafter(drafter_name, target))
+    result = decoder.generate(PROMPTS[:rows], max_new_tokens=16, generation_config=IN_CHUNKS)
+    assert result.sequences == whole
+    monkeypatch.undo()
+    assert result.stats.accept_lengths == (
+        decoder.generate(PROMPTS[:rows], max_new_tokens=16).stats.accept_lengths
+    ), "the drafter has read the same"
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "initializer_range": 0.3, "eos_token_id": None}
+
+
+MODELS = {
+    "sliding window": lambda: MistralForCausalLM(
+        MistralConfig(
+            **SMALL,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            sliding_window=5,
+            max_position_embeddings=128,
+        )
+    ),
+    "ALiBi": lambda: BloomForCausalLM(BloomConfig(**SMALL, n_layer=2, n_head=4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_and_alibi_reach_over_chunks(name) -> None:
+    torch.manual_seed(0)
+    target = Target(MODELS[name]())
+    whole = Decoder(target).generate(PROMPTS, max_new_tokens=16).sequences
+    answers = Decoder(target).generate(PROMPTS, max_new_tokens=16, generation_config=IN_CHUNKS)
+    assert answers.sequences == whole
+
+
+def test_no_pass_over_a_prompt_is_longer_than_a_chunk(target, monkeypatch) -> None:
+    widths = []
+    forward = Target.forward
+
+    def watched(self, input_ids, *arguments, **options):
+        widths.append(input_ids.shape[1])
+        return forward(self, input_ids, *arguments, **options)
+
+    monkeypatch.setattr(Target, "forward", watched)
+    Decoder(target).generate([9] * 20, max_new_tokens=1, generation_config=IN_CHUNKS)
+    assert widths == [3] * 6 + [2]
+
+
+@pytest.mark.parametrize("size", [0, 2.5])
+def test_a_senseless_chunk_is_refused_by_name(target, size) -> None:
+    config = GenerationConfig()
+    config.prefill_chunk_size = size
+    with pytest.raises(UserError, match="prefill_chunk_size"):
+        Decoder(target).generate([9], generation_config=config)
+
+
+def test_parts_of_what_was_committed_end_where_each_row_ends() -> None:
+    tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0], [8, 0, 0, 0, 0]])
+    committed = Committed(tokens, Features(tokens[..., None].float()), torch.tensor([5, 2, 1]))
+    parts = [
+        [
+            row[:count]
+            for row, count in zip(part.tokens.tolist(), part.lengths.tolist(), strict=True)
+        ]
+        for part in committed.chunks(2)
+    ]
+    assert parts == [[[1], [], []], [[2, 3], [], []], [[4, 5], [6, 7], [8]]]
