@@ -62,7 +62,7 @@ def test_greedy_answers_are_those_of_transformers(
     assert sorted(answer.id for answer in answers) == list(range(30))
     for answer in answers:
         assert answer.tokens == greedy_answers[answer.id]
-        assert answer.finished == (END in answer.tokens)
+        assert answer.finish_reason == ("end_token" if END in answer.tokens else "length")
         assert answer.error is None
     if max_rows > 1:
         assert [answer.id for answer in answers] != list(range(30)), "short ones do not wait"
@@ -167,7 +167,7 @@ def test_a_row_without_numbers_fails_alone(make_target, greedy_answers) -> None:
         for answer in Decoder(target).serve([*requests[:2], damaged, *requests[2:]], max_rows=3)
     }
     assert "no token can be chosen after 0 new tokens" in answers["damaged"].error
-    assert answers["damaged"].tokens == [] and not answers["damaged"].finished
+    assert answers["damaged"].tokens == [] and answers["damaged"].finish_reason is None
     for number, expected in zip([0, 1, 3, 4, 5, 6], greedy_answers[:6], strict=True):
         if 5 not in expected:  # the answer would read the damaged token itself
             assert answers[number].tokens == expected
