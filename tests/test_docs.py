@@ -50,9 +50,10 @@ def _registries() -> Iterator[None]:
             del registry[name]
 
 
-def test_the_readmes_python_runs() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_python_of_a_page_runs(page: str) -> None:
     scope: dict[str, object] = {}
-    for block in python_of("README.md"):
+    for block in python_of(page):
         block = block.replace(
             ', head="runs/demo/parallel"', ""
         )  # plain decoding: nothing is trained
