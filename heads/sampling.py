@@ -17,6 +17,7 @@ LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 1e-30, 1e30
 # Stands for the token where logits describe no distribution. The host finds it among a step's
 # tokens, so that no other copy has to be awaited. No token of a vocabulary is negative.
 NO_TOKEN = -1
+GOLDEN = 0x9E3779B97F4A7C15  # the step of the generator SplitMix64
 # More than any vocabulary has, and a whole number in float32.
 NO_TOP_K = 2**24
 
@@ -235,11 +236,13 @@ def signed(bits: int) -> int:
 def arrival_times(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Exponential float32 numbers [..., k], functions of keys [...] and tokens [..., k] alone.
 
-    That of token x comes from number x of the generator SplitMix64 with the key as its seed: 64
-    bits, so that small numbers are as exact as large ones. Few tokens cost little: a draft asks for
-    those that it considers, and finds the numbers that the target will use.
+    That of token x comes from number x of the generator SplitMix64, whose seed is a multiple of the
+    key: 64 bits, so that small numbers are as exact as large ones. Few tokens cost little: a draft
+    asks for those that it considers, and finds the numbers that the target will use.
     """
-    bits = keys[..., None] + (tokens + 1) * signed(0x9E3779B97F4A7C15)
+    # The key is added first. In a compiled graph `tokens` is the variable of a C++ loop, and times
+    # this constant it would overflow, from which compilers conclude that the loop is short.
+    bits = (keys[..., None] + tokens + 1) * signed(GOLDEN)
     bits = (bits ^ shifted(bits, 30)) * signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ shifted(bits, 27)) * signed(0x94D049BB133111EB)
     bits = bits ^ shifted(bits, 31)

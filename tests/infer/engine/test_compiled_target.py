@@ -133,7 +133,7 @@ def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
     plain = OracleDecoder(target)
     made = Compiled.made
     greedy, drawn = {"temperature": 0.0}, {"temperature": 1.3}
-    filtered = {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01}
+    filtered = {"temperature": 0.9, "top_k": 20, "top_p": 0.8}
     for rows, sampling in ((1, greedy), (3, greedy), (1, drawn), (3, drawn), (3, filtered)):
         ask = {"max_new_tokens": 40, "seed": 5, **sampling}
         expected = plain.generate(prompts(rows), **ask).sequences

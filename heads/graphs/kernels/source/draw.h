@@ -10,7 +10,7 @@ constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9,
                    MIX_2 = 0x94D049BB133111EB;
 
 inline float uniform(uint64_t key, int64_t token) {
-    uint64_t bits = key + uint64_t(token + 1) * GOLDEN;
+    uint64_t bits = (key + uint64_t(token) + 1) * GOLDEN;
     bits = (bits ^ (bits >> 30)) * MIX_1;
     bits = (bits ^ (bits >> 27)) * MIX_2;
     bits ^= bits >> 31;
@@ -107,7 +107,7 @@ struct Row {
         const __m512i step = _mm512_set1_epi64(int64_t(8 * GOLDEN));
         const __m512i numbers = _mm512_set_epi64(8, 7, 6, 5, 4, 3, 2, 1);
         __m512i bits = _mm512_add_epi64(
-            _mm512_set1_epi64(int64_t(key)),
+            _mm512_set1_epi64(int64_t(key * GOLDEN)),
             _mm512_mullo_epi64(numbers, _mm512_set1_epi64(int64_t(GOLDEN))));
         for (int64_t start = 0; start < size; start += 8, bits = _mm512_add_epi64(bits, step)) {
             const __m256 mass = _mm256_loadu_ps(&masses[start]), u = uniforms(bits);
