@@ -108,7 +108,7 @@ def cooked(recipe: Recipe, reads: Sequence[Any]) -> Any:
     if "device" in recipe:
         return torch.device(recipe["device"])
     kwargs = {name: cooked(part, reads) for name, part in recipe["kwargs"].items()}
-    operation = reduce(getattr, recipe["call"].split("."), torch.ops)
+    operation: Any = reduce(getattr, recipe["call"].split("."), torch.ops)
     return operation(*cooked(recipe["args"], reads), **kwargs)
 
 

@@ -50,7 +50,8 @@ class CompiledTarget(Target):
     def compiled(self) -> list[Compiled]:
         """What has been compiled so far of the target."""
         # Lists of the values: another thread may add one meanwhile.
-        return [made.graphs for made in [*list(self.passes.values()), *list(self.steps.values())]]
+        passes = [made.graphs for made in list(self.passes.values())]
+        return [*passes, *(made.graphs for made in list(self.steps.values()))]
 
     @property
     def compile_seconds(self) -> float:
