@@ -53,9 +53,11 @@ class Recorder:
         self.inputs = [name() if callable(name) else name for name in names]  # older torch: methods
         self.examples = [node.meta["example_value"] for node in nodes]
         with self.recipes.watch():
-            self.run = compile_fx(
-                graph, list(examples), inner_compile=self._generated, config_patches=self.options
+            generate: Any = self._generated
+            run: Any = compile_fx(
+                graph, list(examples), inner_compile=generate, config_patches=self.options
             )
+            self.run = run
         return self._noted
 
     def _generated(

@@ -51,7 +51,7 @@ class CompiledTarget(Target):
         """What has been compiled so far of the target."""
         # Lists of the values: another thread may add one meanwhile.
         passes = [made.graphs for made in list(self.passes.values())]
-        return passes + [made.graphs for made in list(self.steps.values())]
+        return [*passes, *(made.graphs for made in list(self.steps.values()))]
 
     @property
     def compile_seconds(self) -> float:

@@ -204,7 +204,7 @@ def adapted(make_target) -> tuple[PeftModel, CompiledTarget]:
     """A target with two LoRA adapters that change its answers."""
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    model = get_peft_model(make_target(seed=3).model, config)
+    model = get_peft_model(make_target(seed=3, layers=1).model, config)
     model.add_adapter("second", config)
     return model, CompiledTarget(Target(model))
 
