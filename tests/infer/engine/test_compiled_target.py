@@ -141,7 +141,8 @@ def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
             decoder = Decoder(compiled, drafter, Budget(nodes, min(3, nodes - 1)))
             found = decoder.generate(prompts(rows), **ask)
             assert found.sequences == expected
-    assert Compiled.made == made + 5
+    # Greedy, drawn and filtered, for one row and several: of the filtered rows one stays last.
+    assert Compiled.made == made + 6
 
 
 @pytest.mark.parametrize("way", ["plain", pytest.param("medusa:own", marks=pytest.mark.slow)])
