@@ -185,6 +185,13 @@ def test_a_stream_that_has_ended_has_the_result_of_generate(decoder) -> None:
         ({"max_time": "1"}, "max_time must be a number of seconds above 0, got '1'"),
         ({"logprobs": -1}, "logprobs must be at least 0, got -1"),
         ({"logprobs": True}, "logprobs must be an integer, got True"),
+        ({"temperature": "0.5"}, "temperature must be a number, got '0.5'"),
+        ({"temperature": 1, "top_p": "1"}, "top_p must be a number, got '1'"),
+        ({"temperature": 1, "top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"stop_strings": [""]}, r"stop_strings must be texts that are not empty, got \[''\]"),
+        ({"stop_strings": [3]}, r"stop_strings must be texts that are not empty, got \[3\]"),
+        ({"stop_strings": 3}, "stop_strings must be texts that are not empty, got 3"),
+        ({"generation_config": {"top_k": 3}}, "must be a GenerationConfig .*, got {'top_k': 3}"),
         ({"streamer": Listener()}, "a streamer takes one answer, got 2"),
         (
             {"generation_config": GenerationConfig(return_dict_in_generate=True)},
