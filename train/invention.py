@@ -6,15 +6,15 @@ as an uninterrupted run's.
 """
 
 import json
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
+from drafthead.train.console import AnswerBar
+from drafthead.train.full_disk import full_disk_named
+from drafthead.train.locks import only_writer
 from drafthead.train.message_filter import MessageFilter
 from drafthead.train.message_source import InventSettings, Message, MessageSource
 
@@ -48,49 +48,60 @@ def invent(
     """Write `number` messages as JSON rows that `drafthead distill` takes as prompts.
 
     A file that was begun with the same settings is continued, also to a larger number. Raises
-    UserError for other settings, and when many batches bring nothing that can be kept.
+    UserError for other settings, when another process writes the file, when the disk is full, and
+    when many batches bring nothing that can be kept.
     """
+    lock = output.with_name(f".{output.name}.lock")
+    with full_disk_named(output), only_writer(lock, output):
+        return _invent(source, output, number, overwrite)
+
+
+def _invent(source: MessageSource, output: Path, number: int, overwrite: bool) -> InventReport:
+    """As `invent`, for the only process that writes the file."""
     progress = begin(output, source.settings, overwrite)
     texts = texts_written(output)
     if len(texts) >= number:
         return InventReport(len(texts), {}, 0, 0.0)
-    inventor = Inventor(source, number, progress, texts[: progress.kept])
-    started = time.perf_counter()
     with (
         output.open("r+b") as file,
-        tqdm(total=number, initial=progress.kept, desc="invent", unit="prompt") as bar,
+        AnswerBar(number, progress.kept, "invent", "prompt") as bar,
     ):
+        inventor = Inventor(source, number, progress, texts[: progress.kept], bar)
         file.truncate(progress.size)
         file.seek(progress.size)
         while progress.kept < number:
-            bar.update(inventor.write_batch(file))
+            inventor.write_batch(file)
             if progress.kept < number:  # else the last batch may have been used in part
                 save_progress(output, source.settings, progress)
-    return InventReport(
-        progress.kept, progress.dropped, inventor.tokens, time.perf_counter() - started
-    )
+    return InventReport(progress.kept, progress.dropped, bar.tokens, bar.seconds)
 
 
 class Inventor:
     """Draws batches, keeps what is worth it, and counts."""
 
-    def __init__(self, source: MessageSource, number: int, progress: Progress, kept: list[str]):
+    def __init__(
+        self,
+        source: MessageSource,
+        number: int,
+        progress: Progress,
+        kept: list[str],
+        bar: AnswerBar,
+    ):
         """`kept`: the texts of earlier batches, which later ones must not repeat."""
-        self.source, self.number, self.progress = source, number, progress
+        self.source, self.number, self.progress, self.bar = source, number, progress, bar
         self.filter = MessageFilter()
         for text in kept:
             self.filter.problem(text)
-        self.tokens = 0
         self.fruitless = 0  # batches in a row
 
-    def write_batch(self, file: IO[bytes]) -> int:
-        """Draw the next batch and write what is kept; returns how many that are.
+    def write_batch(self, file: IO[bytes]) -> None:
+        """Draw the next batch and write what is kept.
 
         Raises UserError when many batches in a row brought nothing.
         """
-        messages = self.source.batch(self.progress.batches)
+        drawn = self.source.batch(self.progress.batches, lambda tokens: self.bar.update(tokens, 0))
         kept = 0
-        for message in messages:
+        for message in drawn:
             if self.progress.kept + kept == self.number:
                 break
             if problem := problem_of(message) or self.filter.problem(message.text):
@@ -99,14 +110,13 @@ class Inventor:
             file.write(row_of(message, self.source.settings))
             kept += 1
         file.flush()
-        self.tokens += sum(message.tokens for message in messages)
+        self.bar.update(0, kept)
         self.progress.batches += 1
         self.progress.kept += kept
         self.progress.size = file.tell()
         self.fruitless = 0 if kept else self.fruitless + 1
         if self.fruitless == FRUITLESS_BATCHES:
             raise UserError(nothing_kept(self.source.settings, self.progress))
-        return kept
 
 
 def problem_of(message: Message) -> str | None:
@@ -156,10 +166,10 @@ def begin(output: Path, settings: InventSettings, overwrite: bool) -> Progress:
     Raises UserError if the file belongs to a run with other settings or to no run.
     """
     if overwrite or not output.exists():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(b"")
         progress = Progress()
-        save_progress(output, settings, progress)
+        output.unlink(missing_ok=True)
+        save_progress(output, settings, progress)  # first: a file without one cannot be continued
+        output.touch()
         return progress
     return check_settings(output, settings)
 

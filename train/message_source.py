@@ -4,7 +4,7 @@ Magpie (Xu et al., 2024, arXiv 2406.08464): the model gets the chat template up 
 and goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers.generation.configuration_utils import GenerationConfig
@@ -87,12 +87,15 @@ class MessageSource:
             )
         return UserTurn(list(self.tokenizer("")["input_ids"]))
 
-    def batch(self, index: int) -> list[Message]:
-        """The messages of batch `index`: numbers from index times the batch size on."""
+    def batch(self, index: int, count: Callable[[int], None]) -> list[Message]:
+        """The messages of batch `index`: numbers from index times the batch size on.
+
+        `count` is called after each pass of the target with the number of new tokens.
+        """
         size = self.settings.batch_size
         numbers = range(index * size, (index + 1) * size)
         beginnings = [self.beginnings[number % len(self.beginnings)] for number in numbers]
-        answers = self.decoder.generate(
+        passes = self.decoder.steps(
             [self.turn.prefix + each for each in beginnings],
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
@@ -103,6 +106,9 @@ class MessageSource:
                 stop_strings=[self.turn.end_text] if self.turn.end_text else None,
             ),
         )
+        for emitted in passes:
+            count(sum(map(len, emitted.values())))
+        answers = passes.result
         rows = zip(numbers, beginnings, answers.sequences, answers.finished, strict=True)
         return [self._message(*row) for row in rows]
 

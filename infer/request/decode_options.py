@@ -2,7 +2,7 @@
 
 import difflib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -147,13 +147,10 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
     honoured or has an impossible value.
     """
     refuse_unknown_names(options)
-    config = options.get("generation_config") or GenerationConfig()
+    config = read_config(options.get("generation_config"))
     given = given_options(config)
     sampling = sampling_from(given, {name: options.get(name) for name in SAMPLING_ARGUMENTS})
-    stops, ends = (
-        options.get("stop_strings") or given.get("stop_strings"),
-        given.get("eos_token_id"),
-    )
+    ends = given.get("eos_token_id")
     rule_options = {
         "typical_epsilon": options.get("typical_epsilon"),
         "typical_delta": options.get("typical_delta"),
@@ -168,7 +165,7 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         max_new_tokens=read_max_new_tokens(options, given),
         max_length=given.get("max_length"),
         end_ids=None if ends is None else token_ids(ends),
-        stop_strings=(stops,) if isinstance(stops, str) else tuple(stops or ()),
+        stop_strings=read_stop_strings(options.get("stop_strings") or given.get("stop_strings")),
         stopping_criteria=options.get("stopping_criteria", ()),
         logits_processor=options.get("logits_processor", ()),
         verifier=options.get("verifier", "auto"),
@@ -181,6 +178,25 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         top_logprobs=top_logprobs,
         streamer=options.get("streamer"),
     )
+
+
+def read_config(config: object) -> GenerationConfig:
+    """The generation config of a call; raises UserError for what is none, such as a mapping."""
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise UserError(
+            f"generation_config must be a GenerationConfig of transformers, got {config!r}"
+        )
+    return config or GenerationConfig()
+
+
+def read_stop_strings(stops: object) -> tuple[str, ...]:
+    """Texts that end an answer; raises UserError for what is no text, and for an empty one."""
+    given = [stops] if isinstance(stops, str) else stops or []
+    if not isinstance(given, Collection) or not all(
+        isinstance(each, str) and each for each in given
+    ):
+        raise UserError(f"stop_strings must be texts that are not empty, got {stops!r}")
+    return tuple(given)
 
 
 def read_max_new_tokens(options: DecodeOptions, given: Mapping[str, Any]) -> int | None:
@@ -253,10 +269,9 @@ def refuse_streamer(settings: DecodeSettings) -> None:
 
 
 def refuse_unknown_names(options: DecodeOptions) -> None:
-    """Raise TypeError for a keyword that is no option, with the nearest one that is."""
+    """Raise TypeError for a keyword that is no option, with one that is spelt like it."""
     known = list(DecodeOptions.__annotations__)
     for name in options.keys() - set(known):
-        (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise TypeError(
-            f"unknown option {name!r}: did you mean {nearest!r}? Options: {', '.join(known)}"
-        )
+        nearest = difflib.get_close_matches(name, known, n=1)
+        guess = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise TypeError(f"unknown option {name!r}: {guess}Options: {', '.join(known)}")

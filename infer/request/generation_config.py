@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.infer.request.integers import integer_option, number_option
 
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 # These become logits processors. transformers does not know frequency_penalty and presence_penalty,
@@ -124,7 +125,7 @@ def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Sam
     """How to sample, from a config's options and from arguments, which win where they are not None.
 
     Greedy unless the argument `temperature` or the config's `do_sample` asks for sampling. Raises
-    UserError when the config sets sampling options without `do_sample`.
+    UserError when the config sets sampling options without `do_sample`, and for what is no number.
     """
     arguments = {name: value for name, value in arguments.items() if value is not None}
     settings = {"temperature": 1.0} | {name: given[name] for name in SAMPLING if name in given}
@@ -136,4 +137,6 @@ def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Sam
                     "would have no effect: set do_sample, or leave it out"
                 )
         settings["temperature"] = 0.0
-    return SamplingConfig(**settings | arguments)
+    settings |= arguments
+    read = {name: number_option(name, value) for name, value in settings.items() if name != "top_k"}
+    return SamplingConfig(top_k=integer_option("top_k", settings.get("top_k", 0)), **read)

@@ -141,9 +141,14 @@ def encode_one(
     if not tokenizer.chat_template:
         raise UserError("the target's tokenizer has no chat template: pass a string or token ids")
     messages = [dict(message) for message in prompt]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    )
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates are programs of their own, and raise many kinds
+        raise UserError(
+            f"the target's chat template cannot write the messages of roles "
+            f"{[message['role'] for message in messages]}: {error}"
+        ) from error
+    return list(ids)
 
 
 def refuse_unknown_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, Queue
 from typing import TypeAlias
 
+from drafthead.heads.errors import UserError
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import Request
 from drafthead.infer.serving.serve_request import Answer, ServeRequest, Ticket
@@ -21,6 +22,9 @@ class WaitingRequests:
     """
 
     def __init__(self, requests: Requests, read: Reader):
+        """Raises UserError for a string, whose letters would be requests."""
+        if isinstance(requests, str):
+            raise UserError("serve takes an iterable of prompts, not one prompt: put it in a list")
         self.queue = requests if isinstance(requests, Queue) else None
         self.iterator: Iterator[ServeRequest | Prompt] = (
             iter(()) if isinstance(requests, Queue) else iter(requests)
@@ -37,20 +41,21 @@ class WaitingRequests:
         found: list[Ticket | Answer] = []
         while len(found) < count and not self.ended:
             try:
-                given = self._next(wait and not found)
+                found.append(self._ticket(self._next(wait and not found)))
             except Empty:
                 break
-            if given is None:
+            except StopIteration:
                 self.ended = True
-            else:
-                found.append(self._ticket(given))
         return found
 
-    def _next(self, wait: bool) -> ServeRequest | Prompt | None:
-        """The next request, None after the last; raises Empty when the queue has none now."""
+    def _next(self, wait: bool) -> ServeRequest | Prompt:
+        """The next request; raises StopIteration after the last, Empty when none is there now."""
         if self.queue is None:
-            return next(self.iterator, None)
-        return self.queue.get(block=wait)
+            return next(self.iterator)
+        given = self.queue.get(block=wait)
+        if given is None:
+            raise StopIteration
+        return given
 
     def _ticket(self, given: ServeRequest | Prompt) -> Ticket | Answer:
         """The request in token ids and limits, or the reason why it cannot be answered."""

@@ -1,6 +1,7 @@
 """The command line as a user meets it: answers, and one clear sentence for bad input."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
     for verb in cli.VERBS:
         status, out, _ = run(verb, "--help")
         assert status == 0 and "Usage" in out and len(out) > 300
+
+
+def test_the_list_of_verbs_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from drafthead.scripts import cli; cli.build_app(None); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Invented prompts: the same file whatever happens to a run, and what a target is asked."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from drafthead.infer import Decoder
 from drafthead.train import invention
 from drafthead.train.conversations import read_conversations
 from drafthead.train.invention import InventReport, invent, record_path
+from drafthead.train.locks import only_writer
 from drafthead.train.message_source import InventSettings, Message, MessageSource
 
 SETTINGS = InventSettings("fake", batch_size=4)
@@ -24,9 +26,10 @@ class FakeSource:
         self.settings = settings
         self.asked: list[int] = []  # batches
 
-    def batch(self, index: int) -> list[Message]:
+    def batch(self, index: int, count: Callable[[int], None]) -> list[Message]:
         self.asked.append(index)
         size = self.settings.batch_size
+        count(3 * size)
         return [self.message(number) for number in range(index * size, (index + 1) * size)]
 
     def message(self, number: int) -> Message:
@@ -66,7 +69,7 @@ def test_a_system_message_is_part_of_the_rows(tmp_path) -> None:
 def kill_while_drawing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = FakeSource()
     draw = source.batch
-    monkeypatch.setattr(source, "batch", lambda index: draw(index) if index < 2 else 1 / 0)
+    monkeypatch.setattr(source, "batch", lambda *a: draw(*a) if a[0] < 2 else 1 / 0)
     invent(source, path, 11)
 
 
@@ -137,6 +140,36 @@ def test_a_file_that_cannot_be_continued_is_left_alone(tmp_path, change, problem
     assert invent(FakeSource(), path, 6, overwrite=True).kept == 6
 
 
+def test_a_second_process_on_the_same_file_is_refused(tmp_path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    held = only_writer(tmp_path / ".prompts.jsonl.lock", path)
+    with held, pytest.raises(UserError, match=r"another process is writing .*prompts\.jsonl"):
+        invent(FakeSource(), path, 3)
+    assert not path.exists()
+    assert invent(FakeSource(), path, 3).kept == 3
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_later(tmp_path, whole, monkeypatch) -> None:
+    path = tmp_path / "prompts.jsonl"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="disk of .* is full"):
+        patch.setattr(invention, "row_of", full)
+        invent(FakeSource(), path, 11)
+    assert written(path, 11) == whole
+
+
+def test_a_run_killed_while_it_begins_can_be_repeated(tmp_path, whole, monkeypatch) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for name in ("save_progress", "AnswerBar"):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(invention, name, lambda *_: 1 / 0)
+            invent(FakeSource(), path, 11)
+    assert written(path, 11) == whole
+
+
 def test_other_settings_are_refused(tmp_path) -> None:
     path = tmp_path / "prompts.jsonl"
     written(path, 3)
@@ -162,7 +195,7 @@ def test_a_message_depends_on_its_number_alone(target) -> None:
     def messages(batch_size: int, batches: int) -> list[Message]:
         settings = InventSettings("tiny", batch_size=batch_size, max_new_tokens=30, seed=3)
         source = MessageSource(Decoder(target), settings)
-        return [message for index in range(batches) for message in source.batch(index)]
+        return [message for index in range(batches) for message in source.batch(index, [].append)]
 
     by_two = messages(2, 6)
     assert by_two == messages(12, 1)
@@ -190,7 +223,7 @@ def test_a_base_model_continues_beginnings_or_is_refused(target, monkeypatch) ->
         MessageSource(Decoder(target), settings)
     texts = ["A long text about ships and the sea, all of it", "short"]
     source = MessageSource(Decoder(target), settings, texts)
-    messages = source.batch(0)
+    messages = source.batch(0, [].append)
     assert [message.text[:2] for message in messages] == ["A ", "sh", "A "]
     assert messages[0].text.startswith(texts[0][:16]) and messages[0].text != messages[2].text
 

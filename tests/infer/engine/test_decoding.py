@@ -304,6 +304,14 @@ def test_without_a_seed_answers_differ(target) -> None:
 def test_an_unknown_option_is_refused_with_the_nearest_name(target) -> None:
     with pytest.raises(TypeError, match="'temprature'.*did you mean 'temperature'"):
         Decoder(target).steps([1], temprature=1.0)
+    with pytest.raises(TypeError, match="unknown option 'do_sample': Options: max_new_tokens"):
+        Decoder(target).steps([1], do_sample=True)
+
+
+@pytest.mark.parametrize("model", [None, 5, {"target": "model"}])
+def test_what_is_no_model_is_refused(model) -> None:
+    with pytest.raises(UserError, match="a target is the name of a model"):
+        Decoder.from_pretrained(model)
 
 
 def test_every_way_of_decoding_takes_the_same_options(target, make_drafter) -> None:

@@ -146,11 +146,13 @@ def test_an_end_token_at_the_limit_is_an_end(decoder) -> None:
 def test_a_stop_string_may_lie_across_tokens(speaking) -> None:
     sampled = {"max_new_tokens": 60, "temperature": 1.0, "seed": 2}
     whole = speaking.generate("hello", **sampled)
-    stop = whole.texts[0][7:10]
-    place = whole.texts[0].index(stop) + len(stop)
+    text = whole.texts[0]
+    # Of whole characters: bytes that are none cannot be asked for.
+    place = next(end for end in range(3, len(text)) if "\ufffd" not in text[end - 3 : end])
+    stop = text[place - 3 : place]
     for stops in (stop, [stop, "never said"]):
         cut = speaking.generate("hello", **sampled, stop_strings=stops)
-        assert cut.texts[0] == whole.texts[0][:place] and cut.finish_reasons == ["stop_string"]
+        assert cut.texts[0] == text[:place] and cut.finish_reasons == ["stop_string"]
         assert "".join(speaking.stream("hello", **sampled, stop_strings=stops)) == cut.texts[0]
 
 
@@ -185,6 +187,13 @@ def test_a_stream_that_has_ended_has_the_result_of_generate(decoder) -> None:
         ({"max_time": "1"}, "max_time must be a number of seconds above 0, got '1'"),
         ({"logprobs": -1}, "logprobs must be at least 0, got -1"),
         ({"logprobs": True}, "logprobs must be an integer, got True"),
+        ({"temperature": "0.5"}, "temperature must be a number, got '0.5'"),
+        ({"temperature": 1, "top_p": "1"}, "top_p must be a number, got '1'"),
+        ({"temperature": 1, "top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"stop_strings": [""]}, r"stop_strings must be texts that are not empty, got \[''\]"),
+        ({"stop_strings": [3]}, r"stop_strings must be texts that are not empty, got \[3\]"),
+        ({"stop_strings": 3}, "stop_strings must be texts that are not empty, got 3"),
+        ({"generation_config": {"top_k": 3}}, "must be a GenerationConfig .*, got {'top_k': 3}"),
         ({"streamer": Listener()}, "a streamer takes one answer, got 2"),
         (
             {"generation_config": GenerationConfig(return_dict_in_generate=True)},

@@ -171,6 +171,14 @@ def test_what_is_no_prompt_is_refused_by_name_and_type(prompts, complaint) -> No
         encode(prompts, PLAIN)
 
 
+@pytest.mark.parametrize(
+    "prompt", [[{"role": "user"}], [{"role": "user", "content": None}]], ids=["no text", "None"]
+)
+def test_messages_that_a_template_cannot_write_are_refused(tokenizer, prompt) -> None:
+    with pytest.raises(UserError, match=r"chat template cannot write .* roles \['user'\]: "):
+        encode(prompt, tokenizer)
+
+
 def test_answers_are_cut_at_their_end_and_their_limit() -> None:
     batch = Batch(limits=[5, 2, 9], end_ids=frozenset([7]))
     assert batch.take_step([[1, 7, 2], [1, 2, 3], [4]]) == {0: [1, 7], 1: [1, 2], 2: [4]}

@@ -135,6 +135,7 @@ BAD = {
     "too long": ([9] * 256, "prompt 0 has 256 tokens, but the target's context holds 256"),
     "unknown token": ([9, VOCAB], "token id 64"),
     "no prompt": (3.5, "has the type float"),
+    "nothing": (None, "has the type NoneType"),
     "empty": ([], "there is no prompt"),
     "several": ([[9], [10]], "a request has one prompt, got 2"),
     "text": ("hello", "no tokenizer"),
@@ -171,6 +172,12 @@ def test_a_row_without_numbers_fails_alone(make_target, greedy_answers) -> None:
     for number, expected in zip([0, 1, 3, 4, 5, 6], greedy_answers[:6], strict=True):
         if 5 not in expected:  # the answer would read the damaged token itself
             assert answers[number].tokens == expected
+
+
+def test_one_prompt_is_no_list_of_requests(target) -> None:
+    """Each of its letters would be answered."""
+    with pytest.raises(UserError, match="put it in a list"):
+        Decoder(target).serve("def area(radius):")
 
 
 @pytest.mark.parametrize(
