@@ -126,6 +126,7 @@ def test_the_longest_of_several_is_taken_until_all_are_forgotten(target) -> None
     assert reused([*PREFIX[:7], 60]) == 6
     assert reused(PROMPTS[0], PREFIX[:5]) == 2 * 4
     assert reused(PROMPTS[0], [60, 61]) == 0
+    assert reused([*PREFIX[:2], *[60] * 20]) == 0, "it would cost more than it saves"
     decoder.forget()
     assert reused(PROMPTS[0]) == 0
 
