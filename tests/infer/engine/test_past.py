@@ -154,6 +154,15 @@ def test_a_rule_that_decodes_plainly_starts_there_as_well(target, make_drafter) 
     assert found.sequences == expected and found.stats.reused
 
 
+def test_rows_of_a_copy_go_on_by_themselves(target, make_drafter) -> None:
+    decoder = Decoder(target, make_drafter("prompt-lookup", target))
+    decoder.remember(PREFIX)
+    first, second = decoder.memory.recall([PROMPTS[0]] * 2, decoder.drafter).session.pasts
+    first.append(60)
+    assert first.tokens == [*PREFIX, 60] and second.tokens == PREFIX
+    assert decoder.memory.pasts[0][0].session.pasts[0].tokens == PREFIX
+
+
 @pytest.mark.parametrize("name", ["prompt-lookup", "parallel:own"])
 def test_threads_share_what_is_remembered(target, make_drafter, name) -> None:
     decoder = decoder_with(name, target, make_drafter)
