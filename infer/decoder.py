@@ -28,6 +28,7 @@ from drafthead.infer.engine.emissions import in_time, streamed
 from drafthead.infer.engine.graph_stepper import can_step_in_graphs
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.method import Method
+from drafthead.infer.engine.past import Memory
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
@@ -93,6 +94,7 @@ class Decoder:
         self.tokenizer = target.tokenizer
         self.max_length = target.max_length
         self.end_ids = end_token_ids(target)
+        self.memory = Memory(target.model)
 
     @classmethod
     def from_pretrained(
@@ -272,6 +274,25 @@ class Decoder:
         waiting = WaitingRequests(requests, read)
         return serve(waiting, method_for, self.target.device, self.tokenizer, max_rows)
 
+    def remember(self, prompt: Prompt) -> None:
+        """Read what many prompts begin with, such as a system prompt, once for all of them.
+
+        From then on `generate`, `stream`, `steps`, `serve` and `chat` read of prompts only what
+        follows the tokens that all prompts of a batch have in common with a remembered one, the
+        longest of several. Answers stay the same in float32; `stats.reused` counts the positions
+        that were not read. A remembered prompt takes its part of the target's and the drafter's
+        caches until `forget`, and is not used while the model has other weights or adapters.
+        Raises UserError for what is not one prompt of `generate`.
+        """
+        settings = read_options({"max_new_tokens": 1})
+        run = BatchRun(self._request(prompt, settings, single=True), self.target.device)
+        if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
+            self.memory.add(self._method(run, settings).read(run))
+
+    def forget(self) -> None:
+        """Remember nothing any more, and let the memory go."""
+        self.memory.pasts.clear()
+
     def chat(self, system: str | None = None, **options: Unpack[DecodeOptions]) -> ChatSession:
         """A conversation whose turns keep the caches of earlier ones, with the options of
         `generate`.
@@ -355,7 +376,7 @@ class Decoder:
             drafter = self.drafter
         budgets = [*drafter.budgets, *([self.budget] if self.budget else [])]
         most = max([budget.nodes for budget in budgets], default=1)
-        return Method(self.target, drafter, rule, planner, most)
+        return Method(self.target, drafter, rule, planner, most, self.memory)
 
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
         """What chooses the budget of each step."""

@@ -45,7 +45,8 @@ def chosen(state: Any, rows: torch.Tensor) -> Any:
     if isinstance(state, torch.Tensor):
         return state[rows]
     if isinstance(state, list):
-        return [state[row] for row in to_host(rows)]
+        # Copies: a row that is chosen twice goes on in two ways.
+        return [copy.copy(state[row]) for row in to_host(rows)]
     if isinstance(state, tuple):
         return type(state)(*(chosen(part, rows) for part in state))
     twin = copy.copy(state)

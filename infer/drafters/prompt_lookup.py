@@ -49,8 +49,16 @@ class Past:
             self.followed_at[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
 
+    def __copy__(self) -> "Past":
+        """A past that goes on by itself."""
+        twin = Past(self.tokens[0])
+        twin.tokens, twin.followed_at = self.tokens.copy(), self.followed_at.copy()
+        return twin
+
     def first_tokens(self, count: int) -> "Past":
         """The past as it was when it had `count` tokens."""
+        if count >= len(self.tokens):
+            return self
         earlier = Past(self.tokens[0])
         for token in self.tokens[1:count]:
             earlier.append(token)

@@ -28,6 +28,7 @@ class Row:
     stop: Stop | None = None  # what may end the answer besides end tokens
     finish_reason: FinishReason | None = None  # None while the row needs more tokens
     accept_lengths: list[int] = field(default_factory=list)
+    reused: int = 0  # positions of the prompt that were read before
 
     @property
     def failed(self) -> bool:
@@ -159,6 +160,12 @@ class BatchRun:
         """Start each running row's random numbers for its next token."""
         if self.random is not None:
             self.random.begin_step([len(row.tokens) for row in self.batch.running_rows()])
+
+    def reuse(self, positions: int) -> None:
+        """Note how many positions of each prompt were read before."""
+        for row in self.batch.rows:
+            row.reused = positions
+        self.stats.reused = positions * len(self.batch.rows)
 
     def take_step(self, new_tokens: list[list[int]]) -> Emitted:
         """Give each running row the tokens that a step committed; returns what rows kept of them.

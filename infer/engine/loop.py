@@ -6,30 +6,41 @@ import torch
 
 from drafthead.heads.drafting.drafter import Drafter, DraftSession
 from drafthead.infer.engine.batch_run import Emitted
+from drafthead.infer.engine.past import Past
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.stepper import Stepper
 
 
 @torch.no_grad()
-def decode(stepper: Stepper, drafter: Drafter, planner: Planner) -> Iterator[Emitted]:
-    """Decode a batch; yields what each pass of the target adds to each row."""
+def decode(
+    stepper: Stepper, drafter: Drafter, planner: Planner, past: Past | None = None
+) -> Iterator[Emitted]:
+    """Decode a batch; yields what each pass of the target adds to each row.
+
+    `past` is explained at `read_prompts`.
+    """
     run = stepper.run
-    session, emitted = read_prompts(stepper, drafter)
+    session, emitted = read_prompts(stepper, drafter, past)
     yield run.refuse_failed(emitted)
     while run.batch.running:
         yield run.refuse_failed(next_step(stepper, session, planner))
 
 
 def read_prompts(
-    stepper: Stepper, drafter: Drafter, session: DraftSession | None = None
+    stepper: Stepper, drafter: Drafter, past: Past | None = None
 ) -> tuple[DraftSession, Emitted]:
     """The pass over the prompts: the drafter's session, and the first token of each row.
 
-    `session` is one that knows as much of the prompts as the stepper's cache.
+    `past` is what was read of the beginning of all of them; it is used up.
     """
     with stepper.run.stats.phase("prefill"):
+        if past is not None:
+            stepper.cache = past.cache
         committed, emitted = stepper.prefill()
-        session = session or drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
+        if past is not None:
+            session = past.session
+        else:
+            session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
         session.commit(committed)
         stepper.keep_active(session)
     return session, emitted

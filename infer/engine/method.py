@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.graph_stepper import stepper_for
-from drafthead.infer.engine.loop import decode
+from drafthead.infer.engine.loop import decode, read_prompts
+from drafthead.infer.engine.past import Memory, Past
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.verifiers import Verifier
@@ -22,6 +25,7 @@ class Method:
     rule: Verifier
     planner: Planner
     most_nodes: int  # of a tree
+    memory: Memory | None = None
 
     def stepper(self, run: BatchRun) -> Stepper:
         """What makes a batch's steps: graphs if the target is compiled and the rule allows it."""
@@ -29,4 +33,19 @@ class Method:
 
     def decode(self, run: BatchRun) -> Iterator[Emitted]:
         """Decode a batch; yields what each pass of the target adds to each row."""
-        return decode(self.stepper(run), self.drafter, self.planner)
+        # Lazy: what is remembered is copied when the first pass is asked for.
+        yield from decode(self.stepper(run), self.drafter, self.planner, self.recall(run))
+
+    def recall(self, run: BatchRun) -> Past | None:
+        """What is remembered of the beginning of all prompts of a batch."""
+        if self.memory is None:
+            return None
+        with run.stats.phase("prefill"):
+            return self.memory.recall(run.request.prompts, self.drafter)
+
+    @torch.no_grad()
+    def read(self, run: BatchRun) -> Past:
+        """The past of a batch of one prompt that is read to its end, and not answered."""
+        stepper = self.stepper(run)
+        session, _ = read_prompts(stepper, self.drafter, self.recall(run))
+        return Past(run.request.prompts[0], stepper.cache, session)

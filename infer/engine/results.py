@@ -29,6 +29,7 @@ class DecodeStats:
     decode_seconds: float = 0.0  # wall clock of everything after the prompt pass
     steps: int = 0
     verified_nodes: int = 0  # nodes of a row's tree, the root included, summed over steps
+    reused: int = 0  # positions of all prompts that were read before, see `Decoder.remember`
     # For each row: tokens that each of its steps committed, bonus included, before the answer was
     # cut at its end or limit.
     accept_lengths: list[list[int]] = field(default_factory=list)
@@ -97,6 +98,7 @@ def summed(accounts: Iterable[DecodeStats]) -> DecodeStats:
     for account in accounts:
         total.steps += account.steps
         total.verified_nodes += account.verified_nodes
+        total.reused += account.reused
         total.decode_seconds += account.decode_seconds
         total.accept_lengths += account.accept_lengths
         total.decoded_tokens += account.decoded_tokens

@@ -101,6 +101,7 @@ class Stepper(ABC):
         """
         ids, lengths, known = self.prompt_ids, self.prompt_lengths, self.cache.longest
         request = self.run.request
+        self.run.reuse(known)
         room = min(max(request.limits), FIRST_ROOM) + self.max_nodes
         features, hidden = prefill(
             self.target, ids, lengths, self.read_features, self.cache, room, request.prefill_chunk

@@ -1,45 +1,22 @@
 """A conversation that keeps the caches of earlier turns."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.drafting.drafter import DraftSession
-from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import next_step, read_prompts
 from drafthead.infer.engine.method import Method
+from drafthead.infer.engine.past import Past
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
 
 Message: TypeAlias = dict[str, str]
 # The run of a conversation so far, and how it is decoded.
 Begin: TypeAlias = Callable[[Sequence[Message]], tuple[BatchRun, Method]]
-
-
-@dataclass
-class Past:
-    """What was read in earlier turns."""
-
-    tokens: list[int]  # prompt and answer; the last ones may not be in the caches
-    cache: TreeCache
-    session: DraftSession
-
-    def cut(self, ids: Sequence[int]) -> int:
-        """Keep what also begins the prompt `ids`; returns the number of positions kept.
-
-        The last common token is read again: what the caches know of its position may depend on the
-        token after it, and the pass over a prompt needs at least one token.
-        """
-        assert self.cache.lengths is not None
-        kept = min(common_prefix(self.tokens, ids) - 1, int(self.cache.lengths[0]))
-        if kept > 0:
-            self.cache.cut(kept)
-            self.session.cut(kept)
-        return max(0, kept)
 
 
 class ChatSession:
@@ -80,12 +57,15 @@ class ChatSession:
         self, run: BatchRun, method: Method, messages: Sequence[Message]
     ) -> Generator[list[int], None, None]:
         """The new tokens of each pass of the answer to `messages`; then the turn is kept."""
-        ids, past, self.past = run.request.prompts[0], self.past, None
-        stepper, session = method.stepper(run), None
-        self.reused = past.cut(ids) if past is not None else 0
-        if past is not None and self.reused:
-            stepper.cache, session = past.cache, past.session
-        session, emitted = read_prompts(stepper, method.drafter, session)
+        past, self.past = self.past, None
+        kept = past.reusable(run.request.prompts) if past is not None else 0
+        if past is not None and kept:
+            past.cut(kept)
+        else:
+            past = method.recall(run)
+        stepper = method.stepper(run)
+        session, emitted = read_prompts(stepper, method.drafter, past)
+        self.reused = run.stats.reused
         try:
             yield run.refuse_failed(emitted)[0]
             while run.batch.running:
@@ -103,9 +83,3 @@ class ChatSession:
         self.past = Past([*prompt, *answer], stepper.cache, session)
         text = texts_of([answer], self.tokenizer)[0]
         self.messages = [*messages, {"role": "assistant", "content": text}]
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike: 2 for ``a b c`` and ``a b d e``."""
-    pairs = zip(first, second, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -33,6 +33,7 @@ class Answer:
     # Tokens that each step committed, bonus included, before the answer was cut at its end.
     accept_lengths: list[int] = field(default_factory=list)
     error: str | None = None  # why there is no answer, or why it breaks off
+    reused: int = 0  # positions of the prompt that were read before, see `Decoder.remember`
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Ticket:
             error, tokens = no_token_in("the prompt", tokens), tokens[:-1]
         text = texts_of([tokens], tokenizer)[0] if tokenizer else ""
         reason = row.finish_reason if error is None else None
-        return Answer(self.id, tokens, text, reason, row.accept_lengths, error)
+        return Answer(self.id, tokens, text, reason, row.accept_lengths, error, row.reused)
 
 
 def merged(tickets: Sequence[Ticket]) -> Request:

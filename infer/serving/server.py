@@ -21,7 +21,7 @@ class ServedRows:
         """Reads the prompts of `run`, one for each ticket, in one pass."""
         self.method, self.tickets = method, list(tickets)
         self.stepper = method.stepper(run)
-        self.session, emitted = read_prompts(self.stepper, method.drafter)
+        self.session, emitted = read_prompts(self.stepper, method.drafter, method.recall(run))
         self.emitted: Emitted = emitted  # by the last pass
 
     @property

@@ -1,0 +1,87 @@
+"""What was read before: beginnings of prompts that need not be read again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafthead.heads.drafting.drafter import Drafter, DraftSession, NoDraft, NoDrafter
+from drafthead.heads.drafting.row_state import chosen
+from drafthead.heads.graphs.fingerprint import state_of
+from drafthead.heads.target.tree_cache import TreeCache
+
+# Share of the longest prompt that has to be known: a pass after a cache needs a mask, and takes 10
+# to 15 % longer than one from the beginning (demo target, 600 tokens).
+LEAST_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Past:
+    """Tokens that were read, and what the target and the drafter know of them."""
+
+    tokens: Sequence[int]  # the last ones may not be in the cache
+    cache: TreeCache
+    session: DraftSession
+
+    def reusable(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Positions of this past, of one row, that also begin all prompts.
+
+        The last common token is read again: what the session knows of its position may depend on
+        the token after it, and the pass over a prompt needs at least one token.
+        """
+        common = min(common_prefix(self.tokens, prompt) for prompt in prompts)
+        return max(0, min(common - 1, self.cache.longest))
+
+    def cut(self, length: int) -> None:
+        """Forget all after the first `length` positions."""
+        self.cache.cut(length)
+        self.session.cut(length)
+
+    def copied(self, rows: int, length: int) -> "Past":
+        """A past of its own for each of `rows` rows: the first `length` positions of this one."""
+        assert self.cache.lengths is not None
+        places = torch.zeros(rows, dtype=torch.long, device=self.cache.lengths.device)
+        copy = Past(self.tokens, chosen(self.cache, places), chosen(self.session, places))
+        copy.cut(length)
+        return copy
+
+
+class Memory:
+    """Prompts that a decoder remembers. Several threads may use it: a past in it never changes."""
+
+    def __init__(self, model: nn.Module):
+        """`model` is the target's."""
+        self.model = model
+        self.pasts: list[tuple[Past, Any]] = []  # with the state of the weights that read it
+
+    def known(self) -> list[Past]:
+        """What the model would read in the same way today."""
+        if not (pasts := list(self.pasts)):  # another thread may add one meanwhile
+            return []
+        now = state_of(self.model)
+        return [past for past, state in pasts if state == now]
+
+    def add(self, past: Past) -> None:
+        """Remember a prompt of one row that was read to its end."""
+        past.cut(len(past.tokens) - 1)
+        self.pasts.append((past, state_of(self.model)))
+
+    def recall(self, prompts: Sequence[Sequence[int]], drafter: Drafter) -> Past | None:
+        """A copy, a row for each prompt, of the longest beginning that all prompts have in common
+        with a remembered one; None where there is none that saves time.
+        """
+        known = [(past.reusable(prompts), past) for past in self.known()]
+        length, past = max(known, key=lambda pair: pair[0], default=(0, None))
+        if past is None or length < LEAST_SHARE * max(map(len, prompts)):
+            return None
+        copy = past.copied(len(prompts), length)
+        # A rule that draws may be decoded plainly where greedy answers are drafted.
+        return replace(copy, session=NoDraft()) if isinstance(drafter, NoDrafter) else copy
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike: 2 for ``a b c`` and ``a b d e``."""
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
