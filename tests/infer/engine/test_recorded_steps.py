@@ -10,6 +10,7 @@ import pytest
 from rehearsal import Rehearsal
 from tiny import random_prompts
 
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.graphs.compiled import Compiled, Graph, within
 from drafthead.heads.graphs.recordings import Recordings
@@ -24,12 +25,14 @@ def rehearsal(monkeypatch) -> Rehearsal:
     """What every graph is recorded by, from now on."""
     stand_in = Rehearsal()
 
-    def recorded(self: Compiled, arguments: Sequence[Any]) -> tuple[Graph, Any]:
+    def recorded(self: Compiled, arguments: Sequence[Any], key: str | None) -> tuple[Graph, Any]:
         function = within(self.around, self.function)
         graph = Recordings(function, self.dims.held, capture=stand_in)
         return graph, graph(*arguments)
 
     monkeypatch.setattr(Compiled, "_compiled", recorded)
+    monkeypatch.setattr(Compiled, "_key", lambda *_: None)
+    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: CacheMemory())
     return stand_in
 
 
