@@ -173,7 +173,7 @@ def form(leaf: Any) -> tuple[Any, ...]:
 
 
 def fixed_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory for a tensor [...] of the same layout, with its gaps and repeated rows."""
+    """Uninitialised memory for a tensor [...] of the same layout, gaps and repetitions included."""
     kept = stored(tensor)
     with torch.inference_mode(False):  # a later call may be outside of that mode
         place = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=kept.device)
