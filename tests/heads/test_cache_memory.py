@@ -1,4 +1,4 @@
-"""Memory of caches: an ended one's goes to the next one of the same shape, at the same addresses."""
+"""Memory of caches: an ended one's goes to the next one of the same shape."""
 
 import pytest
 import torch

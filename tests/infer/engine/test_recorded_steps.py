@@ -22,7 +22,7 @@ from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe
 from drafthead.heads.trees.tree import PADDING, TokenTree
-from drafthead.infer.decoder import Decoder
+from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.oracle import OracleDecoder
@@ -77,11 +77,10 @@ def test_a_second_answer_makes_no_recording_and_takes_no_memory(
 ) -> None:
     drafter, compiled = make_drafter(name, target), CompiledTarget(target)
     drafter.compile()
-    decoder, prompts = Decoder(compiled, drafter), random_prompts(3)
-    options: dict[str, Any] = {"max_new_tokens": 24, "tree_nodes": 4}
-    decoder.generate(prompts, **options)
+    decoder = decoder_for(compiled, drafter, tree_nodes=4, compile=False)
+    decoder.generate(random_prompts(3), max_new_tokens=24)
     first = counted(compiled, rehearsal)
-    decoder.generate(prompts, **options)
+    decoder.generate(random_prompts(3), max_new_tokens=24)
     assert counted(compiled, rehearsal) == first
 
 
@@ -91,11 +90,12 @@ def test_a_long_mixed_run_makes_few_recordings(
     target = Target(tiny_llama(0, max_position_embeddings=512, eos_token_id=END, pad_token_id=0))
     drafter, compiled = make_drafter("medusa:own", target), CompiledTarget(target)
     drafter.compile()
-    chance, decoder, oracle = random.Random(3), Decoder(compiled, drafter), OracleDecoder(target)
+    chance, oracle = random.Random(3), OracleDecoder(target)
     for _ in range(40):
         rows, nodes = chance.randint(1, 4), chance.choice(TREES)
         prompts = [chance.choices(range(8, VOCAB), k=chance.randint(1, 300)) for _ in range(rows)]
-        answer = decoder.generate(prompts, max_new_tokens=12, tree_nodes=nodes)
+        decoder = decoder_for(compiled, drafter, nodes, compile=False)
+        answer = decoder.generate(prompts, max_new_tokens=12)
         assert answer.sequences == oracle.generate(prompts, max_new_tokens=12).sequences
     recorded, sets = counted(compiled, rehearsal)
     assert recorded <= MOST_RECORDED
