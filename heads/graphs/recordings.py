@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Recordings of one function; the one that has not been used for longest makes room for another.
-# Each holds as much memory as the function's intermediate results, shared among all of them.
-MOST_RECORDINGS = 64
+# Each holds its kernels' arguments and its results; intermediate results share memory.
+MOST_RECORDINGS = 256
 # Calls before a recording is made, in which libraries choose and load their kernels.
 WARM_UPS = 3
 
@@ -115,7 +115,7 @@ class Recordings:
         given = [None if n in self.held else argument for n, argument in enumerate(arguments)]
         leaves, structure = tree_flatten(given)
         key = self._key(held, leaves, structure)
-        with TURN.on(device_of(arguments)):
+        with TURN.on(device_of(leaves)):
             if key not in self.recordings:
                 recording = Recording(self.function, held, leaves, structure, self.capture)
                 self.recordings[key] = recording
