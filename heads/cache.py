@@ -9,7 +9,8 @@ Column layout for three rows that have committed 5, 3 and 4 positions (`#`), wit
 
 All rows write their nodes at the same columns, one slice a layer. Committing moves each row's
 accepted nodes to the end of that row's own part. Each layer has memory of its own, so that a
-compiled pass can write into it in place.
+compiled pass can write into it in place. Where passes are recorded, that memory and all sizes come
+from few; see `CacheMemory`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +18,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import pad
 
+from drafthead.heads.cache_memory import CacheMemory, FreshStores, Lease
+from drafthead.heads.few_sizes import in_steps
+
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
 BLOCK = 128
 GROWTH = 1.5
+# Where passes are recorded, also short texts get this many columns: fewer capacities, recordings.
+LEAST_RECORDED = 4 * BLOCK
 # Positions of each row that one pass over a prompt reads. What a pass computes on its way, and its
 # mask, grow with them; more would hardly be quicker.
 READ_CHUNK = 1024
@@ -80,9 +86,12 @@ class ColumnCache:
     `keep_pending` keeps all until a later `commit` or `discard`.
     """
 
-    def __init__(self, bucket: int = 1, move: Mover = move_columns):
-        """Passes see a multiple of `bucket` columns; `move` copies columns."""
-        self.bucket, self.move = bucket, move
+    def __init__(self, memory: CacheMemory | None = None, move: Mover = move_columns):
+        """`move` copies columns. `memory` is given where passes are recorded: the columns that they
+        see, and the capacity, then come from few sizes.
+        """
+        self.memory, self.move = memory, move
+        self.stores: FreshStores | Lease | None = None  # what `keys` and `values` are made of
         self.keys: Layers = []
         self.values: Layers = []
         self.lengths: torch.Tensor | None = None  # [B] committed positions
@@ -108,7 +117,7 @@ class ColumnCache:
         """
         assert self.lengths is not None
         end = self.longest + visible.shape[2]
-        width = rounded(end, self.bucket)
+        width = self.seen(end)
         self._ensure(width)
         if self.no_gaps and width == end:
             return pad(visible, (self.longest, 0), value=True)[:, None]
@@ -117,10 +126,14 @@ class ColumnCache:
     def make_room(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns [S] that a pass over N new nodes sees, and those [N] that it writes."""
         start = self.longest + self.pending
-        width = rounded(start + num_nodes, self.bucket)
+        width = self.seen(start + num_nodes)
         self._ensure(width)
         numbers = self._numbers()
         return numbers[:width], numbers[start : start + num_nodes]
+
+    def seen(self, end: int) -> int:
+        """Columns that a pass sees whose nodes end there."""
+        return end if self.memory is None else in_steps(end, BLOCK)
 
     def _numbers(self) -> torch.Tensor:
         """The numbers of all columns, made once for each capacity."""
@@ -134,13 +147,32 @@ class ColumnCache:
         # graphs of their own for it.
         if columns < self.keys[0].shape[2]:
             return
-        capacity = self._capacity(columns)
-        self.keys = [enlarged(keys, capacity) for keys in self.keys]
-        self.values = [enlarged(values, capacity) for values in self.values]
+        self._enlarge(self._capacity(grown(columns)))
+
+    def _enlarge(self, capacity: int) -> None:
+        """Go on in memory of that many columns, layer by layer."""
+        stores, count = self._new_stores(len(self.keys[0]), capacity), len(self.keys)
+        for layers, first in ((self.keys, 0), (self.values, count)):
+            for layer, states in enumerate(layers):
+                layers[layer] = enlarged(states, stores[first + layer])
+        self.stores = stores
 
     def _capacity(self, columns: int) -> int:
-        """Columns to allocate where `columns` are needed."""
-        return rounded(max(columns + 1, int(columns * GROWTH)), max(BLOCK, self.bucket))
+        """Columns to allocate where `columns` are wanted."""
+        if self.memory is None:
+            return rounded(columns, BLOCK)
+        return in_steps(max(columns, LEAST_RECORDED), BLOCK)
+
+    def _new_stores(self, rows: int, capacity: int) -> FreshStores | Lease:
+        """Zeroed memory for the keys of each layer, then for the values of each.
+
+        What the cache had before is its own until `stores` is set.
+        """
+        old = [*self.keys, *self.values]
+        shapes = [(rows, states.shape[1], capacity, states.shape[3]) for states in old]
+        if self.memory is None:
+            return FreshStores(shapes, old[0])
+        return self.memory.take(shapes, old[0])
 
     def keep_pending(self, num_nodes: int) -> None:
         """The nodes of the last pass stay, so that another pass can follow them."""
@@ -173,10 +205,22 @@ class ColumnCache:
         Without `longest` it is read from the device.
         """
         assert self.lengths is not None
-        self.keys = [keys.index_select(0, rows) for keys in self.keys]
-        self.values = [values.index_select(0, rows) for values in self.values]
+        if self.memory is None:
+            self.keys = [keys.index_select(0, rows) for keys in self.keys]
+            self.values = [values.index_select(0, rows) for values in self.values]
+        else:
+            self._keep_rows_in(self.memory, rows)
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if longest is None else longest
+
+    def _keep_rows_in(self, memory: CacheMemory, rows: torch.Tensor) -> None:
+        """Go on with the rows [R] in memory of that size."""
+        old = [*self.keys, *self.values]
+        lease = memory.take([(len(rows), *states.shape[1:]) for states in old], old[0])
+        for states, store in zip(old, lease.stores, strict=True):
+            torch.index_select(states, 0, rows, out=store)
+        count = len(self.keys)
+        self.keys, self.values, self.stores = lease.stores[:count], lease.stores[count:], lease
 
     def cut(self, length: int) -> None:
         """Forget what was committed after the first `length` positions of each row."""
@@ -193,10 +237,13 @@ class ColumnCache:
         """
         assert self.lengths is not None and other.lengths is not None
         self.longest = max(self.longest, other.longest)
-        capacity = self._capacity(self.longest)
-        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+        rows, count = len(self.keys[0]) + len(other.keys[0]), len(self.keys)
+        stores = self._new_stores(rows, self._capacity(grown(self.longest)))
+        pairs = (self.keys, other.keys, 0), (self.values, other.values, count)
+        for mine, theirs, first in pairs:
             for layer, states in enumerate(theirs):  # one at a time: its old memory is free again
-                mine[layer] = stacked(mine[layer], states, self.longest, capacity)
+                mine[layer] = stacked(mine[layer], states, self.longest, stores[first + layer])
+        self.stores = stores
         self.lengths = torch.cat([self.lengths, other.lengths])
 
 
@@ -229,12 +276,16 @@ def rounded(columns: int, block: int) -> int:
     return -(-columns // block) * block
 
 
-def enlarged(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    """[B, H, capacity, D] that starts with the states [B, H, T, D]."""
-    batch, heads, used, size = states.shape
-    # Zeros, not uninitialised memory: a masked column still takes part in sums, and 0 x NaN is NaN.
-    store = states.new_zeros(batch, heads, capacity, size)
-    store[:, :, :used] = states
+def grown(columns: int) -> int:
+    """Columns that a cache wants which needs `columns` now and will need more."""
+    return max(columns + 1, int(columns * GROWTH))
+
+
+# Both are given zeros, not uninitialised memory: a masked column still takes part in sums, and
+# 0 x NaN is NaN.
+def enlarged(states: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+    """Zeros `store` [B, H, capacity, D], which now begin with the states [B, H, T, D]."""
+    store[:, :, : states.shape[2]] = states
     return store
 
 
@@ -242,11 +293,9 @@ def stacked(
     above: torch.Tensor,  # [B, H, C, D]
     below: torch.Tensor,  # [B', H, C', D]
     used: int,
-    capacity: int,
+    store: torch.Tensor,  # [B + B', H, capacity, D] zeros
 ) -> torch.Tensor:
-    """The rows of both, [B + B', H, capacity, D], with at most the first `used` columns of each."""
-    rows = len(above) + len(below)
-    store = above.new_zeros(rows, above.shape[1], capacity, above.shape[3])
+    """`store` with the rows of both, and of each at most the first `used` columns."""
     for part, rows_of_it in zip((above, below), store.split([len(above), len(below)]), strict=True):
         columns = min(used, part.shape[2])
         rows_of_it[:, :, :columns] = part[:, :, :columns]

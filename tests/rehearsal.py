@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from drafthead.heads.graphs.recordings import WARM_UPS
 
@@ -19,6 +19,8 @@ class Rehearsal:
         self, function: Callable[..., Any], arguments: Sequence[Any]
     ) -> tuple[Callable[[], None], Any]:
         self.recorded += 1
+        # A graph holds addresses and no tensors, so what counts its references may not see it.
+        arguments = tree_map(lambda t: t.detach() if torch.is_tensor(t) else t, arguments)
         for _ in range(WARM_UPS):
             function(*arguments)
         value = function(*arguments)

@@ -2,15 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.row_state import RowState
+from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -88,6 +90,15 @@ class Committed:
 
         tokens, features = cut(self.tokens), self.features.map(cut)
         return Committed(tokens, features, self.lengths, None, self.known_ends, self.host_tokens)
+
+    def padded(self) -> "Committed":
+        """The same with as much padding as makes the positions a power of two."""
+        missing = power_of_two(self.tokens.shape[1]) - self.tokens.shape[1]
+        if missing == 0:
+            return self
+        features = self.features.map(lambda table: pad(table, (0, 0, 0, missing)))
+        tokens = pad(self.tokens, (0, missing))
+        return replace(self, tokens=tokens, features=features)
 
     def chunks(self, size: int = READ_CHUNK) -> Iterator["Committed"]:
         """The same in parts of at most `size` positions, the last of which every row is part of.

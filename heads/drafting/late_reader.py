@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 import torch
 
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.target.features import Features
@@ -56,7 +57,9 @@ class LateReader(DraftSession):
 
     row_state: ClassVar[tuple[str, ...]] = ("unread", "roots")
 
-    def __init__(self) -> None:
+    def __init__(self, memory: CacheMemory | None) -> None:
+        """`memory` is that of the session's caches: where it is given, few shapes are wanted."""
+        self.memory = memory
         self.unread = Unread()
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
 
@@ -71,7 +74,7 @@ class LateReader(DraftSession):
         committed = self.unread.take()
         if committed is not None:
             for part in committed.chunks():
-                self.read(part)
+                self.read(part if self.memory is None else part.padded())
             self.roots = committed.ends.roots
 
     @abstractmethod

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from drafthead.heads.base import DraftHead
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
@@ -38,6 +39,7 @@ class HeadDrafter(Drafter, Generic[Head]):
             )
         self.head, self.target, self.fixed = head, target, shape
         self.features = head.features_needed
+        self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
         self.trees = StaticTrees(head.path_counts, head.depth, shape)
         self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
         self.known_levels: dict[TreeShape, list[Level]] = {}

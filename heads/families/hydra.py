@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 
 from drafthead.heads.base import register_head
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.families.sequential import SequentialHead
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
@@ -143,9 +144,9 @@ class HydraHeads(SequentialHead):
         """The prefix layer's outputs for packed hidden states [B, T, D] and segments [B, T]."""
         return hidden if self.prefix is None else self.prefix.train_pass(hidden, segments)
 
-    def new_cache(self, rows: int) -> DraftCache | None:
+    def new_cache(self, rows: int, memory: CacheMemory | None) -> DraftCache | None:
         """The prefix layer's keys and values of committed positions."""
-        return None if self.prefix is None else DraftCache([self.prefix.layer], rows)
+        return None if self.prefix is None else DraftCache([self.prefix.layer], rows, memory)
 
     def read(
         self,

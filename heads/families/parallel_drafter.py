@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
@@ -155,6 +156,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
 
     def compile(self) -> None:
         """Compile the passes, and the trees of each size when they are first grown."""
+        self.memory = CacheMemory.where_recorded(self.target.device)
         made_for = self.target.device, self.target.dtype
         reads = self.read_by_graphs
         self.read = Compiled(self.read_eagerly, *made_for, READING, reads=reads)
@@ -179,9 +181,9 @@ class ParallelSession(LateReader):
     row_state = (*LateReader.row_state, "cache", "before")
 
     def __init__(self, drafter: ParallelDrafter, rows: int):
-        super().__init__()
+        super().__init__(drafter.memory)
         self.drafter = drafter
-        self.cache = DraftCache(drafter.head.transformer.layers, rows)
+        self.cache = DraftCache(drafter.head.transformer.layers, rows, drafter.memory)
         self.before: torch.Tensor | None = None  # [B, D], fused features before the roots
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
@@ -133,6 +134,7 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
 
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
+        self.memory = CacheMemory.where_recorded(self.target.device)
         made_for = self.target.device, self.target.dtype
         self.read = Compiled(self.read_eagerly, *made_for, READING, reads=self.read_by_graphs)
         self.draft = Compiled(self._draft, *made_for, DRAFTING, reads=self.read_by_graphs)
@@ -179,7 +181,7 @@ class DraftReader(RowState):
 
     def __init__(self, drafter: RecurrentDrafter, rows: int):
         self.drafter = drafter
-        self.cache = DraftCache(drafter.head.layers, rows)
+        self.cache = DraftCache(drafter.head.layers, rows, drafter.memory)
 
     def read(self, committed: Committed) -> Guess:
         """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
@@ -255,7 +257,7 @@ class RecurrentSession(LateReader):
     row_state = (*LateReader.row_state, "reader", "root_guess")
 
     def __init__(self, drafter: RecurrentDrafter, rows: int):
-        super().__init__()
+        super().__init__(drafter.memory)
         self.drafter = drafter
         self.reader = DraftReader(drafter, rows)
         self.root_guess: Guess | None = None  # n = 1

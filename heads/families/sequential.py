@@ -12,6 +12,7 @@ import torch
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.objectives.anchors import AnchoredHead, tokens_at
 from drafthead.heads.target.features import FeatureSpec
@@ -30,7 +31,7 @@ class SequentialHead(AnchoredHead):
         """First states [B, T, S] of packed rows, from hidden [B, T, D] and segments [B, T]."""
         return self.start(hidden)
 
-    def new_cache(self, rows: int) -> DraftCache | None:
+    def new_cache(self, rows: int, memory: CacheMemory | None) -> DraftCache | None:
         """The cache in which `read` remembers committed positions; None for a head without one."""
         return None
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from drafthead.heads.cache import CacheColumns
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
@@ -64,6 +65,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
 
     def compile(self) -> None:
         """Compile each depth, and what reads committed positions."""
+        self.memory = CacheMemory.where_recorded(self.target.device)
         made_for = self.target.device, self.target.dtype
         self.read = Compiled(self.read_eagerly, *made_for, READING, reads=self.read_by_graphs)
         self.steps = [
@@ -87,9 +89,9 @@ class SequentialSession(LateReader):
     row_state = (*LateReader.row_state, "cache", "state")
 
     def __init__(self, drafter: SequentialDrafter, rows: int):
-        super().__init__()
+        super().__init__(drafter.memory)
         self.drafter = drafter
-        self.cache = drafter.head.new_cache(rows)
+        self.cache = drafter.head.new_cache(rows, drafter.memory)
         self.state: torch.Tensor | None = None  # [B, S], where the root was predicted
 
     @torch.no_grad()

@@ -6,17 +6,18 @@ and the values are copied out, because the next call overwrites them.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Recordings of one function; the one that has not been used for longest makes room for another.
-# Each holds as much memory as the function's intermediate results, shared among all of them.
-MOST_RECORDINGS = 64
+# Each holds its kernels' arguments and its results; intermediate results share memory.
+MOST_RECORDINGS = 256
 # Calls before a recording is made, in which libraries choose and load their kernels.
 WARM_UPS = 3
 
@@ -29,22 +30,65 @@ def cuda_graph(
     function: Callable[..., Any], arguments: Sequence[Any]
 ) -> tuple[Callable[[], None], Any]:
     """Record one call; see `Capture`. Calls the function `WARM_UPS` times before."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(WARM_UPS):
-            function(*arguments)
-    torch.cuda.current_stream().wait_stream(aside)
+    device = device_of(arguments)
+    assert device is not None
+    current, (aside, pool) = torch.cuda.current_stream(device), capturing_on(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=shared_pool()):
-        value = function(*arguments)
+    aside.wait_stream(current)
+    try:
+        # The device need not be the current one. The stream is entered here as well, because
+        # torch stays on that of a capture that fails.
+        with torch.cuda.device(device), torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                function(*arguments)
+            # What other threads allocate meanwhile is no error of this one's capture.
+            with torch.cuda.graph(graph, pool, aside, capture_error_mode="thread_local"):
+                value = function(*arguments)
+    finally:
+        current.wait_stream(aside)  # which may have written into what is held
     return graph.replay, value
 
 
 @cache
-def shared_pool() -> Any:
-    """The memory of all recordings' intermediate results, which never run at the same time."""
-    return torch.cuda.graph_pool_handle()
+def capturing_on(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
+    """The stream of all captures on a device, and the memory of what they compute on their way.
+
+    Recordings share that memory, their results too, since they never run at the same time; see
+    `Turn`. A stream for each would keep a workspace for each.
+    """
+    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+
+class Turn:
+    """Recorded calls follow each other, on the host and on the device: they share memory.
+
+    A call is copies to the places, the repetition, and copies of its results. No other call may
+    come in between, of another function neither: it may overwrite the results.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.latest: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextmanager
+    def on(self, device: torch.device | None) -> Iterator[None]:
+        """Wait for one's turn; on the device, for calls that other streams have begun."""
+        with self.lock:
+            if device is not None and device.type == "cuda":
+                current = torch.cuda.current_stream(device)
+                if (latest := self.latest.get(device, current)) != current:
+                    current.wait_stream(latest)
+                self.latest[device] = current
+            yield
+
+
+TURN = Turn()
+
+
+def device_of(arguments: Sequence[Any]) -> torch.device | None:
+    """The device of the tensors among arguments; None where there is no tensor."""
+    found = (leaf.device for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))
+    return next(found, None)
 
 
 class Recordings:
@@ -64,7 +108,6 @@ class Recordings:
         """`held` are the places of arguments, tensors or lists of them, that keep their address."""
         self.function, self.held, self.capture, self.most = function, held, capture, most
         self.recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self.lock = Lock()  # between the copies in and out, no other thread may call
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value, in tensors of its own."""
@@ -72,7 +115,7 @@ class Recordings:
         given = [None if n in self.held else argument for n, argument in enumerate(arguments)]
         leaves, structure = tree_flatten(given)
         key = self._key(held, leaves, structure)
-        with self.lock:
+        with TURN.on(device_of(leaves)):
             if key not in self.recordings:
                 recording = Recording(self.function, held, leaves, structure, self.capture)
                 self.recordings[key] = recording
@@ -83,13 +126,12 @@ class Recordings:
 
     @staticmethod
     def _key(held: Sequence[Any], leaves: Sequence[Any], structure: TreeSpec) -> Hashable:
-        """What a recording is made for: addresses of what is held, shapes of all else."""
-        addresses = [t.data_ptr() for t in tree_flatten(held)[0] if torch.is_tensor(t)]
-        shapes = [
-            (leaf.shape, leaf.stride(), leaf.dtype) if torch.is_tensor(leaf) else leaf
-            for leaf in leaves
-        ]
-        return tuple(addresses), tuple(shapes), structure
+        """What a recording is made for: addresses of what is held, and the shapes of all.
+
+        Memory that was freed may come back at the same address in another shape.
+        """
+        kept = [(t.data_ptr(), *form(t)) for t in tree_leaves(held) if torch.is_tensor(t)]
+        return tuple(kept), tuple(map(form, leaves)), structure
 
 
 class Recording:
@@ -123,9 +165,19 @@ class Recording:
                 stored(place).copy_(stored(leaf), non_blocking=True)
 
 
+def form(leaf: Any) -> tuple[Any, ...]:
+    """Shape and layout of a tensor, or a constant with its type: 1 is not True here."""
+    if torch.is_tensor(leaf):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), leaf
+
+
 def fixed_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory for a tensor [...] of the same layout, repeated rows included."""
-    return torch.empty_like(stored(tensor)).expand(tensor.shape)
+    """Uninitialised memory for a tensor [...] of the same layout, gaps and repetitions included."""
+    kept = stored(tensor)
+    with torch.inference_mode(False):  # a later call may be outside of that mode
+        place = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=kept.device)
+    return place.expand(tensor.shape)
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:

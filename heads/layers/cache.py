@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from drafthead.heads.cache import ColumnCache
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.host import to_host
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
@@ -14,9 +15,12 @@ from drafthead.heads.layers.decoder_layer import SelfAttention
 class DraftCache(ColumnCache):
     """A cache whose rows keep the first of their pending nodes."""
 
-    def __init__(self, layers: Iterable[nn.Module], rows: int):
-        """An empty cache for layers that have their attention under the name `self_attn`."""
-        super().__init__()
+    def __init__(self, layers: Iterable[nn.Module], rows: int, memory: CacheMemory | None = None):
+        """An empty cache for layers that have their attention under the name `self_attn`.
+
+        `memory` as for `ColumnCache`.
+        """
+        super().__init__(memory)
         for layer in layers:
             attention = cast(SelfAttention, layer.self_attn)
             weight, size = attention.k_proj.weight, attention.head_dim

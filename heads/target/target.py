@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -103,6 +104,9 @@ def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
 
 class Target:
     """A frozen causal language model with taps on its hidden states."""
+
+    # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
+    memory: CacheMemory | None = None
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         """Freeze `model` and find its layers; a PEFT wrapper is removed, its adapters stay.

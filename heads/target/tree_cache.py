@@ -6,15 +6,13 @@ import torch
 from transformers.cache_utils import Cache
 
 from drafthead.heads.cache import (
-    BLOCK,
     CacheColumns,
     ColumnCache,
     Mover,
     additive,
-    enlarged,
     move_columns,
-    rounded,
 )
+from drafthead.heads.cache_memory import CacheMemory
 
 
 class StepCache(CacheColumns, Cache):
@@ -53,9 +51,9 @@ class StepCache(CacheColumns, Cache):
 class TreeCache(ColumnCache, Cache):
     """Keys and values of a target: a pass over the prompts, `commit_prompt`, then trees."""
 
-    def __init__(self, bucket: int = 1, move: Mover = move_columns) -> None:
+    def __init__(self, memory: CacheMemory | None = None, move: Mover = move_columns) -> None:
         """As for `ColumnCache`."""
-        ColumnCache.__init__(self, bucket, move)
+        ColumnCache.__init__(self, memory, move)
         Cache.__init__(self, layers=[])
         self.prompt_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -76,7 +74,7 @@ class TreeCache(ColumnCache, Cache):
         end = start + key_states.shape[-2]
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
-        seen = rounded(end, self.bucket)
+        seen = self.seen(end)
         return keys[:, :, :seen], values[:, :, :seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -85,7 +83,7 @@ class TreeCache(ColumnCache, Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns that a pass over `query_length` nodes sees, and where they start."""
-        return rounded(self.longest + self.pending + query_length, self.bucket), 0
+        return self.seen(self.longest + self.pending + query_length), 0
 
     def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:
         """Take over the prompt pass: lengths [B], `longest` their maximum.
@@ -93,11 +91,10 @@ class TreeCache(ColumnCache, Cache):
         `room` is the number of columns to allocate beside the prompt.
         """
         self.lengths, self.longest = lengths, longest
-        capacity = rounded(longest + room + 1, max(BLOCK, self.bucket))
-        for layer in range(len(self.prompt_states)):
-            keys, values = self.prompt_states.pop(layer)
-            self.keys.append(enlarged(keys, capacity))
-            self.values.append(enlarged(values, capacity))
+        layers = [self.prompt_states.pop(layer) for layer in range(len(self.prompt_states))]
+        self.keys, self.values = ([pair[part] for pair in layers] for part in (0, 1))
+        del layers  # so that each layer's states are free again when they have been copied
+        self._enlarge(self._capacity(longest + room + 1))
 
     def additive_mask(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`mask` [B, 1, N, S] of visible [B or 1, N, pending + N], added to attention scores."""

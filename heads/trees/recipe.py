@@ -5,13 +5,18 @@ saves the call.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.trees.tree import TokenTree, TreeShape
+
+# The token and the parent of a node that only fills up a tree. No token is equal to it: PADDING
+# is what a model with NaN logits gives, NO_TOKEN.
+NO_NODE = -2
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,54 @@ class TreeRecipe:
     def num_nodes(self) -> int:
         """Number N of nodes, the root included."""
         return self.parents.shape[1]
+
+    def padded(self, nodes: int) -> "TreeRecipe":
+        """The same tree filled up to `nodes` nodes by such as see only themselves.
+
+        Tables of two nodes, padded to four::
+
+            parents -1 0 -2 -2     depths 0 1 0 0     ancestors  1 . . .
+                                                                 1 1 . .
+                                                                 . . 1 .
+                                                                 . . . 1
+        """
+        missing = nodes - self.num_nodes
+        if missing == 0:
+            return self
+        places = torch.arange(nodes, device=self.parents.device)
+        itself = (places[:, None] == places) & (places >= self.num_nodes)
+        ancestors = of_stored(self.ancestors, lambda t: pad(t, (0, missing) * 2) | itself)
+        return replace(
+            self,
+            parents=of_stored(self.parents, lambda t: pad(t, (0, missing), value=NO_NODE)),
+            depths=of_stored(self.depths, lambda t: pad(t, (0, missing))),
+            ancestors=ancestors,
+            arguments=tuple(
+                filled_up(argument, spec, missing)
+                for argument, spec in zip(self.arguments, self.filler.dims, strict=True)
+            ),
+        )
+
+
+def of_stored(table: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The table [B, ...] changed row by row; rows that are all one stay that."""
+    if table.stride(0) != 0:
+        return change(table)
+    changed = change(table[:1])
+    return changed.expand(len(table), *changed.shape[1:])
+
+
+def filled_up(argument: Any, spec: Spec, missing: int) -> Any:
+    """An argument of a filler with `missing` more zeros along each dimension of nodes."""
+    if argument is None:
+        return None
+    if not isinstance(argument, torch.Tensor):
+        specs = spec if isinstance(spec, tuple) else (spec,) * len(argument)
+        parts = (filled_up(*pair, missing) for pair in zip(argument, specs, strict=True))
+        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+    assert isinstance(spec, str)
+    widths = [(0, missing if letter == "N" else 0) for letter in reversed(spec.split())]
+    return pad(argument, [width for pair in widths for width in pair])
 
 
 def as_given(tokens: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ class DraftModelSession(DraftSession):
         if committed is not None:
             self.roots = committed.ends.roots
             for part in committed.chunks():
-                self.logits = self._read(part)
+                self.logits = self._read(part if self.model.memory is None else part.padded())
 
     def _read(self, committed: Committed) -> torch.Tensor:
         """Read and commit tokens; returns the logits [B, V] after the last one of each row."""

@@ -1,6 +1,6 @@
 """The host's account of a batch: answers, rows that still run, random numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -105,15 +105,23 @@ class Batch:
             row.finish_reason = row.finish_reason or reason
         self.running = []
 
-    def drop_idle(self, share: float = IDLE_SHARE) -> list[int] | None:
+    def drop_idle(
+        self, share: float = IDLE_SHARE, count: Callable[[int], int] = int
+    ) -> list[int] | None:
         """Shrink the running batch to its active rows, once this share of the rows is idle.
 
+        `count` is how many rows stay of so many active ones: where it is more, idle ones stay too.
         Returns the places that stay, in the batch as it was; None when all of them do.
         """
-        places = [place for place, row in enumerate(self.running_rows()) if row.active]
-        idle = len(self.running) - len(places)
-        if not idle or (places and idle < share * len(self.running)):
+        active = [row.active for row in self.running_rows()]
+        idle = active.count(False)
+        if not idle or (any(active) and idle < share * len(active)):
             return None
+        spare = count(len(active) - idle) - (len(active) - idle) if any(active) else 0
+        if spare >= idle:
+            return None
+        ended = [place for place, is_active in enumerate(active) if not is_active]
+        places = sorted({*range(len(active))} - {*ended[spare:]})
         self.running = [self.running[place] for place in places]
         return places
 
@@ -186,9 +194,11 @@ class BatchRun:
                 raise UserError(no_token_in(f"prompt {number}", self.batch.rows[number].tokens))
         return emitted
 
-    def drop_idle(self, share: float = IDLE_SHARE) -> list[int] | None:
+    def drop_idle(
+        self, share: float = IDLE_SHARE, count: Callable[[int], int] = int
+    ) -> list[int] | None:
         """`Batch.drop_idle`, for the random numbers as well."""
-        places = self.batch.drop_idle(share)
+        places = self.batch.drop_idle(share, count)
         if places and self.random is not None:
             self.random.keep_rows(places)
         return places

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from drafthead.heads.cache import move_columns
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.fingerprint import state_of
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -17,10 +18,6 @@ from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.stepper import Outcome
-
-# Columns that attention reads are rounded up to these. A graph for CPUs takes any number of them;
-# a CUDA graph is recorded for one number, so there should be few numbers.
-COLUMNS_A_GRAPH = {False: 1, True: 128}
 
 # Dimensions of the arguments of compiled functions.
 PASS = {
@@ -41,6 +38,7 @@ class CompiledTarget(Target):
 
     def __init__(self, target: Target):
         super().__init__(target.model, target.tokenizer)
+        self.memory = CacheMemory.where_recorded(target.device)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
         self.state = state_of(self.model)  # that the graphs were made for
@@ -69,7 +67,7 @@ class CompiledTarget(Target):
             self.state = state
             for made in self.compiled:
                 made.forget()
-        return TreeCache(COLUMNS_A_GRAPH[self.device.type == "cuda"], self.move)
+        return TreeCache(self.memory, self.move)
 
     @torch.no_grad()
     def step(

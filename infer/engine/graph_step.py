@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.cache import Layers, additive, move_columns, visible_columns
+from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.graphs.substitutions import replacement_of
@@ -19,7 +20,7 @@ from drafthead.heads.sampling import draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
-from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
+from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, read_table
 from drafthead.infer.verifiers.base import Acceptance, follow
@@ -65,6 +66,7 @@ class GraphStep:
 
     def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
         self.target, self.filler = target, filler
+        self.few_sizes = target.memory is not None  # trees are filled up to a power of two
         self.taps = Taps(target, features)
         dims = STEP | {"arguments": filler.dims}
         made_for = target.device, target.dtype
@@ -82,6 +84,8 @@ class GraphStep:
         where the settings are no more than a temperature. The caller still has to tell the cache
         how long the path is.
         """
+        if self.few_sizes:
+            recipe = recipe.padded(power_of_two(recipe.num_nodes))
         seen, columns = cache.make_room(recipe.num_nodes)
         if draws is not None:
             # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
@@ -126,6 +130,8 @@ class GraphStep:
     ) -> StepResult:
         """The traced function; its results have one place for each node, whatever the depth."""
         tokens = self.filler.tokens(*arguments)  # [B, N]
+        if self.few_sizes:
+            tokens = tokens.masked_fill(parents == NO_NODE, NO_NODE)
         positions = self.target.legal_positions(lengths[:, None] + depths)
         mask = additive(visible_columns(ancestors, lengths, seen, columns[0]), self.target.dtype)
         cache = StepCache(keys, values, columns, seen.shape[0])

@@ -13,6 +13,7 @@ import torch
 
 from drafthead.heads.coupling import NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
+from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, race
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -183,8 +184,12 @@ class Stepper(ABC):
         self.roots = outcome.acceptance.bonus
 
     def keep_active(self, session: DraftSession, idle_share: float = IDLE_SHARE) -> None:
-        """Take rows that have ended out of the running batch, once this share of it is idle."""
-        places = self.run.drop_idle(idle_share)
+        """Take rows that have ended out of the running batch, once this share of it is idle.
+
+        Where passes are recorded a power of two stays, unless the share is 0.
+        """
+        few_sizes = self.target.memory is not None and idle_share > 0
+        places = self.run.drop_idle(idle_share, power_of_two if few_sizes else int)
         if not places:
             return
         self.lengths = [self.lengths[place] for place in places]

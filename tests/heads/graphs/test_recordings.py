@@ -56,6 +56,29 @@ def test_what_is_held_elsewhere_and_constants_ask_for_another_recording() -> Non
     assert rehearsal.recorded == 3
 
 
+def test_memory_that_comes_back_in_another_shape_asks_for_another_recording() -> None:
+    rehearsal, memory = Rehearsal(), torch.zeros(32)
+    calls = Recordings(step, held=[0], capture=rehearsal)
+    for store in (memory[:16].view(2, 8), memory.view(2, 16)):
+        calls([store], *arguments(0, 2, 3), 1)
+    assert rehearsal.recorded == 2
+    column, table = arguments(0, 2, 3)
+    torch.testing.assert_close(memory.view(2, 16)[:, column], table)
+
+
+def test_a_constant_of_another_type_asks_for_another_recording() -> None:
+    rehearsal, store = Rehearsal(), [torch.zeros(2, 8)]
+    calls = Recordings(step, held=[0], capture=rehearsal)
+    for scale in (1, True):
+        calls(store, *arguments(0, 2, 3), scale)
+    assert rehearsal.recorded == 2
+
+
+def test_a_place_has_the_gaps_of_its_argument() -> None:
+    part = torch.zeros(3, 8)[:, 2:5]
+    assert fixed_like(part).stride() == part.stride()
+
+
 def test_the_recording_that_was_not_used_for_longest_makes_room() -> None:
     rehearsal = Rehearsal()
     calls, store = Recordings(step, held=[0], capture=rehearsal, most=2), [torch.zeros(2, 8)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 
 
@@ -71,11 +72,11 @@ def test_growing_keeps_what_was_committed() -> None:
     assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 1, 2]
 
 
-def test_masks_are_as_wide_as_whole_buckets_and_hide_what_lies_behind_the_nodes() -> None:
+def test_masks_of_recorded_passes_have_one_of_few_widths_and_hide_what_follows_the_nodes() -> None:
     cache = filled_cache(layers=1)
-    cache.bucket = 4
+    cache.memory = CacheMemory()
     mask = cache.mask(torch.ones(1, 2, 2, dtype=torch.bool))
-    assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
+    assert mask[0, 0].int().tolist() == [[1] * 5 + [0] * 123] * 2
     seen, _ = cache.update(keys_of([[3.0, 4], [13, 14]]), keys_of([[3.0, 4], [13, 14]]), 0)
     assert seen.shape[2] == mask.shape[3]
 

@@ -3,20 +3,30 @@
 A rehearsal stands for CUDA graphs, and the functions are not compiled, so this needs neither.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from rehearsal import Rehearsal
-from tiny import random_prompts
+from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 
+from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.errors import UserError
+from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.graphs.compiled import Compiled, Graph, within
 from drafthead.heads.graphs.recordings import Recordings
+from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import Decoder
+from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe
+from drafthead.heads.trees.tree import PADDING, TokenTree
+from drafthead.infer.decoder import Decoder, decoder_for
+from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.oracle import OracleDecoder
+from drafthead.infer.verifiers.base import follow
 
 
 @pytest.fixture
@@ -24,12 +34,14 @@ def rehearsal(monkeypatch) -> Rehearsal:
     """What every graph is recorded by, from now on."""
     stand_in = Rehearsal()
 
-    def recorded(self: Compiled, arguments: Sequence[Any]) -> tuple[Graph, Any]:
+    def recorded(self: Compiled, arguments: Sequence[Any], key: str | None) -> tuple[Graph, Any]:
         function = within(self.around, self.function)
         graph = Recordings(function, self.dims.held, capture=stand_in)
         return graph, graph(*arguments)
 
     monkeypatch.setattr(Compiled, "_compiled", recorded)
+    monkeypatch.setattr(Compiled, "_key", lambda *_: None)
+    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: CacheMemory())
     return stand_in
 
 
@@ -46,3 +58,94 @@ def test_recorded_steps_decode_what_plain_decoding_does(
     expected = OracleDecoder(target).generate(prompts, max_new_tokens=24).sequences
     assert compiled.generate(prompts, max_new_tokens=24).sequences == expected
     assert rehearsal.recorded > 0
+
+
+# Of a long mixed run: recordings of the step by rows, widths, capacities and nodes.
+MOST_RECORDED = 150
+TREES = (2, 3, 5, 7, 9, 12, 16, 17)
+
+
+def counted(target: CompiledTarget, rehearsal: Rehearsal) -> tuple[int, int]:
+    """Recordings and sets of memory that were made so far."""
+    assert target.memory is not None
+    return rehearsal.recorded, target.memory.sets_made
+
+
+@pytest.mark.parametrize("name", ["medusa:own", "eagle:own", "draft-model"])
+def test_a_second_answer_makes_no_recording_and_takes_no_memory(
+    name: str, target: Target, make_drafter: Callable[..., Drafter], rehearsal: Rehearsal
+) -> None:
+    drafter, compiled = make_drafter(name, target), CompiledTarget(target)
+    drafter.compile()
+    decoder = decoder_for(compiled, drafter, tree_nodes=4, compile=False)
+    decoder.generate(random_prompts(3), max_new_tokens=24)
+    first = counted(compiled, rehearsal)
+    decoder.generate(random_prompts(3), max_new_tokens=24)
+    assert counted(compiled, rehearsal) == first
+
+
+def test_a_long_mixed_run_makes_few_recordings(
+    make_drafter: Callable[..., Drafter], rehearsal: Rehearsal
+) -> None:
+    target = Target(tiny_llama(0, max_position_embeddings=512, eos_token_id=END, pad_token_id=0))
+    drafter, compiled = make_drafter("medusa:own", target), CompiledTarget(target)
+    drafter.compile()
+    chance, oracle = random.Random(3), OracleDecoder(target)
+    for _ in range(40):
+        rows, nodes = chance.randint(1, 4), chance.choice(TREES)
+        prompts = [chance.choices(range(8, VOCAB), k=chance.randint(1, 300)) for _ in range(rows)]
+        decoder = decoder_for(compiled, drafter, nodes, compile=False)
+        answer = decoder.generate(prompts, max_new_tokens=12)
+        assert answer.sequences == oracle.generate(prompts, max_new_tokens=12).sequences
+    recorded, sets = counted(compiled, rehearsal)
+    assert recorded <= MOST_RECORDED
+    assert sets <= 8  # 4 numbers of rows, 2 capacities
+
+
+@pytest.mark.parametrize("following", [NO_TOKEN, PADDING, 0, 9])
+def test_nodes_that_fill_up_a_tree_are_never_accepted(following: int) -> None:
+    tree = TokenTree.from_shape(BUSHY, torch.full((2, BUSHY.num_nodes), 9))
+    recipe = TreeRecipe.of(tree).padded(16)
+    (tokens,) = recipe.arguments
+    tokens = tokens.masked_fill(recipe.parents == NO_NODE, NO_NODE)
+    tables = recipe.parents, recipe.depths, recipe.ancestors
+    padded = TokenTree(tokens, *tables, max_depth=15, width=15)
+    accepted = follow(padded, torch.full((2, 16), following))
+    assert accepted.path.max() < BUSHY.num_nodes
+    assert accepted.length.tolist() == [4 if following == 9 else 1] * 2
+
+
+def test_tables_that_rows_share_are_padded_once() -> None:
+    tree = TokenTree.from_shape(BUSHY, torch.zeros(3, BUSHY.num_nodes, dtype=torch.long))
+    recipe = TreeRecipe.of(tree).padded(16)
+    tables = recipe.parents, recipe.depths, recipe.ancestors
+    assert [table.stride(0) for table in tables] == [0, 0, 0]
+    assert recipe.ancestors[0].diagonal().all()
+    assert recipe.ancestors[0, 10:].sum().item() == 6
+    assert recipe.padded(16) is recipe
+
+
+def test_nan_logits_end_padded_steps_with_the_usual_error(
+    target: Target, make_drafter: Callable[..., Drafter], rehearsal: Rehearsal
+) -> None:
+    drafter, compiled = make_drafter("medusa:tree", target), CompiledTarget(target)
+    decoder = Decoder(compiled, drafter)
+    steps = decoder.steps(random_prompts(1), max_new_tokens=24)
+    next(steps)
+    head = target.model.lm_head
+    handle = head.register_forward_hook(lambda *given: given[2] * torch.nan)
+    try:
+        with pytest.raises(UserError, match="no token can be chosen"):
+            for _ in steps:
+                pass
+    finally:
+        handle.remove()
+
+
+def test_rows_shrink_to_powers_of_two_where_sizes_must_be_few() -> None:
+    batch = Batch([1] * 3 + [9] * 3, frozenset())
+    batch.take([[8]] * 6)
+    assert batch.drop_idle(count=power_of_two) == [0, 3, 4, 5]
+    assert batch.running == [0, 3, 4, 5]
+    assert batch.drop_idle(count=power_of_two) is None
+    assert batch.drop_idle() == [1, 2, 3]

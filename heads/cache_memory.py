@@ -1,0 +1,115 @@
+"""Memory of caches that is used again: a CUDA graph is recorded for addresses.
+
+The cache of a new request gets the memory of an ended one of the same shape, so that the graphs
+that were recorded for that one serve it too.
+"""
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import NamedTuple
+from weakref import WeakSet, finalize
+
+import torch
+
+Shape = tuple[int, ...]
+# Unused memory that is kept, as a multiple of what was in use at the most. A cache that grows by
+# half at least each time leaves behind at most twice what it ends with.
+MOST_UNUSED = 2
+
+
+class FreshStores:
+    """Zeroed memory for one tensor of each shape, made when it is asked for."""
+
+    def __init__(self, shapes: Sequence[Shape], like: torch.Tensor):
+        """Of the number type of `like` [...], on its device."""
+        self.shapes, self.dtype, self.device = shapes, like.dtype, like.device
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        """A tensor of the shape at a place; another one each time."""
+        return torch.zeros(self.shapes[place], dtype=self.dtype, device=self.device)
+
+
+class Lease:
+    """Memory in use by one cache. It counts as unused once nobody holds this object."""
+
+    def __init__(self, stores: list[torch.Tensor]):
+        self.stores = stores
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        """The tensor of the shape at a place."""
+        return self.stores[place]
+
+
+class Unused(NamedTuple):
+    """A set of tensors that no cache uses."""
+
+    made_for: object  # see `made_for`
+    stores: list[torch.Tensor]
+
+
+class CacheMemory:
+    """Sets of tensors that caches take and leave; several threads may."""
+
+    def __init__(self) -> None:
+        self.unused: list[Unused] = []  # those that were left last are at the end
+        self.leases: WeakSet[Lease] = WeakSet()
+        self.lock = Lock()
+        self.most_in_use = 0  # bytes
+        self.sets_made = 0
+
+    @staticmethod
+    def where_recorded(device: torch.device) -> "CacheMemory | None":
+        """Memory for caches on a device where graphs are recorded; None elsewhere."""
+        return CacheMemory() if device.type == "cuda" else None
+
+    def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> Lease:
+        """Zeroed tensors of these shapes, of the number type of `like` [...] and on its device."""
+        wanted = made_for(shapes, like)
+        with self.lock:
+            stores = self._left(wanted)
+            if stores is None:
+                stores = self._made(FreshStores(shapes, like), len(shapes))
+            else:
+                for store in stores:
+                    store.zero_()
+            lease = Lease(stores)
+            self.leases.add(lease)
+        # Called by the garbage collector, perhaps within this method: it may not take the lock.
+        finalize(lease, self.unused.append, Unused(wanted, stores)).atexit = False
+        return lease
+
+    def _left(self, wanted: object) -> list[torch.Tensor] | None:
+        """A set that a cache has left, the latest one; None where there is none."""
+        for place in reversed(range(len(self.unused))):
+            if self.unused[place].made_for == wanted:
+                return self.unused.pop(place).stores
+        return None
+
+    def _made(self, fresh: FreshStores, count: int) -> list[torch.Tensor]:
+        """A new set of tensors; what has not been used for longest is freed for it."""
+        self.sets_made += 1
+        with torch.inference_mode(False):  # a later request may be outside of that mode
+            try:
+                stores = [fresh[place] for place in range(count)]
+            except torch.OutOfMemoryError:
+                self.unused.clear()
+                stores = [fresh[place] for place in range(count)]
+        in_use = sum(bytes_of(lease.stores) for lease in self.leases) + bytes_of(stores)
+        self.most_in_use = max(self.most_in_use, in_use)
+        while sum(bytes_of(s.stores) for s in [*self.unused]) > MOST_UNUSED * self.most_in_use:
+            self.unused.pop(0)
+        return stores
+
+
+def made_for(shapes: Sequence[Shape], like: torch.Tensor) -> object:
+    """What a set of tensors must agree in to be used again.
+
+    On a GPU also in the stream: work of another one may still read what a cache has left.
+    """
+    stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
+    return tuple(shapes), like.dtype, like.device, stream
+
+
+def bytes_of(stores: Sequence[torch.Tensor]) -> int:
+    """The size of tensors [...] together."""
+    return sum(store.nbytes for store in stores)
