@@ -1,7 +1,7 @@
 """Drafting with Medusa heads: static trees that one gather fills."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -55,15 +55,18 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         super().__init__(head, target, shape)
         self.widest = MAX_RANK if shape is None else shape.width  # the most children of a node
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
+        self.guess: Callable[..., Guesses] = self._guess
+        self.fill: Callable[..., torch.Tensor] = self._fill
+
+    @cached_property
+    def filler(self) -> TokenFiller:
+        """What fills trees in the graph of a step."""
         # Uses all heads, so that one graph serves trees of any depth.
-        fill_with_all = partial(self._fill, depth=head.depth)
-        self.filler = TokenFiller(
-            fill_with_all,
+        return TokenFiller(
+            partial(self._fill, depth=self.head.depth),
             dims=("B .", "B", "N", "N", DRAWS),
             reads=(*self.read_by_graphs, self.widest),
         )
-        self.guess: Callable[..., Guesses] = self._guess
-        self.fill: Callable[..., torch.Tensor] = self._fill
 
     def _guess(
         self,
