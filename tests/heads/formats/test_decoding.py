@@ -37,9 +37,9 @@ from drafthead.infer.verifiers import VERIFIERS
 ALGORITHMS = "medusa_algorithms/*"
 
 
-def most_probable(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def most_probable(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Medusa's first token in the place of a drawn one."""
-    return scores.argmax(-1)
+    return probs.argmax(-1)
 
 
 def thresholds(setting: dict) -> dict[str, float]:
@@ -261,7 +261,7 @@ def inputs_of(case: Case, run: dict) -> dict:
 def test_answers_on_static_trees_take_the_same_steps(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stepper_module, "sample", most_probable)
+    monkeypatch.setattr(stepper_module, "race", most_probable)
     target = case.target
     head = load_head(case.path, target)
     for run in case.decode["runs"]:
