@@ -85,11 +85,10 @@ def read_features(
     # A 16-bit target runs as in decoding; autocast is only for a float32 target.
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
     with computing_in(mixed_precision if casts else "no", target.device):
-        output = target.run(
+        features = target.read(
             tokens.input_ids,
             positions_in_segments(tokens.segments),
             segment_mask(tokens.segments, torch.bfloat16 if casts else target.dtype),
             spec,
-            logits_to_keep=1,
         )
-    return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, output.features)
+    return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)

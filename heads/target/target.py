@@ -95,11 +95,13 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
-    """Whether `logits_to_keep` limits the logits and nothing else."""
-    takes = inspect.signature(type(model).forward).parameters
+    """Whether `logits_to_keep` limits the logits and nothing else, and may name no position."""
+    takes = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
     # Gemma 4 also passes it to its decoder, which then drops the other positions' hidden states.
     decoder_takes = inspect.signature(type(decoder).forward).parameters
-    return "logits_to_keep" in takes and "logits_to_keep" not in decoder_takes
+    # Code from elsewhere may only take a number.
+    takes_places = takes is not None and "Tensor" in str(takes.annotation)
+    return takes_places and "logits_to_keep" not in decoder_takes
 
 
 class Target:
@@ -253,6 +255,21 @@ class Target:
             logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
         return TargetOutput(logits, taps.features())
 
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        features: FeatureSpec,
+        cache: Cache | None = None,
+    ) -> Features:
+        """The features of the same pass; logits are not computed where the model can skip them."""
+        nowhere = torch.empty(0, dtype=torch.long, device=input_ids.device)
+        with Taps(self, features) as taps:
+            self._logits(input_ids, position_ids, attention_mask, cache, nowhere)
+        return taps.features()
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [B, T]
@@ -262,6 +279,18 @@ class Target:
         logits_to_keep: int = 0,
     ) -> torch.Tensor:
         """The forward pass of `run` without features: logits [B, T or logits_to_keep, V]."""
+        logits = self._logits(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+        return logits[:, -logits_to_keep:]
+
+    def _logits(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        cache: Cache | None,
+        logits_to_keep: int | torch.Tensor,  # their number, or their places [n]
+    ) -> torch.Tensor:
+        """The model's logits: at least those to keep."""
         options = {"logits_to_keep": logits_to_keep} if self.skips_logits else {}
         masks, alibi = self._layer_masks(attention_mask)
         with alibi:
@@ -273,7 +302,7 @@ class Target:
                 use_cache=cache is not None,
                 **options,
             )
-        return output.logits[:, -logits_to_keep:]
+        return output.logits
 
     def _layer_masks(
         self, mask: torch.Tensor | None

@@ -59,18 +59,18 @@ def read_chunk(
     numbers = torch.arange(end, device=ids.device)
     part, positions = ids[:, start:end], numbers[start:].expand(rows, -1)
     if start == 0:  # the model builds its own mask
-        output = target.run(part, positions, None, features, cache, logits_to_keep=1)
+        found = target.read(part, positions, None, features, cache)
         read = torch.full((rows,), end, device=ids.device)
         cache.commit_prompt(read, end, longest - end + room)
-        return output.features
+        return found
     _, columns = cache.make_room(end - start)
     causal = numbers[start:, None] >= numbers  # [T, S]
     mask = additive(causal, target.dtype).expand(rows, 1, -1, -1)
     # Not the cache itself: a target would take this for a step, and compile it.
     step = StepCache(cache.keys, cache.values, columns, end)
-    output = target.run(part, positions, mask, features, step, logits_to_keep=1)
+    found = target.read(part, positions, mask, features, step)
     cache.commit(None, torch.full((rows,), end, device=ids.device), end)
-    return output.features
+    return found
 
 
 def concatenated(parts: list[Features]) -> Features:

@@ -65,6 +65,21 @@ def test_taps_are_the_outputs_of_layers_and_the_final_norm(other_target) -> None
     torch.testing.assert_close(other_target.project(output.features.last), reference.logits)
 
 
+def test_a_text_is_read_without_logits(other_target) -> None:
+    ids = torch.randint(2, 50, (2, 9))
+    positions = torch.arange(9).expand_as(ids)
+    spec = FeatureSpec(layers=(0,), last=True)
+    expected = other_target.run(ids, positions, None, spec).features
+    widths = []
+    other_target.output_head.register_forward_hook(
+        lambda module, inputs, output: widths.append(output.shape[1])
+    )
+    found = other_target.read(ids, positions, None, spec)
+    assert widths == [0 if other_target.skips_logits else 9]
+    assert torch.equal(found.last, expected.last)
+    assert torch.equal(found.taps[0], expected.taps[0])
+
+
 def test_taps_around_the_layers_are_the_embeddings_and_the_final_norm(other_target) -> None:
     ids = torch.randint(2, 50, (2, 9))
     positions = torch.arange(9).expand_as(ids)

@@ -98,18 +98,18 @@ def test_what_comes_after_the_common_tokens_of_a_remembered_prompt_does_not_matt
 
 
 def test_only_the_rest_is_read(target, monkeypatch) -> None:
-    read = []
-    forward = Target.forward
+    widths = []
+    read = Target.read
 
     def watched(self, input_ids, *arguments, **options):
-        read.append(input_ids.shape[1])
-        return forward(self, input_ids, *arguments, **options)
+        widths.append(input_ids.shape[1])
+        return read(self, input_ids, *arguments, **options)
 
     decoder = Decoder(target)
     decoder.remember(PREFIX)
-    monkeypatch.setattr(Target, "forward", watched)
+    monkeypatch.setattr(Target, "read", watched)
     decoder.generate(PROMPTS[0], max_new_tokens=1)
-    assert read == [len(PROMPTS[0]) - len(PREFIX) + 1]
+    assert widths == [len(PROMPTS[0]) - len(PREFIX) + 1]
 
 
 def test_the_longest_of_several_is_taken_until_all_are_forgotten(target) -> None:
