@@ -104,7 +104,7 @@ class Decoder:
         draft_model: str | Path | None = None,
         prompt_lookup: bool = False,
         tree_nodes: int | None = None,
-        draft_tokens: int = DEFAULT_CHAIN,
+        draft_tokens: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
@@ -119,7 +119,7 @@ class Decoder:
         `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
         default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model
-        or prompt lookup proposes in a step. `compile` makes graphs of the passes when they first
+        or prompt lookup proposes in a step, by default 4. `compile` makes graphs of the passes when they first
         run, which takes minutes the first time and seconds when the same was compiled before; the
         output stays the same. `draft_temperature` is explained at the constructor. Code that comes
         with a model runs only with `trust_remote_code`. Raises UserError when something cannot be
@@ -127,6 +127,16 @@ class Decoder:
         """
         if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
             raise UserError("choose one of head, draft_model and prompt_lookup")
+        for name, value in (("head", head), ("draft_model", draft_model)):
+            if not isinstance(value, str | Path | None):
+                raise UserError(f"{name} must be a path or a name, got {value!r}")
+        if draft_tokens is None:
+            draft_tokens = DEFAULT_CHAIN
+        elif draft_model is None and not prompt_lookup:
+            raise UserError(
+                "draft_tokens is for draft_model and prompt_lookup: a head's tree is sized by "
+                "tree_nodes"
+            )
         loaded = loaded_target(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
         if head is not None:
@@ -416,10 +426,16 @@ def decoder_for(
     compile: bool,
     draft_temperature: float | None = None,
 ) -> Decoder:
-    """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None; maybe compiled."""
+    """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None; maybe compiled.
+
+    Raises UserError for a drafter's settings without a drafter.
+    """
     if compile and not isinstance(target, CompiledTarget):
         target = CompiledTarget(target)
     if drafter is None:
+        for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
+            if value is not None:
+                raise UserError(f"{name}={value} needs a head, a draft model or prompt lookup")
         return Decoder(target)
     if compile:
         drafter.compile()

@@ -36,7 +36,7 @@ def main(
     limit: options.PromptLimit = 20,
     rounds: Annotated[int, typer.Option(help="Times that every prompt is decoded.")] = 3,
     tree_nodes: options.TreeNodes = None,
-    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
+    draft_tokens: options.DraftTokens = None,
     compile: options.CompileSwitch = False,
     verifier: Annotated[
         str,
@@ -57,7 +57,8 @@ def main(
     terms = RaceTerms(tuple(temperature or [0.0]), max_new_tokens, rounds, verifier, seed)
     loaded = Target.from_pretrained(target, dtype, device)
     assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
-    drafters = Drafters(loaded, head or [], assistant, draft_tokens, [tree_nodes], compile)
+    chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
+    drafters = Drafters(loaded, head or [], assistant, chain, [tree_nodes], compile)
     ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
     rows, differing = run_races(drafters, ids, terms, assisted=True)
     notes = [*predictions(rows), *divergence_notes(differing, len(ids))]

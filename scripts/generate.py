@@ -11,7 +11,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.printing import shown
 from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
-from drafthead.infer.decoder import DEFAULT_CHAIN
 from drafthead.scripts import options
 
 
@@ -87,7 +86,7 @@ def main(
         ),
     ] = None,
     tree_nodes: options.TreeNodes = None,
-    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
+    draft_tokens: options.DraftTokens = None,
     compile: options.CompileSwitch = False,
     draft_temperature: Annotated[
         float | None,

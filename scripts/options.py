@@ -37,7 +37,8 @@ TreeNodes = Annotated[
     typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
 ]
 DraftTokens = Annotated[
-    int, typer.Option(help="Most tokens that a draft model or prompt lookup drafts.")
+    int | None,
+    typer.Option(help="Most tokens that a draft model or prompt lookup drafts; 4 by default."),
 ]
 CompileSwitch = Annotated[
     bool, typer.Option(help="Compile the passes: minutes the first time, then faster.")

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.decoder import DEFAULT_CHAIN
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.bandwidth import bandwidth_bound, weight_bytes
 from drafthead.infer.measuring.ledger import measure_ledgers
@@ -53,7 +52,7 @@ def main(
     limit: options.PromptLimit = 8,
     batch: options.BatchSize = 1,
     tree_nodes: options.TreeNodes = None,
-    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
+    draft_tokens: options.DraftTokens = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     compile: options.CompileSwitch = False,

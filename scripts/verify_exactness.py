@@ -11,7 +11,7 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.divergence import Divergence
@@ -70,7 +70,7 @@ def main(
     answers: Annotated[int, typer.Option(help="Whole sampled answers per prompt.")] = 32,
     max_new_tokens: options.MaxNewTokens = 48,
     tree_nodes: Annotated[int, typer.Option(help="Nodes of every proposal, root included.")] = 16,
-    draft_tokens: options.DraftTokens = DEFAULT_CHAIN,
+    draft_tokens: options.DraftTokens = None,
     compile: Annotated[
         bool, typer.Option(help="Test compiled passes; the reference is never compiled.")
     ] = False,

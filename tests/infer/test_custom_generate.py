@@ -272,3 +272,5 @@ def test_a_loaded_model_becomes_a_target_as_it_is(target) -> None:
     assert Decoder.from_pretrained(target).target is target
     with pytest.raises(UserError, match="dtype=float32 is for models that are loaded by name"):
         Decoder.from_pretrained(target.model, dtype="float32")
+    with pytest.raises(UserError, match="head must be a path or a name, got 5"):
+        Decoder.from_pretrained(target.model, head=5)

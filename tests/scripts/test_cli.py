@@ -271,6 +271,14 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             ("generate", *TARGET, "--prompt", "x", "--prompt-lookup", "--draft-model", "@draft"),
             "choose one",
         ),
+        (
+            ("generate", *TARGET, "--prompt", "x", "--tree-nodes", "5"),
+            "tree_nodes=5 needs a head, a draft model or prompt lookup",
+        ),
+        (
+            ("generate", *TARGET, "--prompt", "x", "--head", "@head", "--draft-tokens", "5"),
+            "draft_tokens is for draft_model and prompt_lookup",
+        ),
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
         (("verify-exactness", *TARGET), "choose one of head"),
         (("verify-exactness", *TARGET, "--prompt-lookup", "--samples", "5"), "at least 100"),

@@ -99,13 +99,13 @@ def test_windows_and_alibi_reach_over_chunks(name) -> None:
 
 def test_no_pass_over_a_prompt_is_longer_than_a_chunk(target, monkeypatch) -> None:
     widths = []
-    forward = Target.forward
+    read = Target.read
 
     def watched(self, input_ids, *arguments, **options):
         widths.append(input_ids.shape[1])
-        return forward(self, input_ids, *arguments, **options)
+        return read(self, input_ids, *arguments, **options)
 
-    monkeypatch.setattr(Target, "forward", watched)
+    monkeypatch.setattr(Target, "read", watched)
     Decoder(target).generate([9] * 20, max_new_tokens=1, generation_config=IN_CHUNKS)
     assert widths == [3] * 6 + [2]
 

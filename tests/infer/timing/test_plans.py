@@ -35,13 +35,16 @@ def file(tmp_path, monkeypatch, target) -> Path:
 def passes(target: Target, monkeypatch) -> list[int]:
     """The nodes of each pass of the target."""
     seen: list[int] = []
-    run: Callable = target.run
 
-    def counted(input_ids, *arguments, **options):
-        seen.append(input_ids.shape[1])
-        return run(input_ids, *arguments, **options)
+    def counting(run: Callable) -> Callable:
+        def counted(input_ids, *arguments, **options):
+            seen.append(input_ids.shape[1])
+            return run(input_ids, *arguments, **options)
 
-    monkeypatch.setattr(target, "run", counted)
+        return counted
+
+    for name in ("read", "run"):  # a prompt, a step
+        monkeypatch.setattr(target, name, counting(getattr(target, name)))
     return seen
 
 
