@@ -229,22 +229,38 @@ class ColumnCache:
         self.lengths = self.lengths.clamp_max(length)
         self.longest = min(self.longest, length)
 
-    def join_rows(self, other: "ColumnCache") -> None:
-        """Continue with the rows of `other` too, after these; neither has pending nodes.
+    def join_rows(
+        self, other: "ColumnCache", order: Sequence[int], longest: int | None = None
+    ) -> None:
+        """Continue with rows of both, see `RowState.join_rows`; neither has pending nodes.
 
-        Everything is copied, so this is also where the cache becomes smaller again after its
-        longest rows have left.
+        None of them is longer than `longest`. Where all rows that stay keep their places, only
+        those of `other` are copied; but everything is where half of the columns or more would stay
+        unused, since the longest rows have left.
         """
         assert self.lengths is not None and other.lengths is not None
-        self.longest = max(self.longest, other.longest)
-        rows, count = len(self.keys[0]) + len(other.keys[0]), len(self.keys)
-        stores = self._new_stores(rows, self._capacity(grown(self.longest)))
-        pairs = (self.keys, other.keys, 0), (self.values, other.values, count)
-        for mine, theirs, first in pairs:
-            for layer, states in enumerate(theirs):  # one at a time: its old memory is free again
-                mine[layer] = stacked(mine[layer], states, self.longest, stores[first + layer])
+        count = len(self.lengths)
+        rows = torch.tensor(order, device=self.lengths.device)
+        self.lengths = torch.cat([self.lengths, other.lengths])[rows]
+        self.longest = longest or max(self.longest, other.longest)
+        stay = [(row, place) for place, row in enumerate(order) if row < count]
+        come = [(row - count, place) for place, row in enumerate(order) if row >= count]
+        moved = len(order) != count or any(row != place for row, place in stay)
+        if moved or self.keys[0].shape[2] >= 2 * self._capacity(grown(self.longest)):
+            self._move_rows(stay, len(order))
+        self._ensure(self.longest)
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for store, states in zip(mine, theirs, strict=True):
+                put_rows(store, states, come, other.longest)
+
+    def _move_rows(self, moves: Sequence[tuple[int, int]], count: int) -> None:
+        """Go on with `count` rows, some of which are the old ones; see `put_rows`."""
+        stores = self._new_stores(count, self._capacity(grown(self.longest)))
+        layers = len(self.keys)
+        for part, first in ((self.keys, 0), (self.values, layers)):
+            for layer, states in enumerate(part):  # one at a time: its old memory is free again
+                part[layer] = put_rows(stores[first + layer], states, moves, self.longest)
         self.stores = stores
-        self.lengths = torch.cat([self.lengths, other.lengths])
 
 
 def visible_columns(
@@ -289,14 +305,14 @@ def enlarged(states: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
     return store
 
 
-def stacked(
-    above: torch.Tensor,  # [B, H, C, D]
-    below: torch.Tensor,  # [B', H, C', D]
-    used: int,
-    store: torch.Tensor,  # [B + B', H, capacity, D] zeros
+def put_rows(
+    store: torch.Tensor,  # [B', H, capacity, D]
+    states: torch.Tensor,  # [B, H, C, D]
+    moves: Sequence[tuple[int, int]],  # from which row, to which
+    used: int,  # no row has more columns
 ) -> torch.Tensor:
-    """`store` with the rows of both, and of each at most the first `used` columns."""
-    for part, rows_of_it in zip((above, below), store.split([len(above), len(below)]), strict=True):
-        columns = min(used, part.shape[2])
-        rows_of_it[:, :, :columns] = part[:, :, :columns]
+    """`store` with copies of rows of the states."""
+    rows, places = torch.tensor(moves, device=states.device, dtype=torch.long).view(-1, 2).T
+    columns = min(used, states.shape[2], store.shape[2])
+    store[places, :, :columns] = states[rows, :, :columns]
     return store

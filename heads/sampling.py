@@ -212,11 +212,10 @@ class RowRandom:
         self.num_tokens = [self.num_tokens[row] for row in rows]
         self.streams = []
 
-    def join_rows(self, other: "RowRandom") -> None:
-        """Go on with the rows of `other` too, after these."""
-        self.seeds = self.seeds + other.seeds
-        self.num_tokens = self.num_tokens + other.num_tokens
-        self.streams = []
+    def join_rows(self, other: "RowRandom", order: Sequence[int]) -> None:
+        """Go on with rows of both, see `RowState.join_rows`."""
+        self.seeds, self.num_tokens = self.seeds + other.seeds, self.num_tokens + other.num_tokens
+        self.keep_rows(order)
 
 
 def mixed(seed: int, count: int) -> int:

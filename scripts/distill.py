@@ -56,6 +56,7 @@ def main(
     ] = None,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
+    compile: options.CompileSwitch = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start the output from the beginning.")
     ] = False,
@@ -67,5 +68,5 @@ def main(
     path = Path(output)
     with full_disk_named(path), DistilledFile(path, settings, overwrite) as file:
         conversations = read_conversations(prompts, prompt_column, limit)
-        decoder = Decoder.from_pretrained(target, dtype=dtype, device=device)
+        decoder = Decoder.from_pretrained(target, dtype=dtype, device=device, compile=compile)
         log_report(distill(decoder, conversations, file), path)

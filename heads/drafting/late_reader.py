@@ -5,6 +5,7 @@ committed, and read all of it in one pass before their next proposal.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -32,7 +33,7 @@ class Unread:
             return joined(parts)
         return parts[0].cut() if parts else None
 
-    def join_rows(self, other: "Unread") -> None:
+    def join_rows(self, other: "Unread", order: Sequence[int]) -> None:
         """Raises ValueError while one of them has unread parts: these are of different lengths."""
         if self.parts or other.parts:
             raise ValueError("what was committed must be read before rows join")
@@ -84,11 +85,11 @@ class LateReader(DraftSession):
         Of all parts but the last, a row may have nothing: what is computed at its end is replaced.
         """
 
-    def join_rows(self, other: Self) -> None:
-        """Go on with the rows of `other` too, once both have read what is unread."""
+    def join_rows(self, other: Self, order: Sequence[int]) -> None:
+        """Go on with rows of both, once both have read what is unread."""
         self.catch_up()
         other.catch_up()
-        super().join_rows(other)
+        super().join_rows(other, order)
 
     def cut(self, length: int) -> None:
         """Forget what was committed after `length` positions; what comes next is read at once."""

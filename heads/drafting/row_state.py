@@ -1,6 +1,7 @@
 """What a session knows of each row: rows can be chosen, and joined with those of another."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,10 +23,14 @@ class RowState:
         for name in self.row_state:
             setattr(self, name, chosen(getattr(self, name), rows))
 
-    def join_rows(self, other: Self) -> None:
-        """Go on with the rows of `other` too, after these; `other` must not be used any more."""
+    def join_rows(self, other: Self, order: Sequence[int]) -> None:
+        """Go on with rows of both, as if those of `other` had the numbers after these.
+
+        With 2 rows here and 2 there, order (2, 1) puts the first row of `other` into the place of
+        row 0. `other` must not be used any more.
+        """
         for name in self.row_state:
-            setattr(self, name, joined(getattr(self, name), getattr(other, name)))
+            setattr(self, name, joined(getattr(self, name), getattr(other, name), order))
 
     def cut(self, length: int) -> None:
         """Forget all after the first `length` positions of each row, in whatever can do that."""
@@ -54,15 +59,19 @@ def chosen(state: Any, rows: torch.Tensor) -> Any:
     return twin
 
 
-def joined(state: Any, other: Any) -> Any:
-    """The entries of a state, then those of another of the same form."""
+def joined(state: Any, other: Any, order: Sequence[int]) -> Any:
+    """Entries of a state and another of the same form, see `RowState.join_rows`.
+
+    Of the lists ``a b`` and ``c d``, order 2 1 gives ``c b``.
+    """
     if state is None:
         return None
     if isinstance(state, torch.Tensor):
-        return torch.cat([state, other])
+        return torch.cat([state, other])[torch.tensor(order, device=state.device)]
     if isinstance(state, list):
-        return [*state, *other]
+        both = [*state, *other]
+        return [both[row] for row in order]
     if isinstance(state, tuple):
-        return type(state)(*(joined(*pair) for pair in zip(state, other, strict=True)))
-    state.join_rows(other)
+        return type(state)(*(joined(*pair, order) for pair in zip(state, other, strict=True)))
+    state.join_rows(other, order)
     return state

@@ -54,10 +54,13 @@ class DraftCache(ColumnCache):
         self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
         super().keep_rows(rows, longest or max(self.host_lengths))
 
-    def join_rows(self, other: ColumnCache) -> None:
-        """Continue with the rows of `other` too, a cache of the same layers."""
-        super().join_rows(other)
-        self.host_lengths += cast(DraftCache, other).host_lengths
+    def join_rows(
+        self, other: ColumnCache, order: Sequence[int], longest: int | None = None
+    ) -> None:
+        """Continue with rows of both; `other` is a cache of the same layers."""
+        both = self.host_lengths + cast(DraftCache, other).host_lengths
+        self.host_lengths = [both[row] for row in order]
+        super().join_rows(other, order, longest or max(self.host_lengths))
 
     def cut(self, length: int) -> None:
         """Forget what was committed after the first `length` positions of each row."""

@@ -5,6 +5,7 @@ chain, and the others token by token: K drafted tokens cost K passes (Leviathan 
 arXiv 2211.17192).
 """
 
+from collections.abc import Sequence
 from typing import Self, TypeAlias
 
 import torch
@@ -109,11 +110,11 @@ class DraftModelSession(DraftSession):
         width = max(map(len, new_tokens))
         self.unread.add(Committed(tokens, nothing, lengths, width, host_tokens=new_tokens))
 
-    def join_rows(self, other: Self) -> None:
-        """Go on with the rows of `other` too, once both have read what is unread."""
+    def join_rows(self, other: Self, order: Sequence[int]) -> None:
+        """Go on with rows of both, once both have read what is unread."""
         self._catch_up()
         other._catch_up()
-        super().join_rows(other)
+        super().join_rows(other, order)
 
     def cut(self, length: int) -> None:
         """Keep the tokens at the first `length` positions and the one that follows them."""

@@ -125,9 +125,13 @@ class Batch:
         self.running = [self.running[place] for place in places]
         return places
 
-    def join(self, other: "Batch") -> None:
-        """Go on with the running rows of both. They are numbered anew; other rows are forgotten."""
-        self.rows = self.running_rows() + other.running_rows()
+    def join(self, other: "Batch", order: Sequence[int]) -> None:
+        """Go on with running rows of both, see `RowState.join_rows`; other rows are forgotten.
+
+        They are numbered anew.
+        """
+        both = self.running_rows() + other.running_rows()
+        self.rows = [both[row] for row in order]
         self.running = list(range(len(self.rows)))
 
 
@@ -203,9 +207,9 @@ class BatchRun:
             self.random.keep_rows(places)
         return places
 
-    def join(self, other: "BatchRun") -> None:
-        """Go on with the running rows of both, numbered anew; both have the same sampling."""
-        self.batch.join(other.batch)
+    def join(self, other: "BatchRun", order: Sequence[int]) -> None:
+        """Go on with running rows of both, numbered anew; both have the same sampling."""
+        self.batch.join(other.batch, order)
         self._count_rows()
         if self.random is not None and other.random is not None:
-            self.random.join_rows(other.random)
+            self.random.join_rows(other.random, order)

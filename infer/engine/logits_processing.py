@@ -239,9 +239,10 @@ class PathProcessing:
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
 
-    def join(self, other: "PathProcessing") -> None:
-        """Go on with the running rows of both, in the order of `Batch.join`; called before it."""
-        pairs = [(part, number) for part in (self, other) for number in part.batch.running]
+    def join(self, other: "PathProcessing", order: Sequence[int]) -> None:
+        """Go on with rows of both, as in `Batch.join`; called before it."""
+        both = [(part, number) for part in (self, other) for number in part.batch.running]
+        pairs = [both[row] for row in order]
         self.processors = [part.processors[number] for part, number in pairs]
         self.prompt_lengths = [part.prompt_lengths[number] for part, number in pairs]
         self.pasts = [part.pasts[number] for part, number in pairs]

@@ -13,6 +13,7 @@ import torch
 
 from drafthead.heads.coupling import NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
+from drafthead.heads.drafting.row_state import joined
 from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, race
@@ -198,17 +199,17 @@ class Stepper(ABC):
         self.cache.keep_rows(rows, max(self.lengths))
         session.keep_rows(rows)
 
-    def join(self, other: "Stepper") -> None:
-        """Go on with the rows of `other` too, which has read its prompts and must not step again.
+    def join(self, other: "Stepper", order: Sequence[int]) -> None:
+        """Go on with rows of both, see `RowState.join_rows`; they are numbered anew.
 
-        Both have dropped their idle rows. Rows are numbered anew.
+        `other` has read its prompts and must not step again.
         """
-        self.cache.join_rows(other.cache)
-        self.lengths += other.lengths
-        self.roots = torch.cat([self.roots, other.roots])
+        self.lengths = joined(self.lengths, other.lengths, order)
+        self.cache.join_rows(other.cache, order, max(self.lengths))
+        self.roots = joined(self.roots, other.roots, order)
         if self.processing is not None and other.processing is not None:
-            self.processing.join(other.processing)
-        self.run.join(other.run)
+            self.processing.join(other.processing, order)
+        self.run.join(other.run, order)
 
 
 class EagerStepper(Stepper):

@@ -11,6 +11,7 @@ from drafthead.infer.engine.method import Method
 from drafthead.infer.serving.serve_request import Answer, Ticket, merged
 from drafthead.infer.serving.waiting import WaitingRequests
 
+GROUPS = 16  # newcomers are let in together, in groups of this part of the rows
 MethodFor = Callable[[BatchRun], Method]  # how requests like those of a batch are decoded
 
 
@@ -44,15 +45,33 @@ class ServedRows:
 
     def join(self, other: "ServedRows") -> None:
         """Go on with the rows of `other` too; both have some that have not ended."""
-        for rows in (self, other):
-            rows.stepper.keep_active(rows.session, idle_share=0)
-        self.tickets = [
+        parts = [rows.stepper.run.batch for rows in (self, other)]
+        order = seats(*([row.active for row in batch.running_rows()] for batch in parts))
+        both = [
             rows.tickets[number]
-            for rows in (self, other)
-            for number in rows.stepper.run.batch.running
+            for rows, batch in zip((self, other), parts, strict=True)
+            for number in batch.running
         ]
-        self.session.join_rows(other.session)
-        self.stepper.join(other.stepper)
+        self.tickets = [both[row] for row in order]
+        self.session.join_rows(other.session, order)
+        self.stepper.join(other.stepper, order)
+
+
+def seats(old: Sequence[bool], new: Sequence[bool]) -> list[int]:
+    """The order in which rows of two batches go on in one, see `RowState.join_rows`.
+
+    Which rows are active is given. New ones take the places of old ones that have ended, so that
+    nothing else needs to be moved; if there are more of them, they come after all others. Of
+    ``on off on`` and ``on off on`` the order is 0 3 2 5.
+    """
+    order = list(range(len(old)))
+    ended = [place for place, active in enumerate(old) if not active]
+    for number, row in enumerate(len(old) + place for place, active in enumerate(new) if active):
+        if number < len(ended):
+            order[ended[number]] = row
+        else:
+            order.append(row)
+    return order
 
 
 @torch.no_grad()
@@ -67,7 +86,9 @@ def serve(
     method: Method | None = None
     rows: ServedRows | None = None
     while rows is not None or not waiting.ended:
-        found = waiting.take(max_rows - (rows.count if rows else 0), wait=rows is None)
+        free = max_rows - (rows.count if rows else 0)
+        # A pass over few prompts costs more for each of them than one over many.
+        found = waiting.take(free if free >= max_rows // GROUPS else 0, wait=rows is None)
         yield from (each for each in found if isinstance(each, Answer))
         if tickets := [each for each in found if isinstance(each, Ticket)]:
             run = BatchRun(merged(tickets), device, max_rows)

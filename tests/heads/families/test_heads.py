@@ -218,8 +218,9 @@ def test_rows_of_a_batch_do_not_influence_each_other(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["best", "drawn"])
+@pytest.mark.parametrize("joining", [[2, 1], [2, 1, 3], [1, 2, 3]], ids=str)
 def test_rows_that_join_are_drafted_for_as_from_the_beginning(
-    target: Target, make_drafter, drafter_name: str, sampling: SamplingConfig
+    target: Target, make_drafter, drafter_name: str, sampling: SamplingConfig, joining: list[int]
 ):
     drafter = make_drafter(drafter_name, target)
     session = start(drafter, target, [0, 1], PLACES[0, [0, 1]])
@@ -227,14 +228,16 @@ def test_rows_that_join_are_drafted_for_as_from_the_beginning(
     for before, after in pairwise(PLACES[:3]):  # two commits that are not read yet
         kept = features.map(lambda hidden: hidden[[0, 1]])
         session.commit(piece(IDS[[0, 1]], kept, before[[0, 1]], after[[0, 1]]))
-    session.keep_rows(torch.tensor([1]))
-    session.join_rows(start(drafter, target, [2, 0], PLACES[1, [2, 0]]))
-    order, places = [1, 2, 0], torch.cat([PLACES[2, [1]], PLACES[1, [2, 0]]])
+    # The first newcomer takes the place of row 0, which has ended.
+    session.join_rows(start(drafter, target, [2, 0], PLACES[1, [2, 0]]), joining)
+    order = [[0, 1, 2, 0][row] for row in joining]
+    places = torch.cat([PLACES[2, [0, 1]], PLACES[1, [2, 0]]])[joining]
     last = features.map(lambda hidden: hidden[order])
     session.commit(piece(IDS[order], last, places, PLACES[4, order]))
     expected = start(drafter, target, order, PLACES[4, order])
-    found = propose(drafter, session, sampling, [1, 2, 3])
-    assert_same_tree(found, propose(drafter, expected, sampling, [1, 2, 3]))
+    seeds = list(range(len(order)))
+    found = propose(drafter, session, sampling, seeds)
+    assert_same_tree(found, propose(drafter, expected, sampling, seeds))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["best", "drawn"])

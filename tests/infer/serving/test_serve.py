@@ -17,6 +17,7 @@ from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving.server import seats
 
 # Those that differ in what they know of a row.
 SERVED = ["none", "prompt-lookup", "draft-model", "medusa:tree", "hydra:own", "eagle3:own",
@@ -237,3 +238,15 @@ def test_a_server_that_is_closed_frees_everything(target, make_drafter, name, mo
     assert not any(cache() is not None for cache in caches)
     prompt = random_prompts(1)[0]
     assert decoder.generate(prompt).sequences == Decoder(target).generate(prompt).sequences
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "order"),
+    [
+        ([True, False, True], [True, False, True], [0, 3, 2, 5]),
+        ([False, True, False], [True], [3, 1, 2]),  # the other idle row stays
+        ([True], [True, True], [0, 1, 2]),
+    ],
+)
+def test_newcomers_take_the_places_of_rows_that_have_ended(old, new, order) -> None:
+    assert seats(old, new) == order
