@@ -47,7 +47,9 @@ def main(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: Annotated[int, typer.Option(help="Each row's seed is made from this and its id.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Conversations decoded together.")] = 32,
+    batch_size: Annotated[
+        int, typer.Option(help="Conversations at a time; 8 times as many are written together.")
+    ] = 32,
     limit: Annotated[
         int | None, typer.Option(help="Answer only this many rows, from the first.")
     ] = None,

@@ -1,19 +1,25 @@
 """The target's own answers to prompts: the data that draft heads learn best from.
 
-Each row's seed follows from its id, and the batches from the list of prompts. So a run that was
-killed at any moment continues where it stopped and writes the rows that it would have written.
+Each row's seed follows from its id, and the windows from the list of prompts. In a window, prompts
+take the places of answers that have ended, and its rows are written together. So a run that was
+killed at any moment continues with the window in which it stopped, and writes the rows that it
+would have written, even where a target rounds by batch.
 """
 
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from queue import Queue
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.request.prompts import Prompt
+from drafthead.infer.serving.serve_request import ServeRequest
 from drafthead.train.answer_tokens import (
     IDS_COLUMN,
     VOCABULARY_COLUMN,
@@ -28,6 +34,8 @@ from drafthead.train.supervision import encode_prompt
 from drafthead.train.weights import weights_fingerprint
 
 logger = logging.getLogger(__name__)
+
+WINDOW = 8  # batches: at the end of a window rows are idle, and a kill loses what it had answered
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,29 @@ class _Dialogue:
         self.conversation, self.turns, self.question = job.conversation, job.turns, job.question
         self.messages: list[Message] = []
         self.answers: list[AnswerTokens] = []
+        self.prompt: list[int] = []  # of the turn that was asked for last
+
+    def request(
+        self, number: int, decoder: Decoder, settings: DistillSettings
+    ) -> ServeRequest | None:
+        """The next turn to answer; None after the last, and if its prompt does not fit."""
+        turn, limit = len(self.answers), decoder.max_length
+        if turn == len(self.turns):
+            return None
+        messages = self.messages + self.turns[turn]
+        self.prompt = encode_prompt(_tokenizer(decoder), messages, self.conversation.where)
+        if limit is not None and len(self.prompt) >= limit:
+            return None
+        seed = row_seed(settings.seed, self.conversation.id, turn)
+        return ServeRequest(self.prompt, number, seed=seed)
+
+    def take(self, ids: list[int], decoder: Decoder) -> None:
+        """Add the answer to the turn that was asked for last."""
+        finished = ids[-1] in decoder.end_ids
+        text = answer_text(_tokenizer(decoder), ids, finished)
+        answer: Message = {"role": "assistant", "content": text, "finished": finished}
+        self.messages += [*self.turns[len(self.answers)], answer]
+        self.answers.append(AnswerTokens(self.prompt, ids))
 
     @property
     def answers_cut(self) -> int:
@@ -136,7 +167,7 @@ def distill(
             f"all {len(too_long)} prompts are longer than the context of {decoder.max_length} "
             f"tokens of {file.settings.target}: use shorter prompts or another target"
         )
-    _log_budget(jobs, len(conversations), file.settings)
+    _log_budget(jobs, len(conversations), decoder.target, file.settings)
     common = {WEIGHTS_COLUMN: weights, VOCABULARY_COLUMN: vocabulary_of(_tokenizer(decoder))}
     cut, shortened = 0, []
     with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
@@ -184,84 +215,70 @@ def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Jo
     return jobs, too_long
 
 
-def _log_budget(jobs: list[_Job], rows: int, settings: DistillSettings) -> None:
+def _log_budget(jobs: list[_Job], rows: int, target: Target, settings: DistillSettings) -> None:
     answers = sum(len(job.turns) for job in jobs)
     longest = max((job.prompt_length for job in jobs), default=0)
+    most = min(settings.batch_size, len(jobs))
+    # Prompts of later turns hold earlier answers.
+    turns = max((len(job.turns) for job in jobs), default=0)
+    positions = most * (longest + turns * settings.max_new_tokens)
     logger.info(
-        "%d of %d conversations to answer: %d answers, at most %s new tokens; longest prompt %d",
+        "%d of %d conversations to answer: %d answers, at most %s new tokens; longest prompt %d; "
+        "%d at a time, whose keys and values take up to %.2f GiB",
         len(jobs),
         rows,
         answers,
         f"{answers * settings.max_new_tokens:,}",
         longest,
+        most,
+        positions * cached_bytes(target) / 2**30,
     )
+
+
+def cached_bytes(target: Target) -> int:
+    """Bytes of the keys and values of one position, for the attention of Llama's kind."""
+    config = target.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
+    return int(2 * target.num_layers * heads * size * target.dtype.itemsize)
 
 
 def _answer_all(
     decoder: Decoder, jobs: list[_Job], settings: DistillSettings, bar: AnswerBar
 ) -> Iterator[list[_Dialogue]]:
-    """The dialogues of one batch after the other, answered."""
-    for first in range(0, len(jobs), settings.batch_size):
-        dialogues = [_Dialogue(job) for job in jobs[first : first + settings.batch_size]]
-        for turn in range(max(len(dialogue.turns) for dialogue in dialogues)):
-            _answer_turn(decoder, dialogues, turn, settings, bar)
+    """The dialogues of one window after the other, answered."""
+    size = settings.batch_size * WINDOW
+    for first in range(0, len(jobs), size):
+        dialogues = [_Dialogue(job) for job in jobs[first : first + size]]
+        _answer_window(decoder, dialogues, settings, bar)
         yield dialogues
 
 
-def _answer_turn(
-    decoder: Decoder,
-    dialogues: list[_Dialogue],
-    turn: int,
-    settings: DistillSettings,
-    bar: AnswerBar,
+def _answer_window(
+    decoder: Decoder, dialogues: list[_Dialogue], settings: DistillSettings, bar: AnswerBar
 ) -> None:
-    """Answer user turn `turn` of all dialogues that have one and whose prompt fits."""
-    tokenizer, limit = _tokenizer(decoder), decoder.max_length
-    asked: list[_Dialogue] = []
-    prompts: list[list[int]] = []
-    for dialogue in dialogues:
-        if turn >= len(dialogue.turns) or len(dialogue.answers) < turn:
-            continue
-        messages = dialogue.messages + dialogue.turns[turn]
-        prompt = encode_prompt(tokenizer, messages, dialogue.conversation.where)
-        if limit is None or len(prompt) < limit:
-            asked.append(dialogue)
-            prompts.append(prompt)
-    if not asked:
-        return
-    seeds = [row_seed(settings.seed, d.conversation.id, turn) for d in asked]
-    answers = _generate(decoder, prompts, seeds, settings, bar)
-    for dialogue, prompt, ids in zip(asked, prompts, answers, strict=True):
-        finished = ids[-1] in decoder.end_ids
-        text = answer_text(tokenizer, ids, finished)
-        answer = {"role": "assistant", "content": text, "finished": finished}
-        dialogue.messages += [*dialogue.turns[turn], answer]
-        dialogue.answers.append(AnswerTokens(prompt, ids))
-
-
-def _generate(
-    decoder: Decoder,
-    prompts: list[list[int]],
-    seeds: list[int],
-    settings: DistillSettings,
-    bar: AnswerBar,
-) -> list[list[int]]:
-    """The answer of each prompt as token ids, its end token included."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    passes = decoder.steps(
-        prompts,
+    """Answer all turns of these dialogues, later ones after earlier ones."""
+    requests: Queue[ServeRequest | Prompt | None] = Queue()
+    for number, dialogue in enumerate(dialogues):
+        requests.put(dialogue.request(number, decoder, settings))
+    left = len(dialogues)
+    for answer in decoder.serve(
+        requests,
+        max_rows=settings.batch_size,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        seed=seeds,
-    )
-    for emitted in passes:
-        for number, tokens in emitted.items():
-            answers[number] += tokens
-        ended = sum(tokens[-1] in decoder.end_ids for tokens in emitted.values())
-        bar.update(sum(map(len, emitted.values())), ended)
-    bar.update(0, sum(answer[-1] not in decoder.end_ids for answer in answers))
-    return answers
+    ):
+        assert isinstance(answer.id, int)
+        dialogue = dialogues[answer.id]
+        if answer.error is not None:
+            raise UserError(f"{dialogue.conversation.where}: {answer.error}")
+        dialogue.take(answer.tokens, decoder)
+        bar.update(len(answer.tokens), 1)
+        following = dialogue.request(answer.id, decoder, settings)
+        left -= following is None
+        if following is not None or not left:  # None: no more requests come
+            requests.put(following)
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], finished: bool) -> str:

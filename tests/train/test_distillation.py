@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Queue
 
 import pytest
 from tiny import byte_tokenizer, tiny_llama, write_target
@@ -24,7 +25,9 @@ from typer.testing import CliRunner
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.scripts import distill as distill_verb
+from drafthead.train import distillation
 from drafthead.train.answer_tokens import vocabulary_of
 from drafthead.train.conversations import Conversation, Message, read_conversations
 from drafthead.train.distillation import DistillReport, distill, row_seed, user_turns
@@ -49,27 +52,37 @@ class FakeDecoder:
     def end_ids(self) -> set[int]:
         return {self.tokenizer.eos_token_id}
 
-    def steps(
+    def serve(
         self,
-        prompts: list[list[int]],
+        requests: Queue[ServeRequest | None],
         *,
+        max_rows: int,
         max_new_tokens: int,
         temperature: float,
         top_p: float,
-        seed: list[int],
-    ) -> Iterator[dict[int, list[int]]]:
-        self.batches.append(self.tokenizer.batch_decode(prompts))
-        time.sleep(self.delay)
-        answers = {}
-        for number, (prompt, row) in enumerate(zip(prompts, seed, strict=True)):
-            word = hashlib.md5(f"{prompt} {row}".encode()).hexdigest()[: self.answer_tokens]
-            ids = [*self.tokenizer(word)["input_ids"], self.tokenizer.eos_token_id]
-            room = max_new_tokens
-            if self.max_length is not None:
-                room = min(room, self.max_length - len(prompt))
-            answers[number] = ids[:room]
-        yield {number: ids[:1] for number, ids in answers.items()}
-        yield {number: ids[1:] for number, ids in answers.items() if ids[1:]}
+    ) -> Iterator[Answer]:
+        while (batch := self.waiting(requests, max_rows)) != [None]:
+            self.batches.append([self.tokenizer.decode(request.prompt) for request in batch])
+            time.sleep(self.delay)
+            yield from (self.answer(request, batch, max_new_tokens) for request in batch)
+
+    def waiting(self, requests: Queue, count: int) -> list[ServeRequest | None]:
+        """What is in the queue, up to a number; it waits for one. None comes alone."""
+        return [requests.get(timeout=10)] + [
+            requests.get_nowait() for _ in range(min(count - 1, requests.qsize()))
+        ]
+
+    def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
+        word = hashlib.md5(f"{request.prompt} {request.seed}".encode()).hexdigest()
+        ids = self.tokenizer(word[: self.answer_tokens])["input_ids"]
+        if self.max_length is not None:
+            limit = min(limit, self.max_length - len(request.prompt))
+        return Answer(request.id, [*ids, self.tokenizer.eos_token_id][:limit])
+
+
+@pytest.fixture(autouse=True)
+def one_batch_in_a_window(monkeypatch) -> None:
+    monkeypatch.setattr(distillation, "WINDOW", 1)
 
 
 def distilled(
@@ -157,8 +170,8 @@ def test_an_answer_cut_at_the_limit_is_marked_and_teaches_no_end(output: Path) -
 
 def test_an_answer_cut_within_a_character_ends_before_it(output: Path) -> None:
     class HalfCharacter(FakeDecoder):
-        def steps(self, prompts: list[list[int]], **options: object) -> list[dict]:
-            return [{0: self.tokenizer("four 日")["input_ids"][:-1]}]
+        def answer(self, request: ServeRequest, *_: object) -> Answer:
+            return Answer(request.id, self.tokenizer("four 日")["input_ids"][:-1])
 
     distilled(HalfCharacter(), asked(1), output)
     assert rows_by_id(output)["row-0"]["messages"][-1]["content"] == "four "
@@ -189,9 +202,9 @@ def test_rows_are_on_disk_before_the_next_batch_begins(output: Path) -> None:
     lines_seen = []
 
     class Watching(FakeDecoder):
-        def steps(self, prompts: list[list[int]], **options: object) -> Iterator[dict]:
+        def serve(self, requests: Queue, **options: object) -> Iterator[Answer]:
             lines_seen.append(output.read_bytes().count(b"\n") if output.exists() else 0)
-            return super().steps(prompts, **options)
+            return super().serve(requests, **options)
 
     distilled(Watching(), asked(6), output, replace(SETTINGS, batch_size=2))
     assert lines_seen == [0, 2, 4]
@@ -242,9 +255,9 @@ def test_other_weights_under_the_same_name_are_refused(output: Path) -> None:
 class RoundedByBatch(FakeDecoder):
     """Answers change with the other prompts of the batch, as a bfloat16 target's do."""
 
-    def steps(self, prompts: list[list[int]], **options: object) -> Iterator[dict]:
-        seeds = [hash(str(prompts)) + seed for seed in options["seed"]]
-        return super().steps(prompts, **{**options, "seed": seeds})
+    def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
+        seed = hash(str([other.prompt for other in batch])) + request.seed
+        return super().answer(replace(request, seed=seed), batch, limit)
 
 
 @pytest.mark.parametrize("rows_left", range(8))
