@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny import SPECIALS, byte_tokenizer, write_target
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
+from drafthead.infer.serving.serve_request import Answer, Ticket
 from drafthead.train.answer_tokens import AnswerTokens, vocabulary_of
 from drafthead.train.conversations import Conversation, read_conversations
 from drafthead.train.distillation import distill
@@ -35,43 +37,43 @@ def distilled(decoder: Decoder, folder: Path, rows: int = 40, turns: int = 1) ->
     return folder / "answers.jsonl"
 
 
-def generated(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list, list]]:
-    """Records prompts and answers of all decoding from now on."""
-    calls: list[tuple[list, list]] = []
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers of all that is served from now on."""
+    calls: list[tuple[list[int], list[int]]] = []
+    answer = Ticket.answer
 
-    def watched(prompts: list[list[int]], **options: object) -> list[dict[int, list[int]]]:
-        result = decoder.generate(prompts, **options)
-        calls.extend(zip(prompts, result.sequences, strict=True))
-        return [dict(enumerate(result.sequences))]
+    def watched(self: Ticket, *arguments: Any) -> Answer:
+        found = answer(self, *arguments)
+        calls.append((self.request.prompts[0], found.tokens))
+        return found
 
-    monkeypatch.setattr(decoder, "steps", watched)
+    monkeypatch.setattr(Ticket, "answer", watched)
     return calls
 
 
 def test_training_reads_the_tokens_that_were_generated(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, tmp_path: Path, generated: list
 ) -> None:
-    calls = generated(decoder, monkeypatch)
     file = distilled(decoder, tmp_path)
     data = load_packed(str(file), decoder.tokenizer, DataConfig("", max_length=64), seed=0)
     learnt = {
         (tuple(s.input_ids.tolist()), tuple(s.input_ids[s.supervised].tolist()))
         for s in data.sequences
     }
-    assert learnt == {((*prompt, *answer), tuple(answer)) for prompt, answer in calls}
+    assert learnt == {((*prompt, *answer), tuple(answer)) for prompt, answer in generated}
     specials = range(len(SPECIALS))
-    assert any(set(answer[:-1]) & set(specials) for _, answer in calls), "none inside an answer"
+    assert any(set(answer[:-1]) & set(specials) for _, answer in generated), "none inside an answer"
 
 
 def test_every_turn_is_learnt_as_it_was_generated(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, tmp_path: Path, generated: list
 ) -> None:
-    calls = generated(decoder, monkeypatch)
     conversations = read_conversations(distilled(decoder, tmp_path, rows=12, turns=2))
     sequences = [s for c in conversations for s in supervised_sequences(decoder.tokenizer, c)]
     answers = [[i for i, m in zip(s.input_ids, s.mask, strict=True) if m] for s in sequences]
     # The second prompt shows the first answer as text, and these texts give other tokens.
-    assert sorted(answers) == sorted(answer for _, answer in calls)
+    assert sorted(answers) == sorted(answer for _, answer in generated)
 
 
 def test_special_tokens_inside_an_answer_are_shown_in_its_text(
