@@ -24,7 +24,7 @@ demo: $(READY)  ## Distil, train a head, compare: about ten minutes on 2 cores.
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo/demo.sh $(RUN)
 
 test: $(READY)  ## Run the tests, file by file on up to four cores.
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --durations 15
 
 check: lint types test  ## Lint, types and tests.
 

@@ -43,6 +43,11 @@ class Ticket:
     id: Hashable
     request: Request
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompts[0])
+
     def answer(self, row: Row, tokenizer: PreTrainedTokenizerBase | None) -> Answer:
         """The answer that the request's row holds once it has ended."""
         tokens, error = row.tokens, None

@@ -11,6 +11,7 @@ from drafthead.infer.engine.method import Method
 from drafthead.infer.serving.serve_request import Answer, Ticket, merged
 from drafthead.infer.serving.waiting import WaitingRequests
 
+MOST_PADDING = 0.25
 GROUPS = 16  # newcomers are let in together, in groups of this part of the rows
 MethodFor = Callable[[BatchRun], Method]  # how requests like those of a batch are decoded
 
@@ -90,7 +91,7 @@ def serve(
         # A pass over few prompts costs more for each of them than one over many.
         found = waiting.take(free if free >= max_rows // GROUPS else 0, wait=rows is None)
         yield from (each for each in found if isinstance(each, Answer))
-        if tickets := [each for each in found if isinstance(each, Ticket)]:
+        for tickets in alike([each for each in found if isinstance(each, Ticket)]):
             run = BatchRun(merged(tickets), device, max_rows)
             method = method or method_for(run)
             newcomers = ServedRows(method, run, tickets)
@@ -100,6 +101,24 @@ def serve(
             rows.step()
             yield from rows.ended(tokenizer)
             rows = rows if rows.count else None
+
+
+def alike(tickets: Sequence[Ticket]) -> list[list[Ticket]]:
+    """Tickets in groups of similar prompts, the longest first, each of which one pass reads.
+
+    Padding is at most `MOST_PADDING` of what the others are: prompts of 90, 80, 40 and 35 tokens
+    are read in two passes.
+    """
+    groups: list[list[Ticket]] = []
+    read = padded = 0  # tokens of the last group, without and with padding
+    for ticket in sorted(tickets, key=lambda ticket: ticket.prompt_length, reverse=True):
+        longest = groups[-1][0].prompt_length if groups else 0
+        read, padded = read + ticket.prompt_length, padded + longest
+        if not groups or padded > (1 + MOST_PADDING) * read:
+            groups.append([])
+            read = padded = ticket.prompt_length
+        groups[-1].append(ticket)
+    return groups
 
 
 def together(rows: ServedRows | None, newcomers: ServedRows) -> ServedRows | None:

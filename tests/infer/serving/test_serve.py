@@ -16,8 +16,9 @@ from drafthead.heads.cache import BLOCK, ColumnCache
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
-from drafthead.infer.serving.server import seats
+from drafthead.infer.request.decode_options import read_options
+from drafthead.infer.serving.serve_request import Answer, ServeRequest, Ticket
+from drafthead.infer.serving.server import MOST_PADDING, alike, seats
 
 # Those that differ in what they know of a row.
 SERVED = ["none", "prompt-lookup", "draft-model", "medusa:tree", "hydra:own", "eagle3:own",
@@ -250,3 +251,25 @@ def test_a_server_that_is_closed_frees_everything(target, make_drafter, name, mo
 )
 def test_newcomers_take_the_places_of_rows_that_have_ended(old, new, order) -> None:
     assert seats(old, new) == order
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([], []),
+        ([35, 90, 40, 80], [[90, 80], [40, 35]]),
+        ([7] * 5, [[7] * 5]),
+        ([100, 1, 1, 1], [[100], [1, 1, 1]]),
+    ],
+)
+def test_a_pass_reads_prompts_of_similar_lengths(target, lengths, groups) -> None:
+    decoder = Decoder(target)
+    settings = read_options({})
+    tickets = [
+        Ticket(number, decoder._request([9] * length, settings, single=True))
+        for number, length in enumerate(lengths)
+    ]
+    found = [[ticket.prompt_length for ticket in group] for group in alike(tickets)]
+    assert found == groups
+    for group in found:
+        assert len(group) * max(group) <= (1 + MOST_PADDING) * sum(group)
