@@ -247,14 +247,15 @@ class ColumnCache:
         come = [(row - count, place) for place, row in enumerate(order) if row >= count]
         moved = len(order) != count or any(row != place for row, place in stay)
         if moved or self.keys[0].shape[2] >= 2 * self._capacity(grown(self.longest)):
-            self._move_rows(stay, len(order))
+            self._move_rows(torch.tensor(stay, device=rows.device), len(order))
         self._ensure(self.longest)
+        moves = torch.tensor(come, device=rows.device)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for store, states in zip(mine, theirs, strict=True):
-                put_rows(store, states, come, other.longest)
+                put_rows(store, states, moves, other.longest)
 
-    def _move_rows(self, moves: Sequence[tuple[int, int]], count: int) -> None:
-        """Go on with `count` rows, some of which are the old ones; see `put_rows`."""
+    def _move_rows(self, moves: torch.Tensor, count: int) -> None:
+        """Go on with `count` rows, of which some are old ones by `moves` [R, 2]; see `put_rows`."""
         stores = self._new_stores(count, self._capacity(grown(self.longest)))
         layers = len(self.keys)
         for part, first in ((self.keys, 0), (self.values, layers)):
@@ -308,11 +309,11 @@ def enlarged(states: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
 def put_rows(
     store: torch.Tensor,  # [B', H, capacity, D]
     states: torch.Tensor,  # [B, H, C, D]
-    moves: Sequence[tuple[int, int]],  # from which row, to which
+    moves: torch.Tensor,  # [R, 2] from which row, to which
     used: int,  # no row has more columns
 ) -> torch.Tensor:
     """`store` with copies of rows of the states."""
-    rows, places = torch.tensor(moves, device=states.device, dtype=torch.long).view(-1, 2).T
+    rows, places = moves.T
     columns = min(used, states.shape[2], store.shape[2])
     store[places, :, :columns] = states[rows, :, :columns]
     return store

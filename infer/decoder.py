@@ -264,8 +264,9 @@ class Decoder:
         """Answer requests that come and go, up to `max_rows` of them in one batch.
 
         `requests` is an iterable, maybe endless, of prompts or `ServeRequest`s, or a `queue.Queue`
-        of them, which None ends. The next one is taken as soon as a row is free, and answers come
-        in the order in which they end. Each is that of `generate` for its prompt and seed alone; by
+        of them, which None ends. The next ones are taken as soon as a row is free; with 32 rows or
+        more as soon as a sixteenth of them is, since few prompts are dear to read. Answers come in
+        the order in which they end. Each is that of `generate` for its prompt and seed alone; by
         default seeds count upwards from `seed`. A request that cannot be honoured gets an answer
         with an `error`, and does not disturb the others.
 

@@ -77,6 +77,7 @@ def twins(arguments: Sequence[Any]) -> list[str]:
     same = []
 
     def visit(value: Any, path: str) -> None:
+        """Note the tensors in a value that is found at `path`."""
         if isinstance(value, torch.Tensor):
             first = found.setdefault(id(value), path)
             if first != path:

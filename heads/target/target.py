@@ -253,7 +253,7 @@ class Target:
         """
         with Taps(self, features) as taps:
             logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
-        return TargetOutput(logits, taps.features())
+        return TargetOutput(logits[:, -logits_to_keep:], taps.features())
 
     @torch.no_grad()
     def read(
@@ -267,7 +267,7 @@ class Target:
         """The features of the same pass; logits are not computed where the model can skip them."""
         nowhere = torch.empty(0, dtype=torch.long, device=input_ids.device)
         with Taps(self, features) as taps:
-            self._logits(input_ids, position_ids, attention_mask, cache, nowhere)
+            self.forward(input_ids, position_ids, attention_mask, cache, nowhere)
         return taps.features()
 
     def forward(
@@ -276,21 +276,11 @@ class Target:
         position_ids: torch.Tensor,  # [B, T]
         attention_mask: torch.Tensor | None,  # [B, 1, T, S]
         cache: Cache | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,  # their number, or their places [n]
     ) -> torch.Tensor:
-        """The forward pass of `run` without features: logits [B, T or logits_to_keep, V]."""
-        logits = self._logits(input_ids, position_ids, attention_mask, cache, logits_to_keep)
-        return logits[:, -logits_to_keep:]
-
-    def _logits(
-        self,
-        input_ids: torch.Tensor,  # [B, T]
-        position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
-        cache: Cache | None,
-        logits_to_keep: int | torch.Tensor,  # their number, or their places [n]
-    ) -> torch.Tensor:
-        """The model's logits: at least those to keep."""
+        """The forward pass of `run` without features: logits [B, T, V], or those to keep alone
+        where the model can skip the others.
+        """
         options = {"logits_to_keep": logits_to_keep} if self.skips_logits else {}
         masks, alibi = self._layer_masks(attention_mask)
         with alibi:

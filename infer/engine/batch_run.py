@@ -105,17 +105,15 @@ class Batch:
             row.finish_reason = row.finish_reason or reason
         self.running = []
 
-    def drop_idle(
-        self, share: float = IDLE_SHARE, count: Callable[[int], int] = int
-    ) -> list[int] | None:
-        """Shrink the running batch to its active rows, once this share of the rows is idle.
+    def drop_idle(self, count: Callable[[int], int] = int) -> list[int] | None:
+        """Shrink the running batch to its active rows, once `IDLE_SHARE` of the rows is idle.
 
         `count` is how many rows stay of so many active ones: where it is more, idle ones stay too.
         Returns the places that stay, in the batch as it was; None when all of them do.
         """
         active = [row.active for row in self.running_rows()]
         idle = active.count(False)
-        if not idle or (any(active) and idle < share * len(active)):
+        if not idle or (any(active) and idle < IDLE_SHARE * len(active)):
             return None
         spare = count(len(active) - idle) - (len(active) - idle) if any(active) else 0
         if spare >= idle:
@@ -198,11 +196,9 @@ class BatchRun:
                 raise UserError(no_token_in(f"prompt {number}", self.batch.rows[number].tokens))
         return emitted
 
-    def drop_idle(
-        self, share: float = IDLE_SHARE, count: Callable[[int], int] = int
-    ) -> list[int] | None:
+    def drop_idle(self, count: Callable[[int], int] = int) -> list[int] | None:
         """`Batch.drop_idle`, for the random numbers as well."""
-        places = self.batch.drop_idle(share, count)
+        places = self.batch.drop_idle(count)
         if places and self.random is not None:
             self.random.keep_rows(places)
         return places

@@ -2,10 +2,10 @@
 
 import torch
 
-from drafthead.heads.cache import READ_CHUNK, additive
+from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import StepCache, TreeCache
+from drafthead.heads.target.tree_cache import TreeCache
 
 
 def prefill(
@@ -56,20 +56,16 @@ def read_chunk(
     Padding lies to the right, where a causal mask never looks, so all rows count as equally long.
     """
     rows, longest = ids.shape
-    numbers = torch.arange(end, device=ids.device)
-    part, positions = ids[:, start:end], numbers[start:].expand(rows, -1)
-    if start == 0:  # the model builds its own mask
-        found = target.read(part, positions, None, features, cache)
-        read = torch.full((rows,), end, device=ids.device)
+    positions = torch.arange(start, end, device=ids.device)
+    part, read = ids[:, start:end], torch.full((rows,), end, device=ids.device)
+    mask = None  # the model builds its own
+    if start > 0:
+        mask = cache.additive_mask((positions[:, None] >= positions)[None], target.dtype)
+    found = target.read(part, positions.expand(rows, -1), mask, features, cache)
+    if start > 0:
+        cache.commit(None, read, end)
+    else:
         cache.commit_prompt(read, end, longest - end + room)
-        return found
-    _, columns = cache.make_room(end - start)
-    causal = numbers[start:, None] >= numbers  # [T, S]
-    mask = additive(causal, target.dtype).expand(rows, 1, -1, -1)
-    # Not the cache itself: a target would take this for a step, and compile it.
-    step = StepCache(cache.keys, cache.values, columns, end)
-    found = target.read(part, positions, mask, features, step)
-    cache.commit(None, torch.full((rows,), end, device=ids.device), end)
     return found
 
 

@@ -21,7 +21,7 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.infer.engine.batch_run import IDLE_SHARE, BatchRun, Emitted
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
 from drafthead.infer.engine.prefill import prefill
 from drafthead.infer.verifiers import Acceptance, Verifier
@@ -184,13 +184,12 @@ class Stepper(ABC):
         self.cache.commit(path, outcome.committed_lengths, max(self.lengths))
         self.roots = outcome.acceptance.bonus
 
-    def keep_active(self, session: DraftSession, idle_share: float = IDLE_SHARE) -> None:
-        """Take rows that have ended out of the running batch, once this share of it is idle.
+    def keep_active(self, session: DraftSession) -> None:
+        """Take rows that have ended out of the running batch, once many are idle.
 
-        Where passes are recorded a power of two stays, unless the share is 0.
+        Where passes are recorded a power of two stays.
         """
-        few_sizes = self.target.memory is not None and idle_share > 0
-        places = self.run.drop_idle(idle_share, power_of_two if few_sizes else int)
+        places = self.run.drop_idle(int if self.target.memory is None else power_of_two)
         if not places:
             return
         self.lengths = [self.lengths[place] for place in places]

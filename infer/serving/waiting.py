@@ -17,7 +17,7 @@ Reader: TypeAlias = Callable[[ServeRequest, int], Request]
 class WaitingRequests:
     """The requests that have not been admitted yet, of an iterable or of a queue.
 
-    An iterable is asked for the next request whenever a row is free. A queue is waited for only
+    An iterable is asked for the next request whenever rows are free. A queue is waited for only
     while no row runs; None in it means that no more requests come.
     """
 

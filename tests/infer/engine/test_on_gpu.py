@@ -79,8 +79,7 @@ def test_steps_wait_for_the_gpu_once(gpu_target: Target, strict_waiting: None) -
     for _ in range(20):  # the prompt, compiling and recording
         next(steps)
     torch.cuda.set_sync_debug_mode("error")
-    for _ in range(20):
-        next(steps)
+    assert [len(next(steps)) for _ in range(20)] == [3] * 20, "every row, without another wait"
 
 
 def test_a_second_answer_makes_no_recording(gpu_target: Target, monkeypatch) -> None:
