@@ -16,7 +16,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.serving.serve_request import ServeRequest
@@ -167,7 +166,7 @@ def distill(
             f"all {len(too_long)} prompts are longer than the context of {decoder.max_length} "
             f"tokens of {file.settings.target}: use shorter prompts or another target"
         )
-    _log_budget(jobs, len(conversations), decoder.target, file.settings)
+    _log_budget(jobs, len(conversations), file.settings)
     common = {WEIGHTS_COLUMN: weights, VOCABULARY_COLUMN: vocabulary_of(_tokenizer(decoder))}
     cut, shortened = 0, []
     with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
@@ -215,32 +214,19 @@ def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Jo
     return jobs, too_long
 
 
-def _log_budget(jobs: list[_Job], rows: int, target: Target, settings: DistillSettings) -> None:
+def _log_budget(jobs: list[_Job], rows: int, settings: DistillSettings) -> None:
     answers = sum(len(job.turns) for job in jobs)
     longest = max((job.prompt_length for job in jobs), default=0)
-    most = min(settings.batch_size, len(jobs))
-    # Prompts of later turns hold earlier answers.
-    turns = max((len(job.turns) for job in jobs), default=0)
-    positions = most * (longest + turns * settings.max_new_tokens)
     logger.info(
         "%d of %d conversations to answer: %d answers, at most %s new tokens; longest prompt %d; "
-        "%d at a time, whose keys and values take up to %.2f GiB",
+        "at most %d at a time",
         len(jobs),
         rows,
         answers,
         f"{answers * settings.max_new_tokens:,}",
         longest,
-        most,
-        positions * cached_bytes(target) / 2**30,
+        settings.batch_size,
     )
-
-
-def cached_bytes(target: Target) -> int:
-    """Bytes of the keys and values of one position, for the attention of Llama's kind."""
-    config = target.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
-    return int(2 * target.num_layers * heads * size * target.dtype.itemsize)
 
 
 def _answer_all(

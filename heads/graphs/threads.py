@@ -5,9 +5,8 @@ OpenMP waits by counting, for milliseconds. On a busy machine one of them is alw
 others use up their own time with waiting, and a pass takes ten times as long as its share of the
 machine would explain. A single thread waits for nobody.
 
-The sign is the time for which our threads could have run and had no processor. On two processors
-they wait, added up, for 1 to 5 % of the time when the machine is quiet, and for 70 % beside one
-busy program.
+The sign is the time for which our threads could have run and had no processor: next to none where
+the machine is quiet, whatever interrupts them for a moment, and most of it beside busy programs.
 """
 
 import ctypes
