@@ -3,6 +3,7 @@
 Packing changes no feature: attention stays inside a segment, where positions start from 0.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.packing import TokenBatch
+from drafthead.train.kept_features import KeptFeatures, of_row, padded
+from drafthead.train.packing import PackedData, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,29 @@ def read_features(
             spec,
         )
     return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+
+
+@dataclass(frozen=True)
+class FeatureReader:
+    """The batches of one data set, with the features of a target."""
+
+    target: Target
+    data: PackedData
+    spec: FeatureSpec
+    mixed_precision: str
+    kept: KeptFeatures | None = None  # where features are looked up before the target runs
+
+    def batch(self, rows: Sequence[int]) -> HeadBatch:
+        """The given rows [B, T] of the data set."""
+        tokens = self.data.batch(rows)
+        if self.kept is None:
+            return read_features(self.target, tokens, self.spec, self.mixed_precision)
+        found = [features for row in rows if (features := self.kept.read(row)) is not None]
+        if len(found) == len(rows):
+            device = self.target.device
+            tokens, features = tokens.to(device), padded(found).map(lambda x: x.to(device))
+            return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+        batch = read_features(self.target, tokens, self.spec, self.mixed_precision)
+        for place, row in enumerate(rows):
+            self.kept.write(row, of_row(batch.features, place, self.data.row_length(row)))
+        return batch

@@ -28,6 +28,7 @@ class DataConfig:
     prompt_column: str | None = None
     max_length: int = 512  # tokens in a row
     max_validation: int = 500  # conversations
+    feature_folder: str | None = None  # where the target's features are kept after the first epoch
 
     def __post_init__(self) -> None:
         if self.max_length < 2 or self.max_validation < 1:
@@ -81,6 +82,10 @@ class PackedData:
     def supervised_tokens(self) -> int:
         """Number of supervised tokens."""
         return self.supervised_in(range(len(self.rows)))
+
+    def row_length(self, row: int) -> int:
+        """Number of tokens in a row."""
+        return sum(len(self.sequences[i].input_ids) for i in self.rows[row])
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """How often each token is supervised, [V]."""

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.target.target import Target
-from drafthead.train.features import computing_in, read_features
+from drafthead.train.features import FeatureReader, computing_in
+from drafthead.train.kept_features import KeptFeatures
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
@@ -40,6 +41,7 @@ class TrainingTask:
     head: DraftHead
     train: PackedData
     validation: PackedData | None
+    kept_features: KeptFeatures | None = None  # of `train`
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class StepRecord:
     supervised_tokens: int  # since the start of the run
     seconds: float  # likewise
     supervised_tokens_per_s: float
-    target_share: float  # of the step's time, spent in the target
+    target_share: float  # of the step's time, spent on the target's features
     backward_share: float  # of the step's time, spent in the head's backward pass
 
 
@@ -106,6 +108,13 @@ class StepRunner:
         self.model, *self.optimizers = accelerator.prepare(
             LossModule(task.head, task.target, config.mixed_precision), *optimizers
         )
+        self.reader = FeatureReader(
+            task.target,
+            task.train,
+            task.head.features_needed,
+            config.mixed_precision,
+            task.kept_features,
+        )
         self.on_policy = False  # in the second stage
         self.rates: list[float] = []  # of the last step
         self.grad_norm: float | None = None
@@ -139,10 +148,8 @@ class StepRunner:
         """One micro-batch of this process; the last one of a step updates the head."""
         accelerator, size = self.accelerator, self.config.micro_batch_rows
         index = micro * accelerator.num_processes + accelerator.process_index
-        tokens = self.task.train.batch(rows[index * size : (index + 1) * size])
         began = self._now()
-        spec = self.task.head.features_needed
-        batch = read_features(self.task.target, tokens, spec, self.config.mixed_precision)
+        batch = self.reader.batch(rows[index * size : (index + 1) * size])
         target_seconds = self._now() - began
         weight = 1.0
         if self.on_policy:

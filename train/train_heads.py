@@ -18,13 +18,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data_checks import check_held_out, check_writers
 from drafthead.train.engines import build_accelerator
 from drafthead.train.features import load_target
 from drafthead.train.full_disk import full_disk_named
+from drafthead.train.kept_features import FeatureSource, KeptFeatures
 from drafthead.train.loop import Trainer
-from drafthead.train.packing import load_packed
+from drafthead.train.packing import PackedData, load_packed
 from drafthead.train.run_config import RunConfig, load_run_config
 from drafthead.train.run_folder import RunFolder
 from drafthead.train.step import TrainingTask
@@ -64,8 +66,27 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     if data.validation is not None:
         held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)
         check_held_out(rows, held_out, data.validation)
-    task = TrainingTask(target, config.target.name, head, rows, held_out)
+    kept = kept_features(config, target, rows, head.features_needed)
+    task = TrainingTask(target, config.target.name, head, rows, held_out, kept)
     return Trainer(accelerator, task, config.train, config.optimizer, folder)
+
+
+def kept_features(
+    config: RunConfig, target: Target, rows: PackedData, spec: FeatureSpec
+) -> KeptFeatures | None:
+    """The folder that the configuration names for the features of `rows`, if it names one.
+
+    Raises UserError when it cannot hold them.
+    """
+    if config.data.feature_folder is None:
+        return None
+    dtype, precision = str(target.dtype), config.train.mixed_precision
+    source = FeatureSource(weights_fingerprint(target), rows.fingerprint(), dtype, precision)
+    kept = KeptFeatures(Path(config.data.feature_folder), source, spec)
+    tokens = sum(map(rows.row_length, range(len(rows.rows))))
+    token_bytes = len(kept.names) * target.hidden_size * target.dtype.itemsize
+    kept.check_space(len(rows.rows), tokens * token_bytes // len(rows.rows))
+    return kept
 
 
 def new_head(family: str, config: Any, target: Target, token_counts: torch.Tensor) -> DraftHead:

@@ -186,7 +186,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         assert batch.features.last is not None
         judged = in_chunks(
             partial(self._judge, target),
-            self.config.vocab_size,
+            self.num_guesses,
             hidden[valid],
             codes[valid],
             batch.features.last[rows[:, None].expand_as(valid)[valid], teachers[valid]],
@@ -224,9 +224,9 @@ class ParallelHead(DraftVocabulary, DraftHead):
             logits = logits + self.correction.output(codes)
         rule = TOKEN_LOSSES[self.config.loss]
         reads_target = rule.reads_target or self.confidence is not None
-        target_logits = target.project(teacher) if reads_target else None
-        labels, target_logits, taught, known = self.lesson(labels, target_logits)
-        losses = rule.function(logits, target_logits, labels).where(taught, 0)
+        target_logits = target.project(teacher, self.draft_ids) if reads_target else None
+        guesses, known = self.guesses_of(labels)
+        losses = rule.function(logits, target_logits, guesses).where(known, 0)
         confidence_losses = torch.zeros_like(losses)
         if self.confidence is not None and target_logits is not None:
             accepted = overlap(logits.detach(), target_logits)
@@ -234,8 +234,8 @@ class ParallelHead(DraftVocabulary, DraftHead):
             confidence_losses = binary_cross_entropy_with_logits(
                 confidence, accepted, reduction="none"
             )
-        chances = torch.exp(-hard_cross_entropy(logits.detach(), labels)).where(known, 0)
-        ranks = ranks_of(logits, labels, MAX_RANK).where(known, MAX_RANK)
+        chances = torch.exp(-hard_cross_entropy(logits.detach(), guesses)).where(known, 0)
+        ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
         return losses, confidence_losses, chances, ranks
 
     def block_states(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:

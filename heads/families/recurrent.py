@@ -144,7 +144,7 @@ class RecurrentHead(DraftVocabulary, DraftHead):
             teacher = final[rows, (places + step + 1).clamp_max(final.shape[1] - 1)]
             losses, token_losses, step_ranks = in_chunks(
                 partial(self._judge, target),
-                self.config.vocab_size,
+                self.num_guesses,
                 outputs[valid],
                 teacher[valid],
                 labels[valid],
@@ -165,11 +165,10 @@ class RecurrentHead(DraftVocabulary, DraftHead):
         """The training losses [A], the token losses [A], and the ranks [A] of the true tokens."""
         logits = self.logits(outputs, target)
         rule = TOKEN_LOSSES[self.config.loss]
-        target_logits = target.project(teacher) if rule.reads_target else None
-        lesson = self.lesson(labels, target_logits)
-        token_losses = rule.function(logits, lesson.target_logits, lesson.labels)
-        token_losses = token_losses.where(lesson.taught, 0)
-        ranks = ranks_of(logits, lesson.labels, MAX_RANK).where(lesson.known, MAX_RANK)
+        target_logits = target.project(teacher, self.draft_ids) if rule.reads_target else None
+        guesses, known = self.guesses_of(labels)
+        token_losses = rule.function(logits, target_logits, guesses).where(known, 0)
+        ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
         return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
 
 

@@ -60,9 +60,9 @@ class StandIn(Target):
         """Weight [V, D] of the output head."""
         return self.output
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of hidden [..., D]."""
-        return hidden @ self.output.T
+    def project(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., V] of hidden [..., D], or [..., n] of `tokens` [n] alone."""
+        return hidden @ (self.output if tokens is None else self.output[tokens]).T
 
 
 def writable(name: str, family: str) -> WritableFormat:

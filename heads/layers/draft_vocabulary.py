@@ -2,9 +2,12 @@
 
 The output head is most of a small head's cost, and most tokens of a vocabulary are rare
 (FR-Spec, Zhao et al., 2025, arXiv 2502.14856; EAGLE-3's `d2t` and `t2d`).
-"""
 
-from typing import NamedTuple
+A position whose true token cannot be guessed teaches nothing; elsewhere the target's distribution
+is that of the guesses alone. Answers drawn from the target leave a position out as often as the
+target's own probability of the other tokens says. (EAGLE-3's authors leave it out when the target's
+most probable token cannot be guessed, which is the same for greedy answers, and needs all logits.)
+"""
 
 import torch
 from torch import nn
@@ -22,15 +25,6 @@ def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, 
     return used - torch.arange(size, device=used.device), known
 
 
-class Lesson(NamedTuple):
-    """Labels and target logits of A positions on a draft vocabulary."""
-
-    labels: torch.Tensor  # [A] the guesses to learn, as places among the head's logits
-    target_logits: torch.Tensor | None  # [A, Vd]
-    taught: torch.Tensor  # [A] bool: false where nothing is to be learnt
-    known: torch.Tensor  # [A] bool: whether the true token can be guessed
-
-
 class DraftVocabulary(nn.Module):
     """A mixin for heads that may guess among the most frequent tokens only.
 
@@ -43,6 +37,7 @@ class DraftVocabulary(nn.Module):
 
     def add_draft_vocabulary(self, vocab_size: int, draft_vocab_size: int) -> None:
         """Tables for `draft_vocab_size` of all tokens, which `prepare` chooses; none for 0."""
+        self._vocab_size = vocab_size
         d2t = t2d = None
         if draft_vocab_size > 0:
             d2t, t2d = most_frequent(torch.zeros(vocab_size), draft_vocab_size)
@@ -67,34 +62,27 @@ class DraftVocabulary(nn.Module):
         """The token ids [...] of guesses [...], which are places among the head's logits."""
         return guesses if self.d2t is None else guesses + self.d2t[guesses]
 
-    def lesson(self, labels: torch.Tensor, target_logits: torch.Tensor | None) -> Lesson:
-        """What labels [A] and the target's logits [A, V] teach the head; see `translated`."""
-        if self.draft_ids is None or self.t2d is None:
-            everywhere = torch.ones_like(labels, dtype=torch.bool)
-            return Lesson(labels, target_logits, taught=everywhere, known=everywhere)
-        return translated(self.draft_ids, len(self.t2d), labels, target_logits)
+    @property
+    def num_guesses(self) -> int:
+        """Number of tokens that the head can guess."""
+        return self._vocab_size if self.d2t is None else len(self.d2t)
+
+    def guesses_of(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The guesses [A] that stand for tokens [A], and which of them [A] can be guessed."""
+        if self.draft_ids is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        return translated(self.draft_ids, self._vocab_size, tokens)
 
 
 def translated(
-    draft_ids: torch.Tensor,  # [Vd]
-    vocab_size: int,
-    labels: torch.Tensor,  # [A]
-    target_logits: torch.Tensor | None,  # [A, V]
-) -> Lesson:
-    """True tokens and the target's logits on a draft vocabulary.
+    draft_ids: torch.Tensor, vocab_size: int, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of tokens [A] among `draft_ids` [Vd], and which tokens have one, [A].
 
-    The target's distribution is renormalised by dropping its other logits. A position teaches
-    nothing when the token to learn lies outside the draft vocabulary, as EAGLE-3's authors do it:
-    the true token or, with target logits, the target's most probable one. The latter also replaces
-    a true token that cannot be guessed. For tokens 0 to 3 and draft tokens 1 3, the labels 3 0
-    without target logits give the labels 1 0, taught and known (true, false).
+    A token without a place gets place 0. Of the draft tokens 1 3, the tokens 3 0 1 are the guesses
+    1 0 0, known (true, false, true).
     """
-    guess_of = labels.new_full((vocab_size,), -1)
-    guess_of[draft_ids] = torch.arange(len(draft_ids), device=labels.device)
-    guesses = guess_of[labels]
-    known = taught = guesses >= 0
-    if target_logits is not None:
-        best = guess_of[target_logits.argmax(-1)]
-        taught, guesses = best >= 0, guesses.where(known, best)
-        target_logits = target_logits[:, draft_ids]
-    return Lesson(guesses.clamp_min(0), target_logits, taught, known)
+    place_of = tokens.new_full((vocab_size,), -1)
+    place_of[draft_ids] = torch.arange(len(draft_ids), device=tokens.device)
+    places = place_of[tokens]
+    return places.clamp_min(0), places >= 0

@@ -174,7 +174,7 @@ def ranks_of(logits: torch.Tensor, labels: torch.Tensor, most: int) -> torch.Ten
 
 
 def in_chunks(
-    function: Callable[..., tuple[torch.Tensor, ...]], vocab_size: int, *rows: torch.Tensor
+    function: Callable[..., tuple[torch.Tensor, ...]], num_logits: int, *rows: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """function(*rows) for rows [A, ...] worked through in chunks of at most MAX_LOGITS logits.
 
@@ -182,7 +182,7 @@ def in_chunks(
     forward pass is repeated in the backward pass, so that only one chunk's logits and their
     gradient are in memory at once, instead of A x V of each.
     """
-    size = max(1, MAX_LOGITS // vocab_size)
+    size = max(1, MAX_LOGITS // num_logits)
     if rows[0].shape[0] <= size:
         return function(*rows)
     chunks = zip(*(tensor.split(size) for tensor in rows), strict=True)

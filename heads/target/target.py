@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
@@ -208,9 +209,8 @@ class Target:
 
     def output_weight(self) -> torch.Tensor:
         """Weight [V, D] of the output head."""
-        weight = getattr(self.output_head, "weight", None)
-        if type(self.output_head) is nn.Linear and type(weight) is nn.Parameter:
-            return weight
+        if (matrix := self._plain_output_head()) is not None:
+            return matrix.weight
         # Quantised, or with an adapter: the columns are the outputs for unit vectors.
         rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
         return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
@@ -223,9 +223,25 @@ class Target:
         """Input embeddings [..., D] of token ids [...]."""
         return self.model.get_input_embeddings()(token_ids)
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of final hidden states [..., D], as the model itself computes them."""
-        return self.finish_logits(self.output_head(hidden))
+    def project(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., V] of final hidden states [..., D], as the model itself computes them.
+
+        With `tokens` [n], the logits [..., n] of these tokens alone, and no others are computed
+        where the output head is a plain matrix.
+        """
+        if tokens is None:
+            return self.finish_logits(self.output_head(hidden))
+        matrix = self._plain_output_head()
+        if matrix is None:
+            return self.project(hidden)[..., tokens]
+        bias = None if matrix.bias is None else matrix.bias[tokens]
+        return self.finish_logits(linear(hidden, matrix.weight[tokens], bias))
+
+    def _plain_output_head(self) -> nn.Linear | None:
+        """The output head when it is a matrix of numbers: not quantised, without adapters."""
+        head = self.output_head
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
+        return head if plain else None  # type: ignore[return-value]  # mypy knows no `type is`
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The model's scaling and cap, applied to outputs [..., V] of its output head."""
