@@ -101,7 +101,8 @@ class KeptFeatures:
         tensors = self._other_layers(path)
         last = [] if features.last is None else [features.last]
         for name, hidden in zip(self.names, [*features.taps, *last], strict=True):
-            tensors[name] = hidden.contiguous().cpu()
+            # A copy, because two names may stand for one tensor, which a file cannot hold twice.
+            tensors[name] = hidden.cpu().clone(memory_format=torch.contiguous_format)
         temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
             save_file(tensors, temporary)

@@ -459,6 +459,17 @@ def test_the_on_policy_stage_is_entered_and_a_run_killed_in_it_continues_alike(c
     assert losses(folder) == pytest.approx(expected, abs=1e-6)
 
 
+def test_kept_features_change_no_loss(family: str, configure, tmp_path: Path):
+    """Over the first epoch, which writes them, and the later ones, which read them.
+
+    A row is rounded as in the batch in which it was read first.
+    """
+    online = losses(run(configure("online", family, epochs=3)))
+    kept = configure("kept", family, epochs=3)
+    settings = f"data.feature_folder={tmp_path / 'features'}"
+    assert losses(run(kept, settings)) == pytest.approx(online, rel=1e-4)
+
+
 def test_an_interrupted_run_saves_exits_with_130_and_continues(configure):
     config = configure("stopped", max_steps=200, save_every=1000)
     folder = config.parent / "stopped"

@@ -90,7 +90,7 @@ def judged_afresh(head, logits, wanted, label: int) -> tuple[float, int]:
         loss = -float(log_probs[label]) if label in guessable else 0.0
     else:
         probs = wanted[guessable].softmax(-1)
-        taught = int(wanted.argmax()) in guessable
+        taught = label in guessable
         loss = -float((probs * log_probs[guessable]).sum()) if taught else 0.0
     return loss, min(rank, MAX_RANK)
 
