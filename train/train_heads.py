@@ -29,6 +29,7 @@ from drafthead.train.loop import Trainer
 from drafthead.train.packing import PackedData, load_packed
 from drafthead.train.run_config import RunConfig, load_run_config
 from drafthead.train.run_folder import RunFolder
+from drafthead.train.starting_config import write_starting_config
 from drafthead.train.step import TrainingTask
 from drafthead.train.weights import weights_fingerprint
 
@@ -119,12 +120,20 @@ def main(
     config: Annotated[
         Path, typer.Option(help="Configuration file, such as configs/demo_medusa.yaml.")
     ],
+    init: Annotated[
+        str | None,
+        typer.Option(metavar="FAMILY", help="Write FILE for this family of heads, and end."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="With --init: the model to fit FILE to.")
+    ] = None,
     settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """Train draft heads on the hidden states of a frozen target.
 
     \b
-    One process:        drafthead train --config configs/demo_medusa.yaml
+    A first FILE:       drafthead train --init parallel --target MODEL --config FILE
+    One process:        drafthead train --config FILE
     With accelerate:    accelerate launch train/train_heads.py --config FILE
     Two CPU processes:  accelerate launch --config_file configs/accelerate/cpu2.yaml
                         train/train_heads.py --config FILE
@@ -133,6 +142,12 @@ def main(
     A file has the sections target, head, data, optimizer and train. Settings after it override it.
     The same command continues a stopped run, and does nothing when the run is finished.
     """
+    if (init is None) != (target is None):
+        raise UserError("--init FAMILY and --target MODEL go together: they write a first FILE")
+    if init is not None and target is not None:
+        write_starting_config(init, target, config)
+        print(f"{config} is written: look at it, then drafthead train --config {config}")
+        return
     is_main = int(os.environ.get("RANK", "0")) == 0
     logging.getLogger("drafthead").setLevel(logging.INFO if is_main else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.WARNING)
