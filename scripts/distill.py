@@ -31,6 +31,8 @@ def log_report(report: DistillReport, output: Path) -> None:
         logger.info(
             "%d answers were cut before their end (raise --max-new-tokens)", report.answers_cut
         )
+    if report.answers_repeated:
+        logger.info("%d answers were ended where they repeat themselves", report.answers_repeated)
     for problem, ids in (
         ("prompts longer than the context were skipped", report.too_long),
         ("conversations lost later turns that did not fit into the context", report.shortened),
@@ -56,6 +58,9 @@ def main(
     prompt_column: Annotated[
         str | None, typer.Option(help="Column that holds the user's text.")
     ] = None,
+    end_repetition: Annotated[
+        bool, typer.Option(help="End answers whose last 32 tokens were said twice before.")
+    ] = True,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
     compile: options.CompileSwitch = False,
@@ -65,7 +70,16 @@ def main(
 ) -> None:
     """Write the target's own answers to prompts; all user turns are answered in order."""
     settings = DistillSettings(
-        target, prompts, max_new_tokens, temperature, top_p, seed, prompt_column, dtype, batch_size
+        target,
+        prompts,
+        max_new_tokens,
+        temperature,
+        top_p,
+        seed,
+        prompt_column,
+        dtype,
+        batch_size,
+        end_repetition,
     )
     path = Path(output)
     with full_disk_named(path), DistilledFile(path, settings, overwrite) as file:

@@ -8,6 +8,7 @@ would have written, even where a target rounds by batch.
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from queue import Queue
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import Prompt
-from drafthead.infer.serving.serve_request import ServeRequest
+from drafthead.infer.request.stopping import FinishReason
+from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.train.answer_tokens import (
     IDS_COLUMN,
     VOCABULARY_COLUMN,
@@ -29,6 +31,7 @@ from drafthead.train.answer_tokens import (
 from drafthead.train.console import AnswerBar
 from drafthead.train.conversations import Conversation, Message
 from drafthead.train.distilled_file import DistilledFile, DistillSettings, question_hash
+from drafthead.train.repetition import EndlessRepetition
 from drafthead.train.supervision import encode_prompt
 from drafthead.train.weights import weights_fingerprint
 
@@ -46,6 +49,7 @@ class DistillReport:
     tokens: int  # written
     seconds: float
     answers_cut: int  # answers that reached max_new_tokens or the context without an EOS
+    answers_repeated: int  # answers that were ended because they repeated themselves
     too_long: tuple[str, ...]  # ids of rows whose first prompt leaves no room in the context
     shortened: tuple[str, ...]  # ids of rows whose later turns did not fit and were left out
 
@@ -65,6 +69,7 @@ class _Dialogue:
         self.conversation, self.turns, self.question = job.conversation, job.turns, job.question
         self.messages: list[Message] = []
         self.answers: list[AnswerTokens] = []
+        self.reasons: list[FinishReason | None] = []  # why each answer ended
         self.prompt: list[int] = []  # of the turn that was asked for last
 
     def request(
@@ -81,18 +86,15 @@ class _Dialogue:
         seed = row_seed(settings.seed, self.conversation.id, turn)
         return ServeRequest(self.prompt, number, seed=seed)
 
-    def take(self, ids: list[int], decoder: Decoder) -> None:
+    def take(self, given: Answer, decoder: Decoder) -> None:
         """Add the answer to the turn that was asked for last."""
+        ids = given.tokens
         finished = ids[-1] in decoder.end_ids
         text = answer_text(_tokenizer(decoder), ids, finished)
         answer: Message = {"role": "assistant", "content": text, "finished": finished}
         self.messages += [*self.turns[len(self.answers)], answer]
         self.answers.append(AnswerTokens(self.prompt, ids))
-
-    @property
-    def answers_cut(self) -> int:
-        """Number of answers without an end."""
-        return sum(not message.get("finished", True) for message in self.messages)
+        self.reasons.append(given.finish_reason)
 
     @property
     def tokens(self) -> int:
@@ -168,15 +170,23 @@ def distill(
         )
     _log_budget(jobs, len(conversations), file.settings)
     common = {WEIGHTS_COLUMN: weights, VOCABULARY_COLUMN: vocabulary_of(_tokenizer(decoder))}
-    cut, shortened = 0, []
+    ended: Counter[FinishReason | None] = Counter()
+    shortened = []
     with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
         for dialogues in _answer_all(decoder, jobs, file.settings, bar):
             file.append([dialogue.row(file.settings) | common for dialogue in dialogues])
-            cut += sum(dialogue.answers_cut for dialogue in dialogues)
+            ended.update(reason for dialogue in dialogues for reason in dialogue.reasons)
             shortened += [d.conversation.id for d in dialogues if len(d.answers) < len(d.turns)]
         already = len(conversations) - len(jobs) - len(too_long)
         return DistillReport(
-            already, len(jobs), bar.tokens, bar.seconds, cut, tuple(too_long), tuple(shortened)
+            already,
+            len(jobs),
+            bar.tokens,
+            bar.seconds,
+            ended["length"],
+            ended["stopping_criteria"],
+            tuple(too_long),
+            tuple(shortened),
         )
 
 
@@ -254,12 +264,13 @@ def _answer_window(
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
+        stopping_criteria=[EndlessRepetition()] if settings.end_repetition else [],
     ):
         assert isinstance(answer.id, int)
         dialogue = dialogues[answer.id]
         if answer.error is not None:
             raise UserError(f"{dialogue.conversation.where}: {answer.error}")
-        dialogue.take(answer.tokens, decoder)
+        dialogue.take(answer, decoder)
         bar.update(len(answer.tokens), 1)
         following = dialogue.request(answer.id, decoder, settings)
         left -= following is None

@@ -35,6 +35,7 @@ class DistillSettings:
     prompt_column: str | None = None
     dtype: str = "auto"
     batch_size: int = 32  # conversations decoded together; 16-bit targets round by batch
+    end_repetition: bool = True  # end answers that only repeat themselves: `EndlessRepetition`
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

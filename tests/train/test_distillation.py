@@ -19,6 +19,7 @@ from queue import Queue
 import pytest
 from tiny import byte_tokenizer, tiny_llama, write_target
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StoppingCriteria
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -60,6 +61,7 @@ class FakeDecoder:
         max_new_tokens: int,
         temperature: float,
         top_p: float,
+        stopping_criteria: list[StoppingCriteria],
     ) -> Iterator[Answer]:
         while (batch := self.waiting(requests, max_rows)) != [None]:
             self.batches.append([self.tokenizer.decode(request.prompt) for request in batch])
@@ -77,7 +79,8 @@ class FakeDecoder:
         ids = self.tokenizer(word[: self.answer_tokens])["input_ids"]
         if self.max_length is not None:
             limit = min(limit, self.max_length - len(request.prompt))
-        return Answer(request.id, [*ids, self.tokenizer.eos_token_id][:limit])
+        reason = "end_token" if len(ids) < limit else "length"
+        return Answer(request.id, [*ids, self.tokenizer.eos_token_id][:limit], "", reason)
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +150,7 @@ def test_rows_hold_question_answer_settings_and_source(output: Path) -> None:
         "seed": 0,
         "source": "prompts.jsonl:3",
     }
-    assert report == DistillReport(0, 3, 27, report.seconds, 0, (), ())
+    assert report == DistillReport(0, 3, 27, report.seconds, 0, 0, (), ())
 
 
 def test_the_output_is_training_data(output: Path) -> None:
@@ -427,6 +430,24 @@ def test_greedy_answers_are_those_of_the_target(tiny_target: Path, output: Path)
         )
         new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
         assert rows[prompt.id]["token_ids"][0]["answer"] == new.tolist()
+
+
+def test_an_answer_that_repeats_itself_is_ended_and_teaches_no_end(
+    tmp_path: Path, output: Path
+) -> None:
+    """Greedy answers of a random model soon do."""
+    write_target(tmp_path / "long", max_position_embeddings=512, initializer_range=0.02)
+    decoder = Decoder.from_pretrained(tmp_path / "long", dtype="float32", device="cpu")
+    settings = DistillSettings(str(tmp_path / "long"), "prompts.jsonl", max_new_tokens=300)
+    whole = tmp_path / "whole.jsonl"
+    distilled(decoder, asked(3), whole, replace(settings, end_repetition=False))
+    report = distilled(decoder, asked(3), output, settings)
+    assert (report.answers_repeated, report.answers_cut) == (3, 0)
+    for row, other in zip(rows_by_id(output).values(), rows_by_id(whole).values(), strict=True):
+        answer = row["token_ids"][0]["answer"]
+        assert 32 < len(answer) < 300
+        assert answer == other["token_ids"][0]["answer"][: len(answer)]
+        assert not row["finished"]
 
 
 def test_sampled_answers_are_the_same_in_other_batches(
