@@ -320,7 +320,7 @@ class Decoder:
             return run, self._method(run, settings)
 
         messages = [] if system is None else [{"role": "system", "content": system}]
-        return ChatSession(begin, self.tokenizer, messages)
+        return ChatSession(begin, self._result, self.tokenizer, messages)
 
     def _begin(
         self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions

@@ -14,6 +14,7 @@ VERBS = {
     "inspect-data": "Show conversations, with the tokens that training supervises in colour.",
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
+    "chat": "Talk to a model in the terminal; each answer says how fast it was.",
     "leaderboard": "Train several heads for the same time on the same data, then race them.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
     "profile": "How the time of a step is spent, and what memory bandwidth allows.",

@@ -23,33 +23,48 @@ def texts_of(sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerB
 def text_pieces(
     tokens: Iterator[Sequence[int]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Text as soon as its tokens are there, never half a character, without special tokens.
+    """Text as soon as its tokens are there, one piece for each of the sequences that has some.
 
-    The pieces joined are the text that `texts_of` returns: a character that is incomplete at the
-    end becomes U+FFFD. Raises UserError, when the first piece is asked for, for a tokenizer
-    implemented in Python.
+    The pieces joined are the text that `texts_of` returns. Raises UserError, when the first piece
+    is asked for, for a tokenizer implemented in Python.
     """
-    if not tokenizer.is_fast:
-        raise UserError("streaming needs a fast tokenizer; this one is implemented in Python")
-    waits = waiting_tokens(tokenizer)
-    stream = DecodeStream(skip_special_tokens=True)
-    answer: list[int] = []
-    waiting: list[int] = []
-    shown = 0  # characters
+    text = GrowingAnswer(tokenizer)
     for committed in tokens:
-        pieces = []
-        for token in committed:
-            waiting.append(token)
-            if token not in waits:
-                # The stream returns None until the bytes of a character are complete.
-                pieces.append(stream.step(tokenizer.backend_tokenizer, waiting) or "")
-                waiting = []
-        answer += committed
-        if piece := "".join(pieces):
-            shown += len(piece)
+        if piece := "".join(map(text.add, committed)):
             yield piece
-    if rest := texts_of([answer], tokenizer)[0][shown:]:
+    if rest := text.rest():
         yield rest
+
+
+class GrowingAnswer:
+    """An answer's text, token by token: never half a character, without special tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        """Raises UserError for a tokenizer implemented in Python."""
+        if not tokenizer.is_fast:
+            raise UserError("streaming needs a fast tokenizer; this one is implemented in Python")
+        self.tokenizer = tokenizer
+        self._waits = waiting_tokens(tokenizer)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._waiting: list[int] = []
+        self._shown = 0  # characters
+
+    def add(self, token: int) -> str:
+        """The text that is complete with this token and was not before; maybe none."""
+        self._tokens.append(token)
+        self._waiting.append(token)
+        if token in self._waits:
+            return ""
+        # The stream returns None until the bytes of a character are complete.
+        piece = self._stream.step(self.tokenizer.backend_tokenizer, self._waiting) or ""
+        self._waiting = []
+        self._shown += len(piece)
+        return piece
+
+    def rest(self) -> str:
+        """What is left at the end: a character that is incomplete then becomes U+FFFD."""
+        return texts_of([self._tokens], self.tokenizer)[0][self._shown :]
 
 
 def waiting_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

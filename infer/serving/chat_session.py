@@ -11,6 +11,7 @@ from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import next_step, read_prompts
 from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.past import Past
+from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
 
@@ -27,9 +28,14 @@ class ChatSession:
     """
 
     def __init__(
-        self, begin: Begin, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+        self,
+        begin: Begin,
+        result: Callable[[BatchRun], DecodeResult],
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message],
     ):
-        self.begin, self.tokenizer = begin, tokenizer
+        """`result` makes of a run what `Decoder.generate` returns."""
+        self.begin, self.result, self.tokenizer = begin, result, tokenizer
         self.messages: list[Message] = list(messages)
         self.reused = 0  # positions of the last prompt that were not read again
         self.past: Past | None = None
@@ -41,16 +47,30 @@ class ChatSession:
             pass
         return self.messages[-1]["content"]
 
-    def stream(self, text: str) -> Iterator[str]:
+    def stream(self, text: str) -> TextStream:
         """The answer piece by piece. An answer that is not read to its end stays as it is then."""
+        passes, run = self._passes(text)
+        return Stream(self._pieces(passes), run.stats, lambda: self.result(run))
+
+    def steps(self, text: str) -> Stream[list[int]]:
+        """The answer as the new tokens of each pass: the drafts that it accepted and, last, the
+        target's own token. An answer that is not read to its end stays as it is then.
+        """
+        passes, run = self._passes(text)
+        return Stream(passes, run.stats, lambda: self.result(run))
+
+    def _passes(self, text: str) -> tuple[Generator[list[int], None, None], BatchRun]:
+        """The new tokens of each pass of the answer to a message, and its run."""
         messages = [*self.messages, {"role": "user", "content": text}]
         run, method = self.begin(messages)
         self.method = self.method or method
-        tokens = self._decoded(run, self.method, messages)
+        return self._decoded(run, self.method, messages), run
+
+    def _pieces(self, passes: Generator[list[int], None, None]) -> Iterator[str]:
         try:
-            yield from text_pieces(tokens, self.tokenizer)
+            yield from text_pieces(passes, self.tokenizer)
         finally:
-            tokens.close()
+            passes.close()
 
     @torch.no_grad()
     def _decoded(

@@ -1,0 +1,113 @@
+"""`drafthead chat`: a conversation in the terminal, whose turns keep the caches of earlier ones."""
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from drafthead.infer import Decoder
+from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.request.text_pieces import GrowingAnswer
+from drafthead.infer.serving.chat_session import ChatSession
+from drafthead.scripts import options
+
+PROMPT = "> "
+NEW, QUIT = "/new", "/quit"
+DRAFTED = "green"
+
+
+def main(
+    target: options.TargetName,
+    head: options.HeadFolder = None,
+    draft_model: options.DraftModelName = None,
+    prompt_lookup: options.PromptLookupSwitch = False,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    show_drafts: Annotated[
+        bool, typer.Option(help="Colour the text that was drafted and accepted.")
+    ] = False,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    compile: options.CompileSwitch = False,
+    seed: options.Seed = 0,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = "auto",
+) -> None:
+    """Talk to a model, and see after each answer how fast it was.
+
+    At most one of --head, --draft-model and --prompt-lookup; with none of them, plain decoding.
+    Ctrl-C ends an answer, which stays as it is. /new begins a new conversation, /quit or Ctrl-D
+    ends. Messages can also come through a pipe, one a line.
+    """
+    decoder = Decoder.from_pretrained(
+        target, head, draft_model, prompt_lookup, dtype=dtype, device=device, compile=compile
+    )
+    console = Console(highlight=False, soft_wrap=True)
+
+    def begin() -> ChatSession:
+        return decoder.chat(
+            system,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+
+    session = begin()
+    for message in messages():
+        if message == NEW:
+            session = begin()
+        else:
+            answer(session, message, console, show_drafts)
+
+
+def messages() -> Iterator[str]:
+    """What the user writes, line by line, until /quit or the end of the input."""
+    shown = PROMPT if sys.stdin.isatty() else ""
+    while True:
+        try:
+            message = input(shown).strip()
+        except EOFError:
+            return
+        if message == QUIT:
+            return
+        if message:
+            yield message
+
+
+def answer(session: ChatSession, message: str, console: Console, show_drafts: bool) -> None:
+    """Print the answer to a message while it is decoded, then a line about its speed."""
+    passes = session.steps(message)
+    text = GrowingAnswer(session.tokenizer)
+    try:
+        for tokens in passes:
+            for place, token in enumerate(tokens):
+                drafted = show_drafts and place < len(tokens) - 1
+                console.print(Text(visible(text.add(token)), DRAFTED if drafted else ""), end="")
+        console.print(Text(visible(text.rest())))
+    except KeyboardInterrupt:
+        console.print()
+    finally:
+        passes.close()
+    console.print(Text(summary(passes.stats, session.reused), "dim"))
+
+
+def summary(stats: DecodeStats, reused: int) -> str:
+    """One line about an answer: tokens, speed, tau, and how much of the prompt was read before."""
+    tokens = sum(stats.decoded_tokens) + len(stats.decoded_tokens)
+    return (
+        f"[{tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.tau:.2f}, "
+        f"{reused} positions of the prompt reused]"
+    )
+
+
+def visible(text: str) -> str:
+    """The text with control characters escaped, but for line breaks and tabs."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
