@@ -1,0 +1,206 @@
+"""Other engines beside ours: `python benchmarks/peers.py --target MODEL --prompts FILE`.
+
+Each contestant of `peers.yaml` is a process of its own, in an environment of its own. All get the
+same token ids and take turns, batch by batch, in random order; a batch counts from its prompt to
+its last token, and of each answer the tokens up to its end. Speeds are medians over rounds, and
+speedups medians of the ratios within a round.
+"""
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+import yaml
+from workers.protocol import Job
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
+from drafthead.heads.target.gguf_files import model_folder
+from drafthead.heads.target.loading import load_tokenizer
+from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer.request.prompts import encode_one
+from drafthead.train.conversations import read_conversations
+
+HERE = Path(__file__).parent
+
+
+class Peer:
+    """A contestant's process."""
+
+    def __init__(self, name: str, command: str):
+        """Start it; the models may take minutes to load, see `wait`."""
+        self.name = name
+        self.process = subprocess.Popen(
+            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.version, self.largest_batch = "", 1
+
+    def wait(self) -> None:
+        """Until the models are loaded."""
+        ready = self._line()
+        self.version, self.largest_batch = ready["version"], ready["largest_batch"]
+
+    def answer(self, job: Job) -> dict[str, Any]:
+        """The answers to a job and the seconds that they took."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise UserError(f"the process of {self.name} has ended: its last words are above")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one table is about."""
+
+    batch: int
+    temperature: float
+    top_p: float
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        drawn = f"T = {self.temperature}, top-p {self.top_p}" if self.temperature else "greedy"
+        return f"batch {self.batch}, {drawn}"
+
+
+@dataclass
+class Figures:
+    """Tokens and seconds of one contestant in one setting, by round."""
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def speeds(self) -> list[float]:
+        """Tokens per second of each round."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+
+
+def commands(path: Path, target: Path) -> dict[str, str]:
+    """The contestants whose variables are all set; the others are named."""
+    found, missing = {}, {}
+    given = {"PYTHON": sys.executable, **os.environ}
+    for name, command in yaml.safe_load(path.read_text()).items():
+        unset = [v for v in re.findall(r"\$(\w+)", command) if v not in given]
+        if unset:
+            missing[name] = ", ".join(unset)
+            continue
+        filled = re.sub(r"\$(\w+)", lambda match: given[match[1]], command)
+        found[name] = filled.format(target=target)
+    if missing:
+        print("left out:", "; ".join(f"{name} ({why})" for name, why in missing.items()))
+    return found
+
+
+def race(
+    peers: list[Peer], prompts: list[list[int]], setting: Setting, rounds: int, tokens: int
+) -> dict[str, Figures]:
+    """All prompts through all peers that can, `rounds` times after a batch that does not count."""
+    able = [peer for peer in peers if peer.largest_batch >= setting.batch]
+    figures = {peer.name: Figures() for peer in able}
+    batches = [prompts[i : i + setting.batch] for i in range(0, len(prompts), setting.batch)]
+    order = random.Random(0)
+    for peer in able:
+        peer.answer(Job(batches[0], tokens, setting.temperature, setting.top_p, seed=0))
+    for number in tqdm(range(rounds), desc=setting.title):
+        for each in figures.values():
+            each.tokens.append(0)
+            each.seconds.append(0.0)
+        for index, batch in enumerate(batches):
+            seed = 1 + number * len(batches) + index
+            job = Job(batch, tokens, setting.temperature, setting.top_p, seed)
+            for peer in order.sample(able, len(able)):
+                reply = peer.answer(job)
+                figures[peer.name].tokens[-1] += sum(map(len, reply["answers"]))
+                figures[peer.name].seconds[-1] += reply["seconds"]
+    return figures
+
+
+def summary(figures: dict[str, Figures]) -> dict[str, dict[str, float]]:
+    """Speed of each contestant, and its ratio to the first."""
+    first = next(iter(figures.values())).speeds()
+    return {
+        name: {
+            "tokens_per_second": round(median(each.speeds()), 1),
+            "speedup": round(
+                median(a / b for a, b in zip(each.speeds(), first, strict=True)), 2
+            ),
+            "tokens": sum(each.tokens),
+        }
+        for name, each in figures.items()
+    }  # fmt: skip
+
+
+def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
+    """One line a contestant."""
+    table = Table("contestant", "tokens/s", "speedup", title=title)
+    for name, row in rows.items():
+        table.add_row(name, f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}")
+    Console().print(table)
+
+
+def main(
+    target: Annotated[str, typer.Option(help="Folder or GGUF file of the model.")],
+    prompts: Annotated[str, typer.Option(help="JSONL of prompts.")],
+    contestants: Annotated[Path, typer.Option(help="Names and commands.")] = HERE / "peers.yaml",
+    limit: Annotated[int, typer.Option(help="Prompts, evenly spread over the file.")] = 48,
+    tokens: Annotated[int, typer.Option(help="Most new tokens of each.")] = 128,
+    batch: Annotated[list[int] | None, typer.Option(help="Repeatable; by default 1 4 16.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Repeatable; by default 0 and 1 (top-p 0.95).")
+    ] = None,
+    rounds: int = 3,
+    output: Path = HERE / "peers.json",
+) -> None:
+    """Race all contestants and write the figures."""
+    folder = Path(model_folder(target))
+    tokenizer = load_tokenizer(folder, str(folder), trust_code=False)
+    conversations = read_conversations(prompts)
+    chosen = conversations[:: max(1, len(conversations) // limit)][:limit]
+    ids = [encode_one(each.messages[:1], tokenizer) for each in chosen]
+    peers = [Peer(name, command) for name, command in commands(contestants, folder).items()]
+    for peer in tqdm(peers, desc="loading"):
+        peer.wait()
+    found = {}
+    for drawn in temperature or [0.0, 1.0]:
+        for rows in batch or [1, 4, 16]:
+            setting = Setting(rows, drawn, 0.95 if drawn else 1.0)
+            figures = race(peers, ids, setting, rounds, tokens)
+            found[setting.title] = summary(figures)
+            print_table(setting.title, found[setting.title])
+    about = {
+        "command": shlex.join(["python", *sys.argv]), "machine": describe_machine(),
+        "versions": describe_versions() | {peer.name: peer.version for peer in peers},
+        "prompts": len(ids), "max_new_tokens": tokens, "rounds": rounds, "results": found,
+    }  # fmt: skip
+    write_text(output, json.dumps(about, indent=2) + "\n")
+    for peer in peers:
+        peer.stop()
+
+
+if __name__ == "__main__":
+    typer.run(main)
