@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from workers.protocol import Job
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -32,6 +31,7 @@ from drafthead.heads.target.loading import load_tokenizer
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.conversations import read_conversations
+from workers.protocol import Job
 
 HERE = Path(__file__).parent
 

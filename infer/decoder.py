@@ -32,6 +32,7 @@ from drafthead.infer.engine.past import Memory
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
+from drafthead.infer.engine.tracing import Trace, decode_traced
 from drafthead.infer.request.decode_options import (
     DecodeOptions,
     DecodeSettings,
@@ -191,6 +192,18 @@ class Decoder:
         run, emissions, settings = self._begin(prompts, options)
         refuse_streamer(settings)
         return Stream(emissions, run.stats, lambda: self._result(run))
+
+    def trace(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> Trace:
+        """Decode one prompt as `generate` does, and keep what each step proposed and accepted.
+
+        Steps are eager, so their times are not those of compiled ones.
+        """
+        settings = read_options(options)
+        refuse_streamer(settings)
+        run = BatchRun(self._request(prompt, settings, single=True), self.target.device)
+        method = self._method(run, settings)
+        steps = decode_traced(method, run)
+        return Trace(list(run.request.prompts[0]), steps, method.rule.name, self._result(run))
 
     def as_custom_generate(self) -> CustomGenerate:
         """What `model.generate(..., custom_generate=...)` of this decoder's model takes.

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from drafthead.heads.formats.printing import visible
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.request.text_pieces import GrowingAnswer
@@ -103,11 +104,4 @@ def summary(stats: DecodeStats, reused: int) -> str:
     return (
         f"[{tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.tau:.2f}, "
         f"{reused} positions of the prompt reused]"
-    )
-
-
-def visible(text: str) -> str:
-    """The text with control characters escaped, but for line breaks and tabs."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

@@ -15,6 +15,7 @@ VERBS = {
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
     "chat": "Talk to a model in the terminal; each answer says how fast it was.",
+    "trace": "Show which tokens were drafted and what became of them: a page, or coloured text.",
     "leaderboard": "Train several heads for the same time on the same data, then race them.",
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
     "profile": "How the time of a step is spent, and what memory bandwidth allows.",
@@ -24,11 +25,12 @@ VERBS = {
     "info": "Show what a head's checkpoint holds, ours or another's.",
     "verify-exactness": "Test whether decoding with a drafter answers as the target alone would.",
 }
-# Verbs whose file has another name. `profile.py` would hide Python's module when a script is
-# launched by path, no import statement can name `import.py`, and a module cannot share its name
-# with the folder `leaderboard`.
+# Verbs whose file has another name. `profile.py` and `trace.py` would hide Python's modules when a
+# script is launched by path, no import statement can name `import.py`, and a module cannot share
+# its name with the folder `leaderboard`.
 MODULES = {
     "profile": "profile_decoding",
+    "trace": "trace_decoding",
     "import": "import_head",
     "export": "export_head",
     "leaderboard": "leaderboard.verb",

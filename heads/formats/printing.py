@@ -1,4 +1,4 @@
-"""Text from files that are not trusted, made fit to print: short, one line, nothing hidden."""
+"""Text that is not trusted, from files and models, made fit to print: nothing is hidden in it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +18,13 @@ def printable(text: str, longest: int = LONGEST_SENTENCE) -> str:
     kept = without_middle(text, longest)
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
     return without_middle("".join(escaped), longest)
+
+
+def visible(text: str) -> str:
+    """A model's text for a terminal: control characters escaped, but for line breaks and tabs."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def without_middle(text: str, longest: int) -> str:

@@ -1,0 +1,133 @@
+"""What happened in each step of an answer: the proposed tree, and what became of its nodes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from drafthead.heads.drafting.drafter import DraftSession
+from drafthead.heads.sampling import probabilities
+from drafthead.heads.target.target import TargetOutput
+from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.emissions import in_time
+from drafthead.infer.engine.loop import decode
+from drafthead.infer.engine.method import Method
+from drafthead.infer.engine.results import DecodeResult
+from drafthead.infer.engine.stepper import EagerStepper, Outcome
+
+
+@dataclass(frozen=True)
+class TracedNode:
+    """A node of a proposed tree."""
+
+    token: int
+    parent: int  # index of a node; -1 for the root, which was committed before
+    depth: int
+    target_prob: float | None  # of the token after its parent; None for the root
+    draft_prob: float | None  # likewise; None where children are chosen and not drawn
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One pass of the target."""
+
+    nodes: tuple[TracedNode, ...]  # parents before their children
+    bonus: int  # the target's own token after the accepted path
+    bonus_prob: float
+    seconds: dict[str, float]  # of each phase
+
+    @property
+    def path(self) -> list[int]:
+        """The accepted nodes, the root first."""
+        return [index for index, node in enumerate(self.nodes) if node.accepted]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The answer to one prompt, step by step.
+
+    Probabilities are the target's after temperature and filters; at temperature 0, without either.
+    Logits processors are left out.
+    """
+
+    prompt: list[int]
+    steps: list[TracedStep]  # after the pass over the prompt, which gave the first token
+    rule: str  # that accepts
+    result: DecodeResult
+
+
+class TracingStepper(EagerStepper):
+    """Eager steps of one prompt that are remembered."""
+
+    def __init__(self, method: Method, run: BatchRun):
+        super().__init__(
+            method.target, run, method.drafter.features, method.rule, method.most_nodes
+        )
+        self.steps: list[TracedStep] = []
+        self._tree: TokenTree | None = None
+        self._output: TargetOutput | None = None
+
+    def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
+        """A step, and how long its phases took."""
+        before = dict(self.run.stats.seconds)
+        emitted = super().step(session, budget)
+        for phase, seconds in self.run.stats.seconds.items():
+            self.steps[-1].seconds[phase] = seconds - before[phase]
+        return emitted
+
+    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
+        """The outcome, whose step is remembered."""
+        outcome = super().propose_and_verify(session, budget)
+        assert self._tree is not None and self._output is not None
+        sampling = self.run.request.sampling
+        logits = self._output.logits[0]
+        probs = logits.float().softmax(-1) if sampling.greedy else probabilities(logits, sampling)
+        self.steps.append(traced(self._tree, probs, outcome))
+        return outcome
+
+    def verify(self, tree: TokenTree) -> TargetOutput:
+        """One pass over all nodes of a tree; both are kept until the step is over."""
+        self._tree, self._output = tree, super().verify(tree)
+        return self._output
+
+
+def traced(tree: TokenTree, probs: torch.Tensor, outcome: Outcome) -> TracedStep:
+    """The step of the only row of a tree, from the target's distributions [N, V] after its nodes.
+
+    Times are filled in later.
+    """
+    length = int(outcome.acceptance.length[0])
+    path = outcome.acceptance.path[0, :length].tolist()
+    bonus = int(outcome.acceptance.bonus[0])
+    parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
+    nodes = [
+        TracedNode(
+            token,
+            parents[index],
+            depths[index],
+            float(probs[parents[index], token]) if index else None,
+            draft_prob(tree, parents[index], token) if index else None,
+            index in path,
+        )
+        for index, token in enumerate(tree.tokens[0].tolist())
+        if token >= 0  # the others are padding, after all real nodes
+    ]
+    return TracedStep(tuple(nodes), bonus, float(probs[path[-1], bonus]), {})
+
+
+def draft_prob(tree: TokenTree, parent: int, token: int) -> float | None:
+    """The probability with which a child of `parent` was drawn; None where nothing was drawn."""
+    if tree.draft_ids is None or tree.draft_probs is None:
+        return None
+    found = tree.draft_ids[0, parent] == token
+    return float(tree.draft_probs[0, parent][found].sum())
+
+
+def decode_traced(method: Method, run: BatchRun) -> list[TracedStep]:
+    """Decode a batch of one prompt to its end, eagerly; returns its steps."""
+    stepper = TracingStepper(method, run)
+    passes = decode(stepper, method.drafter, method.planner, method.recall(run))
+    for _ in in_time(passes, run):
+        pass
+    return stepper.steps
