@@ -39,6 +39,7 @@ class TrainConfig:
         BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
     ] = "no"
     seed: int = 0
+    init_from: str | None = None  # a head of the same family and shape, whose weights to start with
     save_every: int | None = None  # steps between saved states
     save_minutes: float = 10.0  # the same in minutes
     eval_every: int | None = None  # steps between evaluations; there is always one at the end

@@ -17,6 +17,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from drafthead.heads.base import DraftHead, head_family
+from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
@@ -63,6 +64,8 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     rows = load_packed(data.train, tokenizer, data, config.train.seed)
     check_writers(data.train, rows.writers, config.target.name, weights_fingerprint(target))
     head = new_head(config.family, config.head, target, rows.token_counts(target.vocab_size))
+    if config.train.init_from is not None:
+        begin_with(head, config.train.init_from, target)
     held_out = None
     if data.validation is not None:
         held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)
@@ -101,6 +104,28 @@ def new_head(family: str, config: Any, target: Target, token_counts: torch.Tenso
     head.prepare(token_counts)
     head.initialize(target)
     return head
+
+
+def begin_with(head: DraftHead, source: str, target: Target) -> None:
+    """Give a fresh head the weights, and the draft vocabulary, of the head in a folder.
+
+    Raises UserError when that is of another family or shape.
+    """
+    trained = load_head(Path(source), target)
+    if trained.family != head.family:
+        raise UserError(
+            f"train.init_from={source} is a head of the family {trained.family}, and head.family "
+            f"is {head.family}"
+        )
+    wanted, found = head.state_dict(), trained.state_dict()
+    for name in sorted({*wanted, *found}):
+        shapes = [tuple(part[name].shape) if name in part else None for part in (found, wanted)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"train.init_from={source} has another shape: {name} is {shapes[0]} there, and "
+                f"{shapes[1]} by the section head"
+            )
+    head.load_state_dict(found)
 
 
 def check_taps(cls: type[DraftHead], config: Any, target: Target) -> None:

@@ -527,6 +527,26 @@ def test_a_finished_run_goes_on_when_it_is_to_last_longer(configure):
         run(config, "train.max_steps=9", "optimizer.lr=0.01")
 
 
+def test_a_run_can_begin_with_the_weights_of_another(family: str, configure, target: Target):
+    first = run(configure("first", family))
+    second = configure("second", family, max_steps=1, init_from=str(first))
+    frozen = ["optimizer.lr=1e-12", "optimizer.muon_lr=1e-12"]
+    continued = load_head(run(second, *frozen), target).state_dict()
+    for name, tensor in load_head(first, target).state_dict().items():
+        torch.testing.assert_close(continued[name], tensor, msg=name)
+
+
+def test_weights_of_another_shape_or_family_are_refused(configure):
+    first = run(configure("first", "medusa", max_steps=1))
+    other = configure("second", "medusa", max_steps=1, init_from=str(first))
+    with pytest.raises(
+        UserError, match=r"init_from=.* has another shape: branches\.1.*is .* there"
+    ):
+        run(other, "head.num_heads=1")
+    with pytest.raises(UserError, match=r"is a head of the family medusa, .* is hydra"):
+        run(configure("third", "hydra", max_steps=1, init_from=str(first)))
+
+
 def test_taps_chosen_for_another_depth_are_named(target: Target, caplog):
     config = HEADS["parallel"].config_class(taps=(0,))
     new_head("parallel", config, target, torch.ones(target.vocab_size))
