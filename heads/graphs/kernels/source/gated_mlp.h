@@ -17,10 +17,11 @@ void gated(const at::BFloat16* x, const at::BFloat16* packed, at::BFloat16* out,
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t start = 0; start < size; start += 32) {
         const auto* block = packed + 2 * start * inner;
-        in_groups_ahead(rows, 64 * inner, [&](int64_t r, auto count, int64_t ahead) {
+        in_groups_ahead(rows, block, 64 * inner, [&](int64_t r, auto count, Ahead ahead) {
             at::BFloat16 gate[count() * 32], up[count() * 32];
             multiply<count()>(x + r * inner, inner, block, nullptr, gate, 32, 32, ahead);
-            multiply<count()>(x + r * inner, inner, block + 32 * inner, nullptr, up, 32, 32, ahead);
+            multiply<count()>(x + r * inner, inner, block + 32 * inner, nullptr, up, 32, 32,
+                              ahead.after(inner));
             for (int i = 0; i < 2 * count(); ++i) {
                 silu_times(gate + i * 16, up + i * 16,
                            out + (r + i / 2) * size + start + i % 2 * 16);

@@ -11,7 +11,7 @@ void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat1
         const auto* block = packed + start * inner;
         const auto* biases = bias ? bias + start : nullptr;
         const int columns = std::min<int64_t>(32, size - start);
-        in_groups_ahead(rows, 32 * inner, [&](int64_t r, auto count, int64_t ahead) {
+        in_groups_ahead(rows, block, 32 * inner, [&](int64_t r, auto count, Ahead ahead) {
             multiply<count()>(x + r * inner, inner, block, biases, out + r * size + start, size,
                               columns, ahead);
         });

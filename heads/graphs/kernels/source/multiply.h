@@ -4,12 +4,25 @@
 #include "common.h"
 
 namespace {
-// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. Meanwhile fetches a
-// block's memory from `ahead` values further on, unless that is 0.
+// One row or two wait for memory, which the processor then reads ahead by itself. More are busy
+// with arithmetic and have to ask.
+constexpr int FEW = 2;
+
+// What products fetch for those that follow: `lines` cache lines from `start` on for every eight
+// values of x, of which there is one line each.
+struct Ahead {
+    const at::BFloat16* start;
+    int lines;
+
+    // What the next product goes on with, after one of `inner` values of x.
+    Ahead after(int64_t inner) const { return {start + inner / 8 * lines * 32, lines}; }
+};
+
+// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored.
 template <int R>
 inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* block,
                      const at::BFloat16* bias, at::BFloat16* out, int64_t size, int columns,
-                     int64_t ahead) {
+                     Ahead ahead) {
     const __mmask16 some[2] = {first(columns), first(std::max(columns - 16, 0))};
     __m512 sums[2 * R];
     c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
@@ -21,10 +34,6 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
             return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
         };
         __m512bh left = weights(0), right = weights(1);
-        if (ahead) {
-            _mm_prefetch((const char*)(block + ahead + k * 32), _MM_HINT_T1);
-            _mm_prefetch((const char*)(block + ahead + k * 32 + 32), _MM_HINT_T1);
-        }
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
             auto values = *reinterpret_cast<const int32_t*>(x + r * inner + k);
             __m512bh repeated = (__m512bh)_mm512_set1_epi32(values);
@@ -34,6 +43,11 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
     };
     int64_t k = 0;
     for (; k + 8 <= inner; k += 8) {
+        if constexpr (R > FEW) {
+            for (int line = 0; line < ahead.lines; ++line, ahead.start += 32) {
+                _mm_prefetch((const char*)ahead.start, _MM_HINT_T1);
+            }
+        }
         pair(k);
         pair(k + 2);
         pair(k + 4);
@@ -47,22 +61,26 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const at::BFloat16* b
     });
 }
 
-// f(first row, number of rows as a constant, how far ahead to fetch) for groups of rows that are
-// multiplied together; `next` values further on is what is multiplied after all of them.
+// f(first row, number of rows as a constant, what to fetch) for groups of rows that are multiplied
+// with `values` weights together.
 template <typename F>
-inline void in_groups_ahead(int64_t rows, int64_t next, const F& f) {
+inline void in_groups_ahead(int64_t rows, const at::BFloat16* weights, int64_t values, const F& f) {
     // Sums of 12 rows and 32 columns fill 24 of the 32 registers.
-    constexpr int MOST = 12, GROUP = 8, FEW = 2, AHEAD = 128 * 32;
-    // One row or two wait for memory, which the processor then reads ahead by itself. More are busy
-    // with arithmetic and have to ask: for what is next in the block, or, where earlier groups have
-    // fetched the block, for the next one during the last group.
+    constexpr int MOST = 12, GROUP = 8, DISTANCE = 128 * 32;
     if (rows <= MOST) {
-        with_rows<MOST>(rows, [&](auto count) { f(0, count, count() > FEW ? AHEAD : 0); });
-    } else {
-        in_groups<GROUP>(rows, [&](int64_t r, auto count) {
-            f(r, count, r + count() >= rows ? next : 0);
-        });
+        with_rows<MOST>(rows, [&](auto count) { f(0, count, Ahead{weights + DISTANCE, 8}); });
+        return;
     }
+    // The first group finds the weights in the cache. All groups fetch a part of the next weights,
+    // so that memory is read all the time.
+    const int64_t groups = (rows + GROUP - 1) / GROUP;
+    const int parts = groups >= 8 ? 8 : groups >= 4 ? 4 : 2;
+    int group = 0;
+    in_groups<GROUP>(rows, [&](int64_t r, auto count) {
+        const int lines = group < parts ? 8 / parts : 0;
+        f(r, count, Ahead{weights + values + group * (values / parts), lines});
+        ++group;
+    });
 }
 }  // namespace
 #endif
