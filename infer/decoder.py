@@ -22,6 +22,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.emissions import in_time, streamed
@@ -112,8 +113,10 @@ class Decoder:
         compile: bool = False,
         draft_temperature: float | None = None,
     ) -> "Decoder":
-        """Load a target by folder, GGUF file or hub id, or take a loaded model, and at most one
-        drafter.
+        """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
+
+        That is a head or a draft model, prompt lookup, or one of the former with a branch from
+        prompt lookup in its trees (`WithLookup`); with none of them, decoding is plain.
 
         A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
         for prompts and answers that are texts.
@@ -126,14 +129,14 @@ class Decoder:
         that comes with a model runs only with `trust_remote_code`. Raises UserError when something
         cannot be loaded or does not fit the target.
         """
-        if sum([head is not None, draft_model is not None, prompt_lookup]) > 1:
-            raise UserError("choose one of head, draft_model and prompt_lookup")
+        if head is not None and draft_model is not None:
+            raise UserError("choose one of head and draft_model; prompt_lookup goes with both")
         for name, value in (("head", head), ("draft_model", draft_model)):
             if not isinstance(value, str | Path | None):
                 raise UserError(f"{name} must be a path or a name, got {value!r}")
         if draft_tokens is None:
             draft_tokens = DEFAULT_CHAIN
-        elif draft_model is None and not prompt_lookup:
+        elif head is not None or not (draft_model is not None or prompt_lookup):
             raise UserError(
                 "draft_tokens is for draft_model and prompt_lookup: a head's tree is sized by "
                 "tree_nodes"
@@ -145,8 +148,8 @@ class Decoder:
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
             drafter = DraftModel(small, loaded, draft_tokens)
-        elif prompt_lookup:
-            drafter = PromptLookup(draft_tokens)
+        if prompt_lookup:
+            drafter = PromptLookup(draft_tokens) if drafter is None else WithLookup(drafter)
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
 
     def generate(

@@ -40,7 +40,8 @@ def main(
 ) -> None:
     """Talk to a model, and see after each answer how fast it was.
 
-    At most one of --head, --draft-model and --prompt-lookup; with none of them, plain decoding.
+    --head or --draft-model, and --prompt-lookup alone or beside one of them, which adds a branch to
+    its trees; with none of them, plain decoding.
     Ctrl-C ends an answer, which stays as it is. /new begins a new conversation, /quit or Ctrl-D
     ends. Messages can also come through a pipe, one a line.
     """

@@ -67,7 +67,8 @@ def main(
     and of the Python code around them. Passes alone: the target over 1 to 64 tokens and the drafter
     at its sizes, outside the engine; as long as the first hardly grows, larger trees are nearly
     free. Memory: each step reads all weights, so the speed of copying is a bound.
-    At most one of --head, --draft-model and --prompt-lookup; with none, plain decoding alone.
+    --head or --draft-model, and --prompt-lookup alone or beside one of them; with none, plain
+    decoding alone.
     """
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,

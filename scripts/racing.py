@@ -13,6 +13,7 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.measuring.comparison import (
     GENERATE,
     PLAIN,
@@ -78,6 +79,8 @@ class Drafters:
                 decoder = decoder_for(ours, head, size, compile and number == 0)
                 mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
                 self.heads.append((mode, folder.name, decoder))
+            branched = decoder_for(ours, WithLookup(head), first, False)
+            self.heads.append((f"head {folder.name} + lookup", folder.name, branched))
 
     def contestants(
         self, sampling: SamplingConfig, verifier: str, assisted: bool

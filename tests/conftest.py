@@ -19,6 +19,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.with_lookup import WithLookup
 
 
 class ScriptedRandom(RowRandom):
@@ -119,6 +120,10 @@ def make_drafter(
     """A drafter by name: every head family as tree and as chain, and what is not a head."""
 
     def make(name: str, target: Target) -> Drafter:
+        name, _, branch = name.partition("+")
+        return WithLookup(alone(name, target)) if branch else alone(name, target)
+
+    def alone(name: str, target: Target) -> Drafter:
         kind, _, form = name.partition(":")
         if kind == "draft-model":
             small = make_target(
@@ -140,7 +145,12 @@ def make_drafter(
 
 FORMS = ("tree", "chain", "own")
 NO_HEADS = ["draft-model", "self", "prompt-lookup"]
-DRAFTERS = [*(f"{family}:{form}" for family in sorted(HEADS) for form in FORMS), *NO_HEADS]
+BRANCHED = ["medusa:tree+lookup", "parallel:own+lookup", "draft-model+lookup"]
+DRAFTERS = [
+    *(f"{family}:{form}" for family in sorted(HEADS) for form in FORMS),
+    *NO_HEADS,
+    *BRANCHED,
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -149,6 +159,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("drafter_name", DRAFTERS)
     if "lawful_drafter" in metafunc.fixturenames:
         # The law of the answers does not depend on where the form of a tree came from.
-        metafunc.parametrize("lawful_drafter", [*(f"{f}:tree" for f in sorted(HEADS)), *NO_HEADS])
+        lawful = [*(f"{f}:tree" for f in sorted(HEADS)), *NO_HEADS, BRANCHED[0]]
+        metafunc.parametrize("lawful_drafter", lawful)
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", sorted(HEADS))

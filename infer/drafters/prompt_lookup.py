@@ -30,7 +30,7 @@ class PromptLookup(Drafter):
         self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]
         self.budgets = chain_budgets(depth)
 
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> "PromptLookupSession":
         """A session with the first tokens of prompts [B, T]; the others come with commits."""
         return PromptLookupSession(self, to_host(prompts[:, 0]))
 
@@ -64,15 +64,18 @@ class Past:
             earlier.append(token)
         return earlier
 
-    def continuation(self, count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest n-gram that the row ends with.
+    def continuation(self, count: int, least: int = 1) -> list[int]:
+        """`count` tokens, or none, that followed the longest n-gram that the row ends with.
 
-        In ``a b c d a b`` the last bigram ``a b`` was followed by ``c d a`` before.
+        N-grams of fewer than `least` tokens do not count. In ``a b c d a b`` the last bigram
+        ``a b`` was followed by ``c d a b`` before. What follows those is not there yet: it is taken
+        to be what followed them before, so the text goes on in a circle, ``c d a b c d``.
         """
-        for size in range(min(MAX_NGRAM, len(self.tokens)), 0, -1):
+        for size in range(min(MAX_NGRAM, len(self.tokens)), least - 1, -1):
             place = self.followed_at.get(tuple(self.tokens[-size:]))
             if place is not None:
-                return self.tokens[place : place + count]
+                found = self.tokens[place : place + count]
+                return [found[i % len(found)] for i in range(count)]
         return []
 
 

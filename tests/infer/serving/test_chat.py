@@ -10,7 +10,7 @@ from drafthead.infer import Decoder
 
 # Those that differ in what they know of a row.
 CHATTING = ["none", "prompt-lookup", "draft-model", "medusa:tree", "hydra:own", "eagle:own",
-            "eagle3:own", "parallel:own"]  # fmt: skip
+            "eagle3:own", "parallel:own", "parallel:own+lookup"]  # fmt: skip
 TURNS = ["hello", "and then?", "", "why"]
 # Shows only the last answer: earlier turns are rewritten, so less of them can be reused.
 FORGETFUL = (

@@ -1,0 +1,121 @@
+"""A drafter whose trees have a branch from prompt lookup, wherever the row's past has one to offer.
+
+A head cannot know long names and numbers of the prompt, and prompt lookup knows nothing else. Half
+of a tree's nodes cost a head little; they buy a chain as long as the text that is repeated.
+"""
+
+import torch
+
+from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+
+LEAST_NGRAM = 2  # tokens that must have occurred before; one alone says too little
+
+
+class WithLookup(Drafter):
+    """A drafter, and prompt lookup beside it.
+
+    Under rules that draw children from the draft's distribution there is no second branch: copied
+    tokens are not drawn.
+    """
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.features, self.budgets = drafter.features, drafter.budgets
+        self.sampling_rule = drafter.sampling_rule  # type: ignore[misc]  # of the class elsewhere
+        self.lookup = PromptLookup(max(1, max(map(branch_nodes, self.budgets))))
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """Those of the drafter alone; what lookup adds depends on the text."""
+        return self.drafter.chances(budget)
+
+    def identity(self) -> str:
+        """That of the drafter, and that there is a branch."""
+        return f"{self.drafter.identity()} with lookup"
+
+    def compile(self) -> None:
+        """Compile the drafter."""
+        self.drafter.compile()
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session of both for prompts [B, T] of lengths [B]."""
+        return LookupBranch(self.drafter.start(prompts, lengths), self.lookup, prompts, lengths)
+
+
+class LookupBranch(DraftSession):
+    """A session whose trees are grafted with what the row's past offers."""
+
+    row_state = ("session", "lookup")
+
+    def __init__(
+        self,
+        session: DraftSession,
+        lookup: PromptLookup,
+        prompts: torch.Tensor,  # [B, T]
+        lengths: torch.Tensor,  # [B]
+    ):
+        self.session = session
+        self.lookup = lookup.start(prompts, lengths)
+
+    def commit(self, committed: Committed) -> None:
+        """Both learn it."""
+        self.session.commit(committed)
+        self.lookup.commit(committed)
+
+    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
+        """The drafter's own, where there is nothing to graft."""
+        if self.branch(budget) is not None:
+            return None
+        return self.session.recipe(budget, draws)
+
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+        """The drafter's tree, half of it replaced by the branch if there is one."""
+        branch = None if isinstance(random, RowRandom) else self.branch(budget)
+        if branch is None:
+            return self.session.propose(budget, sampling, random)
+        nodes = budget.nodes - branch.shape[1]
+        smaller = Budget(nodes, min(budget.depth, nodes - 1))
+        return grafted(self.session.propose(smaller, sampling, random), branch)
+
+    def branch(self, budget: Budget) -> torch.Tensor | None:
+        """What followed each row's last tokens before, [B, m]; None where no row has anything."""
+        count = branch_nodes(budget)
+        guesses = [past.continuation(count, LEAST_NGRAM) for past in self.lookup.pasts]
+        if not any(guesses):
+            return None
+        rows = [[*guess, *[PADDING] * (count - len(guess))] for guess in guesses]
+        return torch.tensor(rows, device=self.lookup.device)
+
+
+def branch_nodes(budget: Budget) -> int:
+    """Nodes of a tree that a branch may take: half of them, and none of a tree of two or three."""
+    return budget.nodes // 2 if budget.nodes > 3 else 0
+
+
+def grafted(tree: TokenTree, branch: torch.Tensor) -> TokenTree:
+    """The tree with a chain of tokens [B, m] under its root, beside its own children.
+
+    A chain x y under the root of a tree with parents (-1, 0, 1) makes the parents
+    (-1, 0, 1, 0, 3). Its tokens may be in the tree as well: the rules that follow the target's own
+    tokens then take the longer of both paths.
+    """
+    rows, length = branch.shape
+    nodes, device = tree.num_nodes, branch.device
+    places = torch.arange(length, device=device)
+    chain = torch.where(places == 0, 0, nodes + places - 1)
+    ancestors = torch.zeros(rows, nodes + length, nodes + length, dtype=torch.bool, device=device)
+    ancestors[:, :nodes, :nodes] = tree.ancestors
+    ancestors[:, nodes:, 0] = True
+    ancestors[:, nodes:, nodes:] = places <= places[:, None]
+    return TokenTree(
+        torch.cat([tree.tokens, branch], dim=1),
+        torch.cat([tree.parents, chain.expand(rows, -1)], dim=1),
+        torch.cat([tree.depths, (1 + places).expand(rows, -1)], dim=1),
+        ancestors,
+        max(tree.max_depth, length),
+        tree.width + 1,
+    )
