@@ -18,7 +18,9 @@ def at_least_one(option: typer.CallbackParam, value: int) -> int:
 TargetName = Annotated[str, typer.Option(help="Target model: folder, GGUF file or hub id.")]
 HeadFolder = Annotated[Path | None, typer.Option(help="Folder of a trained head.")]
 DraftModelName = Annotated[str | None, typer.Option(help="Separate draft model.")]
-PromptLookupSwitch = Annotated[bool, typer.Option(help="Draft from the prompt and the answer so far.")]
+PromptLookupSwitch = Annotated[
+    bool, typer.Option(help="Draft from the prompt and the answer so far.")
+]
 PromptLimit = Annotated[
     int, typer.Option(help="Use this many prompts, from the first.", callback=at_least_one)
 ]

@@ -8,7 +8,7 @@ import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
@@ -19,8 +19,8 @@ LEAST_NGRAM = 2  # tokens that must have occurred before; one alone says too lit
 class WithLookup(Drafter):
     """A drafter, and prompt lookup beside it.
 
-    Under rules that draw children from the draft's distribution there is no second branch: copied
-    tokens are not drawn.
+    Only under rules that follow the target's own tokens is there a branch: copied tokens are not
+    drawn, and whether there are any depends on the other rows of a batch.
     """
 
     def __init__(self, drafter: Drafter):
@@ -74,7 +74,8 @@ class LookupBranch(DraftSession):
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The drafter's tree, half of it replaced by the branch if there is one."""
-        branch = None if isinstance(random, RowRandom) else self.branch(budget)
+        follows = sampling.greedy or isinstance(random, NextDraws)
+        branch = self.branch(budget) if follows else None
         if branch is None:
             return self.session.propose(budget, sampling, random)
         nodes = budget.nodes - branch.shape[1]

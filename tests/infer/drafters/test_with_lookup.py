@@ -60,7 +60,7 @@ def test_a_text_without_repetition_leaves_the_whole_tree_to_the_drafter(target, 
     assert tree.tokens.equal(expected.tokens)
 
 
-def test_drawn_trees_have_no_branch(target, make_drafter) -> None:
+def test_trees_of_rules_that_draw_have_no_branch(target, make_drafter) -> None:
     session = session_after(make_drafter("self+lookup", target), [10, 11, 12, 10, 11])
     random = RowRandom([1], torch.device("cpu"))
     random.begin_step([8])
