@@ -31,7 +31,7 @@ from drafthead.heads.target.loading import load_tokenizer
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.conversations import read_conversations
-from workers.protocol import Job
+from workers.protocol import MARK, Job
 
 HERE = Path(__file__).parent
 
@@ -61,10 +61,10 @@ class Peer:
 
     def _line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise UserError(f"the process of {self.name} has ended: its last words are above")
-        return json.loads(line)
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise UserError(f"the process of {self.name} has ended: its last words are above")
 
     def stop(self) -> None:
         """End the process."""

@@ -4,7 +4,6 @@ Peers run in environments of their own, so this file needs nothing but Python.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ class Job:
     seed: int
 
 
+MARK = "peer: "  # begins the lines of the protocol; libraries may print others
 Answer = Callable[[Job], Sequence[Sequence[int]]]  # the new tokens of each prompt
 
 
@@ -29,18 +29,18 @@ def work(answer: Answer, version: str, largest_batch: int = 2**20) -> None:
     """Answer jobs from standard input until it ends.
 
     Of each the seconds are reported and, of every answer, the new tokens up to its first end token.
-    What `answer` prints goes to standard error.
     """
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    print(json.dumps({"version": version, "largest_batch": largest_batch}), file=out, flush=True)
+
+    def say(message: dict[str, object]) -> None:
+        print(MARK + json.dumps(message), flush=True)
+
+    say({"version": version, "largest_batch": largest_batch})
     for line in sys.stdin:
         job = Job(**json.loads(line))
         begin = time.perf_counter()
         answers = answer(job)
         seconds = time.perf_counter() - begin
-        reply = {"answers": [list(map(int, each)) for each in answers], "seconds": seconds}
-        print(json.dumps(reply), file=out, flush=True)
+        say({"answers": [list(map(int, each)) for each in answers], "seconds": seconds})
 
 
 def until_end(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:

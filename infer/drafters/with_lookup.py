@@ -25,13 +25,20 @@ class WithLookup(Drafter):
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
-        self.features, self.budgets = drafter.features, drafter.budgets
+        self.features = drafter.features
+        deep = {Budget(b.nodes, max(b.depth, branch_nodes(b))): b for b in drafter.budgets}
+        self.budgets, self.own_budgets = tuple(deep), deep
         self.sampling_rule = drafter.sampling_rule  # type: ignore[misc]  # of the class elsewhere
         self.lookup = PromptLookup(max(1, max(map(branch_nodes, self.budgets))))
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """Those of the drafter alone; what lookup adds depends on the text."""
-        return self.drafter.chances(budget)
+        return self.drafter.chances(self.own_budget(budget))
+
+    def own_budget(self, budget: Budget) -> Budget:
+        """What the drafter may use of a budget: all nodes, but no more depth than it has."""
+        depth = min(self.drafter.budgets[-1].depth, budget.nodes - 1)
+        return self.own_budgets.get(budget, Budget(budget.nodes, depth))
 
     def identity(self) -> str:
         """That of the drafter, and that there is a branch."""
@@ -43,7 +50,7 @@ class WithLookup(Drafter):
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session of both for prompts [B, T] of lengths [B]."""
-        return LookupBranch(self.drafter.start(prompts, lengths), self.lookup, prompts, lengths)
+        return LookupBranch(self, prompts, lengths)
 
 
 class LookupBranch(DraftSession):
@@ -51,15 +58,11 @@ class LookupBranch(DraftSession):
 
     row_state = ("session", "lookup")
 
-    def __init__(
-        self,
-        session: DraftSession,
-        lookup: PromptLookup,
-        prompts: torch.Tensor,  # [B, T]
-        lengths: torch.Tensor,  # [B]
-    ):
-        self.session = session
-        self.lookup = lookup.start(prompts, lengths)
+    def __init__(self, drafter: WithLookup, prompts: torch.Tensor, lengths: torch.Tensor):
+        """For prompts [B, T] of lengths [B]."""
+        self.drafter = drafter
+        self.session = drafter.drafter.start(prompts, lengths)
+        self.lookup = drafter.lookup.start(prompts, lengths)
 
     def commit(self, committed: Committed) -> None:
         """Both learn it."""
@@ -70,16 +73,16 @@ class LookupBranch(DraftSession):
         """The drafter's own, where there is nothing to graft."""
         if self.branch(budget) is not None:
             return None
-        return self.session.recipe(budget, draws)
+        return self.session.recipe(self.drafter.own_budget(budget), draws)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The drafter's tree, half of it replaced by the branch if there is one."""
         follows = sampling.greedy or isinstance(random, NextDraws)
-        branch = self.branch(budget) if follows else None
+        branch, own = self.branch(budget) if follows else None, self.drafter.own_budget(budget)
         if branch is None:
-            return self.session.propose(budget, sampling, random)
+            return self.session.propose(own, sampling, random)
         nodes = budget.nodes - branch.shape[1]
-        smaller = Budget(nodes, min(budget.depth, nodes - 1))
+        smaller = Budget(nodes, min(own.depth, nodes - 1))
         return grafted(self.session.propose(smaller, sampling, random), branch)
 
     def branch(self, budget: Budget) -> torch.Tensor | None:

@@ -186,10 +186,11 @@ def make_steps(
     target: Target, drafter: Drafter, request: Request, rule: Verifier, this_round: Round
 ) -> None:
     """Decode as many steps as a round has, whatever limits the request has."""
-    limit = this_round.steps * (1 + drafter.budgets[-1].depth) + 1
+    most = max(budget.nodes for budget in drafter.budgets)  # a path has no more
+    limit = this_round.steps * most + 1
     longer = replace(request, limits=[limit] * len(request.prompts))
     run = BatchRun(longer, target.device)
-    stepper = stepper_for(target, run, drafter.features, rule, drafter.budgets[-1].nodes)
+    stepper = stepper_for(target, run, drafter.features, rule, most)
     steps = decode(stepper, drafter, this_round)
     next(steps)  # the prompt
     # The bar shows when it takes longer than a few seconds.
