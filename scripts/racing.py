@@ -57,11 +57,12 @@ class Drafters:
         draft_tokens: int,
         tree_nodes: Sequence[int | None],
         compile: bool,
+        branches: bool = False,
     ):
         """transformers' own decoding runs on `target`; `assistant` is a draft model.
 
         Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
-        have the first size.
+        have the first size. With `branches` each head also takes part with prompt lookup beside it.
         """
         self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
         first = tree_nodes[0]
@@ -79,8 +80,9 @@ class Drafters:
                 decoder = decoder_for(ours, head, size, compile and number == 0)
                 mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
                 self.heads.append((mode, folder.name, decoder))
-            branched = decoder_for(ours, WithLookup(head), first, False)
-            self.heads.append((f"head {folder.name} + lookup", folder.name, branched))
+            if branches:
+                branched = decoder_for(ours, WithLookup(head), first, False)
+                self.heads.append((f"head {folder.name} + lookup", folder.name, branched))
 
     def contestants(
         self, sampling: SamplingConfig, verifier: str, assisted: bool

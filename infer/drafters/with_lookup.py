@@ -82,8 +82,9 @@ class LookupBranch(DraftSession):
         if branch is None:
             return self.session.propose(own, sampling, random)
         nodes = budget.nodes - branch.shape[1]
-        smaller = Budget(nodes, min(own.depth, nodes - 1))
-        return grafted(self.session.propose(smaller, sampling, random), branch)
+        tree = self.session.propose(Budget(nodes, min(own.depth, nodes - 1)), sampling, random)
+        left = budget.nodes - tree.num_nodes  # less than there was, if the drafter's tree is fixed
+        return grafted(tree, branch[:, :left]) if left > 0 else tree
 
     def branch(self, budget: Budget) -> torch.Tensor | None:
         """What followed each row's last tokens before, [B, m]; None where no row has anything."""

@@ -156,7 +156,7 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     modes = [row["mode"] for row in content["rows"] if row["temperature"] == 0]
     assert modes == [
         "plain", "generate", "generate + assistant", "generate + assistant, 4", "draft model",
-        "prompt lookup", "head head",
+        "prompt lookup", "head head", "head head + lookup",
     ]  # fmt: skip
     assert content["divergences"] == []
     assert (tmp_path / "race" / "comparison.png").exists()
@@ -268,8 +268,8 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             "tokenizer differs from the target's: token '",
         ),
         (
-            ("generate", *TARGET, "--prompt", "x", "--prompt-lookup", "--draft-model", "@draft"),
-            "choose one",
+            ("generate", *TARGET, "--prompt", "x", "--head", "@head", "--draft-model", "@draft"),
+            "choose one of head and draft_model",
         ),
         (
             ("generate", *TARGET, "--prompt", "x", "--tree-nodes", "5"),
