@@ -11,8 +11,10 @@ import os
 import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,7 +45,11 @@ class Peer:
         """Start it; the models may take minutes to load, see `wait`."""
         self.name = name
         self.process = subprocess.Popen(
-            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            shlex.split(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # see `stop`
         )
         self.version, self.largest_batch = "", 1
 
@@ -67,10 +73,10 @@ class Peer:
         raise UserError(f"the process of {self.name} has ended: its last words are above")
 
     def stop(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        """End the process, and those that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 @dataclass(frozen=True)
@@ -182,24 +188,26 @@ def main(
     conversations = read_conversations(prompts)
     chosen = conversations[:: max(1, len(conversations) // limit)][:limit]
     ids = [encode_one(each.messages[:1], tokenizer) for each in chosen]
-    peers = [Peer(name, command) for name, command in commands(contestants, folder).items()]
-    for peer in tqdm(peers, desc="loading"):
-        peer.wait()
     found = {}
-    for drawn in temperature or [0.0, 1.0]:
-        for rows in batch or [1, 4, 16]:
-            setting = Setting(rows, drawn, 0.95 if drawn else 1.0)
-            figures = race(peers, ids, setting, rounds, tokens)
-            found[setting.title] = summary(figures)
-            print_table(setting.title, found[setting.title])
+    with ExitStack() as running:
+        peers = []
+        # One after the other: loading takes all processors.
+        for name, command in tqdm(commands(contestants, folder).items(), desc="loading"):
+            peers.append(Peer(name, command))
+            running.callback(peers[-1].stop)
+            peers[-1].wait()
+        for drawn in temperature or [0.0, 1.0]:
+            for rows in batch or [1, 4, 16]:
+                setting = Setting(rows, drawn, 0.95 if drawn else 1.0)
+                figures = race(peers, ids, setting, rounds, tokens)
+                found[setting.title] = summary(figures)
+                print_table(setting.title, found[setting.title])
     about = {
         "command": shlex.join(["python", *sys.argv]), "machine": describe_machine(),
         "versions": describe_versions() | {peer.name: peer.version for peer in peers},
         "prompts": len(ids), "max_new_tokens": tokens, "rounds": rounds, "results": found,
     }  # fmt: skip
     write_text(output, json.dumps(about, indent=2) + "\n")
-    for peer in peers:
-        peer.stop()
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def main(
     console = Console(highlight=False, soft_wrap=True)
 
     def begin() -> ChatSession:
+        """A new conversation."""
         return decoder.chat(
             system,
             max_new_tokens=max_new_tokens,

@@ -58,9 +58,7 @@ def main(
     loaded = Target.from_pretrained(target, dtype, device)
     assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
-    drafters = Drafters(
-        loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True
-    )  # fmt: skip
+    drafters = Drafters(loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True)
     ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
     rows, differing = run_races(drafters, ids, terms, assisted=True)
     notes = [*predictions(rows), *divergence_notes(differing, len(ids))]

@@ -59,7 +59,7 @@ def main(
         str | None, typer.Option(help="Column that holds the user's text.")
     ] = None,
     end_repetition: Annotated[
-        bool, typer.Option(help="End answers whose last 32 tokens were said twice before.")
+        bool, typer.Option(help="End answers whose last 32 tokens occurred twice before.")
     ] = True,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",

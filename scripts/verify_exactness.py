@@ -98,8 +98,8 @@ def main(
     """
     effort = Effort(samples, answers, max_new_tokens, false_alarm)
     if head is None and draft_model is None and not prompt_lookup:
-        raise UserError("choose one of head, draft_model and prompt_lookup: it is what is tested")
-    drafted = Drafter if draft_model is None or compile else DraftModel
+        raise UserError("choose a head, draft_model or prompt_lookup: it is what is tested")
+    drafted = Drafter if draft_model is None or prompt_lookup or compile else DraftModel
     rule = verifier_for(verifier, temperature, drafted.sampling_rule)
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,

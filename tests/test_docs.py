@@ -58,6 +58,7 @@ def test_the_python_of_a_page_runs(page: str) -> None:
             ', head="runs/demo/parallel"', ""
         )  # plain decoding: nothing is trained
         exec(block.replace("max_new_tokens=64", "max_new_tokens=4"), scope)
+    assert isinstance(scope.get("decoder"), Decoder), "the page shows how to make a decoder"
 
 
 def test_the_head_of_the_docs_drafts(target: Target) -> None:

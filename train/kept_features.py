@@ -62,7 +62,10 @@ class KeptFeatures:
                 )
 
     def check_space(self, num_rows: int, row_bytes: int) -> None:
-        """Log what all rows take, `row_bytes` each; UserError when the disk has no room for it."""
+        """Log what the rows without a file take, `row_bytes` each on average.
+
+        Raises UserError when the disk has no room for it.
+        """
         there = sum(self.path(row).exists() for row in range(num_rows))
         missing, free = (num_rows - there) * row_bytes, shutil.disk_usage(self.folder).free
         logger.info(

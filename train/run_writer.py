@@ -10,9 +10,8 @@ from torch import nn
 from drafthead.heads.checkpoint import save_head
 from drafthead.train.evaluation import Evaluation
 from drafthead.train.run_folder import RunFolder, provenance
-from drafthead.train.saved_states import Progress, Sources
+from drafthead.train.saved_states import Progress
 from drafthead.train.step import TrainingTask
-from drafthead.train.weights import weights_fingerprint
 
 
 class RunWriter:
@@ -23,7 +22,7 @@ class RunWriter:
     ):
         """`model` is the prepared `LossModule` around the task's head."""
         self.accelerator, self.folder, self.task, self.model = accelerator, folder, task, model
-        self.sources = Sources(task.train.fingerprint(), weights_fingerprint(task.target))
+        self.sources = task.sources
 
     def log(self, name: str, record: dict[str, Any]) -> None:
         """One line in the folder's log `name`, and one point in TensorBoard."""

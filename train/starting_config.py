@@ -1,10 +1,12 @@
 """The first configuration for a target: a family's file in `configs/`, fitted to the model."""
 
+import math
 import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import AutoConfig
 
 from drafthead.heads.base import head_family
@@ -71,5 +73,6 @@ def with_value(text: str, key: str, value: object) -> str:
 
     Other settings and comments stay: with the value 2 for a, "  a: 1 # so" becomes "  a: 2 # so".
     """
+    written = yaml.safe_dump(value, width=math.inf).splitlines()[0]  # a name may need quotes
     setting = re.compile(rf"^( +{key}: )[^ #\n]+", re.MULTILINE)
-    return setting.sub(lambda match: f"{match[1]}{value}", text, count=1)
+    return setting.sub(lambda match: f"{match[1]}{written}", text, count=1)

@@ -28,6 +28,7 @@ from drafthead.train.packing import PackedData
 from drafthead.train.ranks import chain_lengths
 from drafthead.train.replay import replayed
 from drafthead.train.run_config import TrainConfig
+from drafthead.train.saved_states import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class TrainingTask:
     target: Target
     target_name: str
     head: DraftHead
+    sources: Sources
     train: PackedData
     validation: PackedData | None
     kept_features: KeptFeatures | None = None  # of `train`

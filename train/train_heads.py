@@ -19,7 +19,6 @@ from transformers.utils.logging import disable_progress_bar
 from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data_checks import check_held_out, check_writers
 from drafthead.train.engines import build_accelerator
@@ -30,6 +29,7 @@ from drafthead.train.loop import Trainer
 from drafthead.train.packing import PackedData, load_packed
 from drafthead.train.run_config import RunConfig, load_run_config
 from drafthead.train.run_folder import RunFolder
+from drafthead.train.saved_states import Sources
 from drafthead.train.starting_config import write_starting_config
 from drafthead.train.step import TrainingTask
 from drafthead.train.weights import weights_fingerprint
@@ -62,7 +62,8 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
     rows = load_packed(data.train, tokenizer, data, config.train.seed)
-    check_writers(data.train, rows.writers, config.target.name, weights_fingerprint(target))
+    sources = Sources(rows.fingerprint(), weights_fingerprint(target))
+    check_writers(data.train, rows.writers, config.target.name, sources.target)
     head = new_head(config.family, config.head, target, rows.token_counts(target.vocab_size))
     if config.train.init_from is not None:
         begin_with(head, config.train.init_from, target)
@@ -70,27 +71,20 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     if data.validation is not None:
         held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)
         check_held_out(rows, held_out, data.validation)
-    kept = kept_features(config, target, rows, head.features_needed)
-    task = TrainingTask(target, config.target.name, head, rows, held_out, kept)
+    kept = None
+    if data.feature_folder is not None:
+        source = FeatureSource(sources.target, sources.data, str(target.dtype), precision)
+        kept = KeptFeatures(Path(data.feature_folder), source, head.features_needed)
+        check_space(kept, target, rows)
+    task = TrainingTask(target, config.target.name, head, sources, rows, held_out, kept)
     return Trainer(accelerator, task, config.train, config.optimizer, folder)
 
 
-def kept_features(
-    config: RunConfig, target: Target, rows: PackedData, spec: FeatureSpec
-) -> KeptFeatures | None:
-    """The folder that the configuration names for the features of `rows`, if it names one.
-
-    Raises UserError when it cannot hold them.
-    """
-    if config.data.feature_folder is None:
-        return None
-    dtype, precision = str(target.dtype), config.train.mixed_precision
-    source = FeatureSource(weights_fingerprint(target), rows.fingerprint(), dtype, precision)
-    kept = KeptFeatures(Path(config.data.feature_folder), source, spec)
+def check_space(kept: KeptFeatures, target: Target, rows: PackedData) -> None:
+    """Raise UserError when there is no room for the features of all rows."""
     tokens = sum(map(rows.row_length, range(len(rows.rows))))
     token_bytes = len(kept.names) * target.hidden_size * target.dtype.itemsize
     kept.check_space(len(rows.rows), tokens * token_bytes // len(rows.rows))
-    return kept
 
 
 def new_head(family: str, config: Any, target: Target, token_counts: torch.Tensor) -> DraftHead:

@@ -1,4 +1,4 @@
-"""drafthead: plain, with a head, a draft model or prompt lookup; compiled unless told otherwise."""
+"""drafthead: plain, with a head, a draft model or prompt lookup; compiled without --eager."""
 
 import argparse
 from importlib.metadata import version
@@ -29,6 +29,7 @@ def main() -> None:
     warm: set[tuple[int, float]] = set()
 
     def answer(job: Job) -> list[list[int]]:
+        """The new tokens of each prompt."""
         kind = len(job.prompts), job.temperature
         if kind not in warm:  # in a batch that does not count
             decoder.warm_up(

@@ -25,6 +25,7 @@ def main() -> None:
     ends = {model.token_eos(), llama_cpp.llama_vocab_eot(model._model.vocab)}
 
     def answer(job: Job) -> list[list[int]]:
+        """The new tokens of the only prompt."""
         model.reset()
         model.set_seed(job.seed)
         tokens: list[int] = []

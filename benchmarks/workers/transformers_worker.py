@@ -23,6 +23,7 @@ def main() -> None:
     ends = torch.tensor(model.generation_config.eos_token_id).view(-1).tolist()
 
     def answer(job: Job) -> list[list[int]]:
+        """The new tokens of each prompt."""
         set_seed(job.seed)
         longest = max(map(len, job.prompts))
         padding = [longest - len(prompt) for prompt in job.prompts]

@@ -24,6 +24,7 @@ def main() -> None:
     )
 
     def answer(job: Job) -> list[list[int]]:
+        """The new tokens of each prompt."""
         sampling = vllm.SamplingParams(
             max_tokens=job.max_new_tokens,
             temperature=job.temperature,

@@ -16,14 +16,13 @@ def printable(text: str, longest: int = LONGEST_SENTENCE) -> str:
     """
     # Shortened before too, so that megabytes are not escaped.
     kept = without_middle(text, longest)
-    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
-    return without_middle("".join(escaped), longest)
+    return without_middle(visible(kept, besides=""), longest)
 
 
-def visible(text: str) -> str:
-    """A model's text for a terminal: control characters escaped, but for line breaks and tabs."""
+def visible(text: str, besides: str = "\n\t") -> str:
+    """A text for a terminal: control characters escaped, except those `besides`."""
     return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+        c if c.isprintable() or c in besides else c.encode("unicode_escape").decode() for c in text
     )
 
 

@@ -28,7 +28,6 @@ class WithLookup(Drafter):
         self.features = drafter.features
         deep = {Budget(b.nodes, max(b.depth, branch_nodes(b))): b for b in drafter.budgets}
         self.budgets, self.own_budgets = tuple(deep), deep
-        self.sampling_rule = drafter.sampling_rule  # type: ignore[misc]  # of the class elsewhere
         self.lookup = PromptLookup(max(1, max(map(branch_nodes, self.budgets))))
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
@@ -71,28 +70,30 @@ class LookupBranch(DraftSession):
 
     def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
         """The drafter's own, where there is nothing to graft."""
-        if self.branch(budget) is not None:
+        if self.has_branch(budget):
             return None
         return self.session.recipe(self.drafter.own_budget(budget), draws)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The drafter's tree, half of it replaced by the branch if there is one."""
         follows = sampling.greedy or isinstance(random, NextDraws)
-        branch, own = self.branch(budget) if follows else None, self.drafter.own_budget(budget)
-        if branch is None:
+        own = self.drafter.own_budget(budget)
+        if not follows or not self.has_branch(budget):
             return self.session.propose(own, sampling, random)
-        nodes = budget.nodes - branch.shape[1]
+        nodes = budget.nodes - branch_nodes(budget)
         tree = self.session.propose(Budget(nodes, min(own.depth, nodes - 1)), sampling, random)
-        left = budget.nodes - tree.num_nodes  # less than there was, if the drafter's tree is fixed
-        return grafted(tree, branch[:, :left]) if left > 0 else tree
+        left = budget.nodes - tree.num_nodes  # none, if the drafter's tree is fixed and as large
+        return grafted(tree, self.branch(left)) if left > 0 else tree
 
-    def branch(self, budget: Budget) -> torch.Tensor | None:
-        """What followed each row's last tokens before, [B, m]; None where no row has anything."""
-        count = branch_nodes(budget)
-        guesses = [past.continuation(count, LEAST_NGRAM) for past in self.lookup.pasts]
-        if not any(guesses):
-            return None
-        rows = [[*guess, *[PADDING] * (count - len(guess))] for guess in guesses]
+    def has_branch(self, budget: Budget) -> bool:
+        """Whether the budget has room for a branch, and any row's past something to offer."""
+        found = (past.continuation(1, LEAST_NGRAM) for past in self.lookup.pasts)
+        return branch_nodes(budget) > 0 and any(found)
+
+    def branch(self, count: int) -> torch.Tensor:
+        """The `count` tokens that followed each row's last ones before, [B, count], or PADDING."""
+        guesses = (past.continuation(count, LEAST_NGRAM) for past in self.lookup.pasts)
+        rows = [guess or [PADDING] * count for guess in guesses]
         return torch.tensor(rows, device=self.lookup.device)
 
 

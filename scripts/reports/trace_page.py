@@ -71,8 +71,8 @@ def as_text(trace: Trace, tokenizer: PreTrainedTokenizerBase, coloured: bool) ->
     shown = (span for span in spans(trace, tokenizer) if span.text)
     for kind, alike in groupby(shown, key=lambda span: span.kind):
         before, after = ("", "") if coloured else MARKS[kind]
-        said = visible("".join(span.text for span in alike))
-        text.append(f"{before}{said}{after}", STYLES[kind])
+        joined = visible("".join(span.text for span in alike))
+        text.append(f"{before}{joined}{after}", STYLES[kind])
     return text
 
 
@@ -115,5 +115,4 @@ def page_data(
         "prompt": tokenizer.decode(trace.prompt),
         "spans": [vars(span) for span in spans(trace, tokenizer)],
         "steps": steps,
-        "tau": trace.result.stats.tau,
     }

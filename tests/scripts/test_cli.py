@@ -280,7 +280,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             "draft_tokens is for draft_model and prompt_lookup",
         ),
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
-        (("verify-exactness", *TARGET), "choose one of head"),
+        (("verify-exactness", *TARGET), "choose a head"),
         (("verify-exactness", *TARGET, "--prompt-lookup", "--samples", "5"), "at least 100"),
         (("verify-exactness", *TARGET, "--prompt-lookup", "--false-alarm", "2"), "between 0 and 1"),
         (

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from tiny import write_conversations, write_target
 
 from drafthead.heads.errors import UserError
@@ -16,14 +15,6 @@ from drafthead.train.kept_features import FeatureSource, KeptFeatures
 from drafthead.train.packing import DataConfig, PackedData, load_packed
 
 SOURCE = FeatureSource(target="a", rows="b", dtype="torch.float32", mixed_precision="no")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """No launcher state from the test before."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")

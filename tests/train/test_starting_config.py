@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from tiny import write_target
 
 from drafthead.heads.errors import UserError
@@ -59,6 +60,12 @@ def test_the_target_is_named_and_the_optimiser_keeps_its_name():
 
 def test_a_setting_gets_another_value_and_keeps_its_comment():
     assert with_value("x:\n  a: 1 # so\n  b: 1\n", "a", 2) == "x:\n  a: 2 # so\n  b: 1\n"
+
+
+@pytest.mark.parametrize("name", ["C: #1", "a b", "yes", "- x", "x" * 200])
+def test_any_name_of_a_target_is_read_back(name: str):
+    sizes = SimpleNamespace(hidden_size=64, vocab_size=100, max_position_embeddings=64)
+    assert yaml.safe_load(fitted(TEMPLATE, name, sizes))["target"]["name"] == name
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path):

@@ -64,7 +64,7 @@ def test_trees_of_rules_that_draw_have_no_branch(target, make_drafter) -> None:
     session = session_after(make_drafter("self+lookup", target), [10, 11, 12, 10, 11])
     random = RowRandom([1], torch.device("cpu"))
     random.begin_step([8])
-    assert session.branch(Budget(8, 3)) is not None
+    assert session.has_branch(Budget(8, 3))
     tree = session.propose(Budget(8, 3), SamplingConfig(temperature=1.0), random)
     assert tree.draft_probs is not None
 
