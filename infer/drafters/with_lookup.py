@@ -26,16 +26,17 @@ class WithLookup(Drafter):
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
         self.features = drafter.features
-        deep = {Budget(b.nodes, max(b.depth, branch_nodes(b))): b for b in drafter.budgets}
-        self.budgets, self.own_budgets = tuple(deep), deep
-        self.lookup = PromptLookup(max(1, max(map(branch_nodes, self.budgets))))
+        least = drafter.budgets[0].nodes
+        self.own_budgets = {with_branch(budget, least): budget for budget in drafter.budgets}
+        self.budgets = tuple(self.own_budgets)
+        self.lookup = PromptLookup(max(1, max(map(branch_nodes, drafter.budgets))))
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """Those of the drafter alone; what lookup adds depends on the text."""
         return self.drafter.chances(self.own_budget(budget))
 
     def own_budget(self, budget: Budget) -> Budget:
-        """What the drafter may use of a budget: all nodes, but no more depth than it has."""
+        """What the drafter may use of a budget where there is no branch."""
         depth = min(self.drafter.budgets[-1].depth, budget.nodes - 1)
         return self.own_budgets.get(budget, Budget(budget.nodes, depth))
 
@@ -80,15 +81,14 @@ class LookupBranch(DraftSession):
         own = self.drafter.own_budget(budget)
         if not follows or not self.has_branch(budget):
             return self.session.propose(own, sampling, random)
-        nodes = budget.nodes - branch_nodes(budget)
+        nodes = budget.nodes - branch_nodes(own)
         tree = self.session.propose(Budget(nodes, min(own.depth, nodes - 1)), sampling, random)
-        left = budget.nodes - tree.num_nodes  # none, if the drafter's tree is fixed and as large
-        return grafted(tree, self.branch(left)) if left > 0 else tree
+        return grafted(tree, self.branch(budget.nodes - tree.num_nodes))
 
     def has_branch(self, budget: Budget) -> bool:
         """Whether the budget has room for a branch, and any row's past something to offer."""
         found = (past.continuation(1, LEAST_NGRAM) for past in self.lookup.pasts)
-        return branch_nodes(budget) > 0 and any(found)
+        return branch_nodes(self.drafter.own_budget(budget)) > 0 and any(found)
 
     def branch(self, count: int) -> torch.Tensor:
         """The `count` tokens that followed each row's last ones before, [B, count], or PADDING."""
@@ -100,6 +100,17 @@ class LookupBranch(DraftSession):
 def branch_nodes(budget: Budget) -> int:
     """Nodes of a tree that a branch may take: half of them, and none of a tree of two or three."""
     return budget.nodes // 2 if budget.nodes > 3 else 0
+
+
+def with_branch(own: Budget, least: int) -> Budget:
+    """What a drafter's own budget becomes when a branch may take half of its nodes.
+
+    A drafter that cannot draft so few, because its trees have at least so many nodes, keeps all of
+    them, and the branch comes on top.
+    """
+    branch = branch_nodes(own)
+    nodes = own.nodes if own.nodes - branch >= least else own.nodes + branch
+    return Budget(nodes, max(own.depth, branch))
 
 
 def grafted(tree: TokenTree, branch: torch.Tensor) -> TokenTree:

@@ -73,15 +73,25 @@ def test_small_trees_have_no_branch() -> None:
     assert [branch_nodes(Budget(nodes, 1)) for nodes in (2, 3, 4, 16)] == [0, 0, 2, 8]
 
 
-def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(make_drafter) -> None:
+@pytest.mark.parametrize(("name", "budget"), [("self", Budget(16, 3)), ("medusa:tree", None)])
+def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(
+    make_drafter, name: str, budget: Budget | None
+) -> None:
     """With small weights the target repeats itself."""
     target = Target(tiny_llama(initializer_range=0.02))
-    lengths = {}
-    for name in ("self", "self+lookup"):
-        decoder = Decoder(target, make_drafter(name, target), Budget(16, 3))
-        lengths[name] = max(decoder.generate([9, 8], max_new_tokens=64).stats.accept_lengths[0])
-    assert lengths["self"] == 4
-    assert lengths["self+lookup"] > 4
+    longest = {}
+    for one in (name, f"{name}+lookup"):
+        decoder = Decoder(target, make_drafter(one, target), budget)
+        longest[one] = max(decoder.generate([9, 8], max_new_tokens=64).stats.accept_lengths[0])
+    assert longest[name] <= 4
+    assert longest[f"{name}+lookup"] > 4
+
+
+def test_a_branch_comes_on_top_of_a_tree_that_is_fixed(target, make_drafter) -> None:
+    own = BUSHY.num_nodes
+    drafter = make_drafter("medusa:tree+lookup", target)
+    assert drafter.budgets == (Budget(own + own // 2, max(BUSHY.depth, own // 2)),)
+    assert drafter.own_budget(drafter.budgets[0]) == BUSHY.budget
 
 
 def test_a_head_and_a_draft_model_at_once_are_refused(tmp_path) -> None:
