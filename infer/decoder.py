@@ -20,7 +20,7 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
-from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
@@ -147,7 +147,7 @@ class Decoder:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
-            drafter = DraftModel(small, loaded, draft_tokens)
+            drafter = model_drafter(small, loaded, draft_tokens)
         if prompt_lookup:
             drafter = PromptLookup(draft_tokens) if drafter is None else WithLookup(drafter)
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)

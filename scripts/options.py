@@ -17,7 +17,9 @@ def at_least_one(option: typer.CallbackParam, value: int) -> int:
 
 TargetName = Annotated[str, typer.Option(help="Target model: folder, GGUF file or hub id.")]
 HeadFolder = Annotated[Path | None, typer.Option(help="Folder of a trained head.")]
-DraftModelName = Annotated[str | None, typer.Option(help="Separate draft model.")]
+DraftModelName = Annotated[
+    str | None, typer.Option(help="Separate draft model, with any tokenizer.")
+]
 PromptLookupSwitch = Annotated[
     bool, typer.Option(help="Draft from the prompt and the answer so far.")
 ]

@@ -11,7 +11,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
-from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.measuring.comparison import (
@@ -71,7 +71,7 @@ class Drafters:
         self.lookup = decoder_for(ours, PromptLookup(draft_tokens), first, compile)
         self.draft = None
         if assistant is not None:
-            drafter = DraftModel(assistant, ours, draft_tokens)
+            drafter = model_drafter(assistant, ours, draft_tokens)
             self.draft = decoder_for(ours, drafter, first, compile)
         self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
         for folder in heads:

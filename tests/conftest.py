@@ -9,7 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from tiny import BUSHY, END, HIDDEN, VOCAB, tiny_llama
+from tiny import BUSHY, END, HIDDEN, VOCAB, letters_tokenizer, tiny_llama
 
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.drafting.drafter import Drafter
@@ -18,6 +18,7 @@ from drafthead.heads.sampling import RowRandom, sample
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 
@@ -130,6 +131,12 @@ def make_drafter(
                 seed=1, layers=1, vocab=target.vocab_size, hidden=target.hidden_size
             )
             return DraftModel(small, target, depth=3)
+        if kind == "other-vocabulary":
+            letters = "".join(map(chr, range(0x4E00, 0x4E00 + target.vocab_size)))
+            few = letters_tokenizer(letters[:0:-1], (letters[2:4],))
+            small = make_target(seed=1, layers=1, vocab=len(few), hidden=target.hidden_size)
+            theirs = Target(target.model, letters_tokenizer(letters))
+            return OtherVocabulary(Target(small.model, few), theirs, depth=3)
         if kind == "self":
             return DraftModel(target, target, depth=3)
         if kind == "prompt-lookup":
@@ -144,7 +151,7 @@ def make_drafter(
 
 
 FORMS = ("tree", "chain", "own")
-NO_HEADS = ["draft-model", "self", "prompt-lookup"]
+NO_HEADS = ["draft-model", "other-vocabulary", "self", "prompt-lookup"]
 BRANCHED = ["medusa:tree+lookup", "parallel:own+lookup", "draft-model+lookup"]
 DRAFTERS = [
     *(f"{family}:{form}" for family in sorted(HEADS) for form in FORMS),

@@ -58,6 +58,15 @@ def byte_tokenizer(specials: tuple[str, ...] = SPECIALS) -> PreTrainedTokenizerF
     )
 
 
+def letters_tokenizer(letters: str, pairs: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """One token for each letter, in that order, then one for each pair of letters."""
+    vocab = {token: number for number, token in enumerate([*letters, *pairs])}
+    merges = [(pair[0], pair[1]) for pair in pairs]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def write_target(folder: Path, **settings: Any) -> None:
     """A model of `byte_tokenizer`'s tokens, with the tokenizer."""
     tokenizer = byte_tokenizer()

@@ -1,5 +1,7 @@
 """The classic drafter: a separate small language model with the target's tokenizer.
 
+`other_vocabulary` is for models with another one.
+
 In each step it reads what the target has committed in one pass, which gives the first token of its
 chain, and the others token by token: K drafted tokens cost K passes (Leviathan et al., 2023,
 arXiv 2211.17192).
@@ -33,19 +35,11 @@ NO_FEATURES = FeatureSpec(layers=(), last=False)
 Support: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # token ids and probabilities, [B, k] each
 
 
-def check_same_tokenizer(target: Target, draft: Target) -> None:
-    """Raise UserError, naming a token, when two models give their tokens different ids."""
+def same_tokenizer(target: Target, draft: Target) -> bool:
+    """Whether two models give their tokens the same ids; without tokenizers they are taken to."""
     if target.tokenizer is None or draft.tokenizer is None:
-        return
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if ours == theirs:
-        return
-    token = min(t for t in {*ours, *theirs} if ours.get(t) != theirs.get(t))
-    raise UserError(
-        f"the draft model's tokenizer differs from the target's: token {token!r} is "
-        f"{theirs.get(token)} there and {ours.get(token)} here; a draft model must share the "
-        "target's tokenizer"
-    )
+        return True
+    return target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
 
 
 class DraftModel(Drafter):
@@ -58,13 +52,37 @@ class DraftModel(Drafter):
         """Raises UserError when the two tokenizers differ, or depth is below 1."""
         if depth < 1:
             raise UserError(f"a draft model must draft at least 1 token, got {depth}")
-        check_same_tokenizer(target, model)
+        self.check_tokenizers(target, model)
         self.model = model
         self.depth = depth
         self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]
         self.budgets = chain_budgets(depth)
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
+
+    def check_tokenizers(self, target: Target, model: Target) -> None:
+        """Raises UserError, naming a token, when the two models give tokens different ids."""
+        if same_tokenizer(target, model):
+            return
+        assert target.tokenizer is not None and model.tokenizer is not None
+        ours, theirs = target.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+        token = min(t for t in {*ours, *theirs} if ours.get(t) != theirs.get(t))
+        raise UserError(
+            f"the draft model's tokenizer differs from the target's: token {token!r} is "
+            f"{theirs.get(token)} there and {ours.get(token)} here; OtherVocabulary is for these"
+        )
+
+    def proposable(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [B, S] of the S tokens that the target has as well, of all [B, V]."""
+        return logits[:, : self.vocab_size]
+
+    def target_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The target's numbers of tokens at places [...] among the S."""
+        return places
+
+    def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The draft model's numbers of proposed tokens [...]."""
+        return tokens
 
     def identity(self) -> str:
         """The shape of the model, and whether it is compiled."""
@@ -92,11 +110,17 @@ class DraftModelSession(DraftSession):
     ):
         self.drafter, self.model = drafter, drafter.model
         self.cache = drafter.model.new_cache()
-        prefill(self.model, prompts, lengths, NO_FEATURES, self.cache, 4 * (drafter.depth + 1))
-        self.host_lengths: list[int] = to_host(lengths)
+        self.host_lengths: list[int] = []
         self.unread: Unread | None = None  # until the commit of the prompt
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
         self.logits: torch.Tensor | None = None  # [B, V] after them
+        self._begin(prompts, lengths)
+
+    def _begin(self, prompts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Read the prompts [B, T]."""
+        room = 4 * (self.drafter.depth + 1)
+        prefill(self.model, prompts, lengths, NO_FEATURES, self.cache, room)
+        self.host_lengths = to_host(lengths)
 
     def commit(self, committed: Committed) -> None:
         """Keep the committed tokens to be read at the next proposal."""
@@ -126,21 +150,25 @@ class DraftModelSession(DraftSession):
         """Read what is new, then draft token by token."""
         self._catch_up()
         assert self.roots is not None and self.logits is not None
-        tokens, logits = [self.roots], self.logits
+        drafter, tokens, logits = self.drafter, [self.roots], self.logits
         supports: list[Support] = []
-        shape = self.drafter.shapes[min(budget.depth, self.drafter.depth)]
+        shape = drafter.shapes[min(budget.depth, drafter.depth)]
         for depth in range(shape.depth):
             if depth > 0:
-                logits = self._feed(tokens[-1], depth)
-            logits = logits[:, : self.drafter.vocab_size]
+                logits = self._feed(drafter.own_ids(tokens[-1]), depth)
+            known = drafter.proposable(logits)
             if random is None:
-                tokens.append(logits.argmax(-1))
-            elif isinstance(random, NextDraws):
-                tokens.append(guessed_token(logits, random, depth))
+                tokens.append(drafter.target_ids(known.argmax(-1)))
+                continue
+            top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
+            ids = drafter.target_ids(top.indices)
+            if isinstance(random, NextDraws):
+                place = random.scores(depth, top.values, ids).argmax(-1, keepdim=True)
             else:
-                token, support = draw_token(logits, sampling, random)
-                tokens.append(token)
-                supports.append(support)
+                probs = draft_distribution(top.values, sampling)
+                place = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
+                supports.append((ids, probs))
+            tokens.append(ids.gather(1, place).squeeze(1))
         self.cache.discard()
         if not isinstance(random, RowRandom):
             return TokenTree.from_shape(shape, torch.stack(tokens, 1))
@@ -184,26 +212,3 @@ class DraftModelSession(DraftSession):
         output = self.model.run(token[:, None], positions, mask, NO_FEATURES, self.cache)
         self.cache.keep_pending(1)
         return output.logits[:, -1]
-
-
-def guessed_token(
-    logits: torch.Tensor,  # [B, V]
-    draws: NextDraws,
-    depth: int,
-) -> torch.Tensor:
-    """The likeliest token [B] of each row to be the target's own draw after a node of a depth."""
-    top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-    place = draws.scores(depth, *top).argmax(-1, keepdim=True)
-    return top.indices.gather(1, place).squeeze(1)
-
-
-def draw_token(
-    logits: torch.Tensor,  # [B, V]
-    sampling: SamplingConfig,
-    random: RowRandom,
-) -> tuple[torch.Tensor, Support]:
-    """A drawn token [B] of each row, and the distribution that it was drawn from."""
-    top = logits.topk(min(DRAFT_SUPPORT, logits.shape[-1]), dim=-1)
-    probs = draft_distribution(top.values, sampling)
-    drawn = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
-    return top.indices.gather(1, drawn).squeeze(1), (top.indices, probs)

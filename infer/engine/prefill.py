@@ -1,5 +1,7 @@
 """The pass over the prompts, in chunks, so that long ones need little memory beside the cache."""
 
+from collections.abc import Sequence
+
 import torch
 
 from drafthead.heads.cache import READ_CHUNK
@@ -76,3 +78,12 @@ def concatenated(parts: list[Features]) -> Features:
     last = [part.last for part in parts if part.last is not None]
     taps = zip(*(part.taps for part in parts), strict=True)
     return Features(torch.cat(last, 1) if last else None, tuple(torch.cat(tap, 1) for tap in taps))
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as right-padded ids [B, T] and their lengths [B]."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    return ids.to(device), torch.tensor([len(prompt) for prompt in prompts], device=device)

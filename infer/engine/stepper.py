@@ -23,7 +23,7 @@ from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
-from drafthead.infer.engine.prefill import prefill
+from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
@@ -297,12 +297,3 @@ def read_table(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
     new_tokens = [row[1 : 1 + row[0]] for row in rows]
     paths = [row[1 + width : 1 + width + row[0]] for row in rows]
     return new_tokens, paths
-
-
-def padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as right-padded ids [B, T] and their lengths [B]."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    return ids.to(device), torch.tensor([len(prompt) for prompt in prompts], device=device)

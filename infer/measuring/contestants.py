@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
+from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.request.decode_options import DecodeOptions
 
@@ -150,4 +151,10 @@ class Transformers(Contestant):
         config = self.assistant.model.generation_config
         config.num_assistant_tokens = self.assistant_tokens or 20
         config.assistant_confidence_threshold = 0.0 if self.assistant_tokens else 0.4
-        return {"assistant_model": self.assistant.model}
+        arguments: dict[str, object] = {"assistant_model": self.assistant.model}
+        if not same_tokenizer(self.target, self.assistant):
+            arguments |= {
+                "tokenizer": self.target.tokenizer,
+                "assistant_tokenizer": self.assistant.tokenizer,
+            }
+        return arguments

@@ -13,7 +13,7 @@ from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import decoder_for
-from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.scripts.leaderboard.config import Board, Entry
 from drafthead.scripts.measuring import prompt_ids
 from drafthead.train.conversations import read_conversations
@@ -41,7 +41,7 @@ def check_board(board: Board) -> dict[str, int]:
     )  # fmt: skip
     if board.race.draft_model is not None:
         small = Target.from_pretrained(board.race.draft_model, board.target.dtype)
-        DraftModel(small, target, board.race.draft_tokens)
+        model_drafter(small, target, board.race.draft_tokens)
     for entry in board.entries:
         data = entry.run.data
         sources |= {source for source in (data.train, data.validation) if source is not None}
