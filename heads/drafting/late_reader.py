@@ -16,6 +16,10 @@ from drafthead.heads.host import to_host
 from drafthead.heads.target.features import Features
 
 
+# Positions that are not worth cutting off: to read them all costs as much as to read one.
+FEW = 8
+
+
 class Unread:
     """The commits that a drafter has not read yet, in order."""
 
@@ -31,7 +35,9 @@ class Unread:
         parts, self.parts = self.parts, []
         if len(parts) > 1:
             return joined(parts)
-        return parts[0].cut() if parts else None
+        if not parts or parts[0].tokens.shape[1] <= FEW:
+            return parts[0] if parts else None
+        return parts[0].cut()
 
     def join_rows(self, other: "Unread", order: Sequence[int]) -> None:
         """Raises ValueError while one of them has unread parts: these are of different lengths."""

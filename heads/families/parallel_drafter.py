@@ -1,7 +1,7 @@
 """Drafting with a block-parallel head: its context, its candidates, and the trees of them."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -59,6 +59,11 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.block: Callable[..., Tensors] = self._block
         self.candidates: Callable[..., Tables] = self._candidates
         self.compiled_trees: dict[Budget, Compiled] | None = None
+
+    @cached_property
+    def inside(self) -> torch.Tensor:
+        """Which slots of a block see which, [1, block_size, block_size]."""
+        return self.head.transformer.visible(1, self.target.device)[None]
 
     def read_eagerly(
         self,
@@ -227,7 +232,7 @@ class ParallelSession(LateReader):
         self.catch_up()
         cache, transformer = self.cache, self.drafter.head.transformer
         assert self.roots is not None and cache.lengths is not None
-        mask = cache.mask(transformer.visible(1, self.roots.device)[None])
+        mask = cache.mask(self.drafter.inside)
         columns = cache.make_room(transformer.config.block_size)[1]
         positions = cache.lengths[:, None]
         block = self.roots, self.before

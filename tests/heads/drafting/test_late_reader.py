@@ -30,13 +30,19 @@ def test_parts_are_put_behind_each_other_row_by_row() -> None:
     assert torch.equal(whole.features.taps[0][..., 0].long(), whole.tokens + 1)
 
 
-def test_rows_that_stay_are_read_no_wider_than_before() -> None:
+def test_padding_of_a_wide_table_is_cut_off() -> None:
     unread = Unread()
-    unread.add(replace(part(["abc", "a"], 5), width=3))
+    unread.add(replace(part(["abcdefghi", "a"], 12), width=9))
     unread.keep_rows(torch.tensor([1]))
     committed = unread.take()
-    assert committed.tokens.shape == (1, 3) and committed.ends.roots.tolist() == [ord("a")]
+    assert committed.tokens.shape == (1, 9) and committed.ends.roots.tolist() == [ord("a")]
     assert unread.take() is None
+
+
+def test_a_narrow_table_is_read_as_it_is() -> None:
+    unread = Unread()
+    unread.add(replace(part(["abc", "a"], 5), width=3))
+    assert unread.take().tokens.shape == (2, 5)
 
 
 def random_part(target: Target, features: FeatureSpec, lengths: list[int], seed: int) -> Committed:
