@@ -21,6 +21,7 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
+from drafthead.train import token_table
 
 
 class ScriptedRandom(RowRandom):
@@ -70,6 +71,14 @@ def sizes_rendered(monkeypatch) -> Callable[[str], list[int]]:
         return sizes
 
     return watch
+
+
+@pytest.fixture(autouse=True)
+def own_token_cache(monkeypatch, tmp_path_factory) -> None:
+    """Data sets of the tests stay out of the user's cache."""
+    folder = tmp_path_factory.getbasetemp() / "tokens"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(token_table, "usable_cache_folder", lambda _: folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Reads conversations from JSON lines, JSON, Parquet, folders and `datasets` names."""
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow
-from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from pyarrow import parquet
 
 from drafthead.heads.errors import UserError
@@ -82,7 +83,14 @@ class _Row:
 def read_conversations(
     source: str | Path, prompt_column: str | None = None, limit: int | None = None
 ) -> list[Conversation]:
-    """The first `limit` conversations of a source, in its order.
+    """The conversations of `iter_conversations` as a list."""
+    return list(iter_conversations(source, prompt_column, limit))
+
+
+def iter_conversations(
+    source: str | Path, prompt_column: str | None = None, limit: int | None = None
+) -> Iterator[Conversation]:
+    """The first `limit` conversations of a source, in its order, one at a time.
 
     source: a .jsonl, .json or .parquet file, a folder of them, a folder written by
         `Dataset.save_to_disk`, or a hub data set as NAME, NAME:SPLIT or NAME:CONFIG:SPLIT.
@@ -94,7 +102,7 @@ def read_conversations(
     """
     if limit is not None and limit < 1:
         raise UserError(f"the limit of rows to read must be at least 1, got {limit}")
-    conversations: list[Conversation] = []
+    count = 0
     taken: set[str] = set()
     empty: list[str] = []
     for row in _rows(str(source)):
@@ -104,14 +112,31 @@ def read_conversations(
             continue
         name, tokens = _unique(_row_id(row), taken), stored_tokens(row.values, row.place)
         place, writer = f"{row.file}:{row.number}", _row_writer(row.values)
-        conversations.append(Conversation(name, messages, place, tokens, writer))
-        if len(conversations) == limit:
+        yield Conversation(name, messages, place, tokens, writer)
+        count += 1
+        if count == limit:
             break
-    if not conversations:
+    if not count:
         raise UserError(f"{source} holds no conversation: add rows or use another source")
     if empty:
         logger.warning("%d rows without messages skipped, the first is %s", len(empty), empty[0])
-    return conversations
+
+
+def source_digest(source: str) -> str:
+    """A hash of what a source holds: of the content of files, or `datasets`' own of its data sets.
+
+    Raises UserError as `iter_conversations` does.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        return str(_hub_data(source)._fingerprint) if _may_be_hub(source) else source
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as content:
+                digest.update(f"{file.relative_to(path)} ".encode(errors="surrogatepass"))
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _row_id(row: _Row) -> str:
@@ -145,10 +170,15 @@ def _rows(source: str) -> Iterator[_Row]:
         yield from _folder_rows(path)
     elif path.exists():
         yield from _file_rows(path)
-    elif path.suffix in SUFFIXES or source.startswith((".", "/", "~")):
+    elif not _may_be_hub(source):
         raise UserError(f"{source} does not exist: check the path")
     else:
         yield from _hub_rows(source)
+
+
+def _may_be_hub(source: str) -> bool:
+    """Whether a source that is no path can be the name of a data set."""
+    return Path(source).suffix not in SUFFIXES and not source.startswith((".", "/", "~"))
 
 
 def _folder_rows(folder: Path) -> Iterator[_Row]:
@@ -173,18 +203,22 @@ def _saved_rows(folder: Path) -> Iterator[_Row]:
 
 
 def _hub_rows(source: str) -> Iterator[_Row]:
+    for number, values in enumerate(_hub_data(source), start=1):
+        yield _Row(source, number, "row", values)
+
+
+def _hub_data(source: str) -> Dataset:
+    """The data set of a name; UserError when it cannot be loaded."""
     name, *selection = source.split(":")
     split = selection.pop() if selection else "train"
     try:
-        data = load_dataset(name, *selection, split=split)
+        return load_dataset(name, *selection, split=split)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{source} is neither a file nor a data set that can be loaded ({reason}); "
             "data sets are written NAME, NAME:SPLIT or NAME:CONFIG:SPLIT"
         ) from error
-    for number, values in enumerate(data, start=1):
-        yield _Row(source, number, "row", values)
 
 
 def _file_rows(path: Path) -> Iterator[_Row]:

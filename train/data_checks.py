@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from drafthead.heads.errors import UserError
 from drafthead.train.conversations import Writer
 from drafthead.train.packing import PackedData
@@ -47,9 +49,8 @@ def check_held_out(train: PackedData, held_out: PackedData, name: str) -> None:
 
     Raises UserError, with the `name` of the held-out data, when all of them are.
     """
-    learnt = {sequence.input_ids.numpy().tobytes() for sequence in train.sequences}
     total = len(held_out.sequences)
-    shared = sum(s.input_ids.numpy().tobytes() in learnt for s in held_out.sequences)
+    shared = int(np.isin(held_out.sequences.digests, train.sequences.digests).sum())
     if shared == total:
         raise UserError(
             f"everything in {name} is training data as well: hold some conversations out, or leave "

@@ -7,14 +7,14 @@ number of processes changes nothing.
 import bisect
 import hashlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.train.conversations import Writer, read_conversations
-from drafthead.train.supervision import supervise_rows
+from drafthead.heads.errors import UserError
+from drafthead.train.token_table import Reading, TokenSequence, TokenTable, mixed, token_table
 
 PACKING_WINDOW = 1024  # conversations that are packed together
 
@@ -23,7 +23,7 @@ PACKING_WINDOW = 1024  # conversations that are packed together
 class DataConfig:
     """The conversations, and the length of packed rows."""
 
-    train: str
+    train: str | dict[str, float]  # a source, or several with their weights
     validation: str | None = None  # held-out conversations; without them the head is not evaluated
     prompt_column: str | None = None
     max_length: int = 512  # tokens in a row
@@ -33,14 +33,13 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.max_length < 2 or self.max_validation < 1:
             raise ValueError("max_length must be at least 2 and max_validation at least 1")
+        if not self.sources or min(self.sources.values()) <= 0:
+            raise ValueError("data.train needs a source, and weights above 0")
 
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """One conversation as tokens."""
-
-    input_ids: torch.Tensor  # [T] int32
-    supervised: torch.Tensor  # [T] bool: which tokens are learnt
+    @property
+    def sources(self) -> dict[str, float]:
+        """The sources of training data, and how often an epoch has each of their conversations."""
+        return {self.train: 1.0} if isinstance(self.train, str) else self.train
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ class TokenBatch:
 class PackedData:
     """Conversations and the rows that they share."""
 
-    sequences: tuple[TokenSequence, ...]
+    sequences: TokenTable
     rows: tuple[tuple[int, ...], ...]  # indices of the sequences of each row
-    writers: frozenset[Writer | None] = frozenset()  # who answered; None where a row does not say
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """The given rows as right-padded tensors [B, T]."""
@@ -76,56 +74,50 @@ class PackedData:
 
     def supervised_in(self, rows: Sequence[int]) -> int:
         """Number of supervised tokens in the given rows."""
-        return sum(int(self.sequences[i].supervised.sum()) for row in rows for i in self.rows[row])
+        counts = self.sequences.num_supervised
+        return sum(int(counts[i]) for row in rows for i in self.rows[row])
 
     @property
     def supervised_tokens(self) -> int:
         """Number of supervised tokens."""
-        return self.supervised_in(range(len(self.rows)))
+        return int(self.sequences.num_supervised.sum())
 
     def row_length(self, row: int) -> int:
         """Number of tokens in a row."""
-        return sum(len(self.sequences[i].input_ids) for i in self.rows[row])
-
-    def token_counts(self, vocab_size: int) -> torch.Tensor:
-        """How often each token is supervised, [V]."""
-        learnt = torch.cat([sequence.input_ids[sequence.supervised] for sequence in self.sequences])
-        return torch.bincount(learnt, minlength=vocab_size)
+        return sum(int(self.sequences.lengths[i]) for i in self.rows[row])
 
     def fingerprint(self) -> str:
         """A hash of tokens, masks and packing, to notice data that changed between runs."""
         digest = hashlib.sha256(repr(self.rows).encode())
-        for sequence in self.sequences:
-            digest.update(sequence.input_ids.numpy().tobytes())
-            digest.update(sequence.supervised.numpy().tobytes())
+        digest.update(self.sequences.digest.encode())
         return digest.hexdigest()[:16]
 
 
 def load_packed(
-    source: str,
+    sources: Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     seed: int,
     limit: int | None = None,
 ) -> PackedData:
-    """Read, tokenise and pack `source`, at most `limit` conversations of it.
+    """Read, tokenise, mix and pack sources by their weights, at most `limit` rows of each.
 
     Raises UserError for data that cannot be read or has nothing to learn.
     """
-    conversations = read_conversations(source, config.prompt_column, limit)
-    rows = supervise_rows(tokenizer, conversations, config.max_length).rows
-    sequences = [
-        TokenSequence(torch.tensor(row.input_ids, dtype=torch.int32), torch.tensor(row.mask))
-        for row in rows
+    tables = [
+        token_table(Reading(source, config.prompt_column, config.max_length, limit), tokenizer)
+        for source in sources
     ]
-    writers = frozenset(conversation.writer for conversation in conversations)
-    return replace(pack_sequences(sequences, config.max_length, seed), writers=writers)
+    weights = list(sources.values())
+    table = tables[0] if weights == [1.0] else mixed(tables, weights, seed)
+    if not len(table):
+        raise UserError(f"weights {weights} leave no conversation of {', '.join(sources)}")
+    return pack_sequences(table, config.max_length, seed)
 
 
-def pack_sequences(sequences: Sequence[TokenSequence], max_length: int, seed: int) -> PackedData:
+def pack_sequences(sequences: TokenTable, max_length: int, seed: int) -> PackedData:
     """Pack sequences of at most `max_length` tokens into rows of that length."""
-    rows = pack([len(sequence.input_ids) for sequence in sequences], max_length, seed)
-    return PackedData(tuple(sequences), rows)
+    return PackedData(sequences, pack(sequences.lengths.tolist(), max_length, seed))
 
 
 def pack(lengths: Sequence[int], max_length: int, seed: int) -> tuple[tuple[int, ...], ...]:

@@ -89,8 +89,8 @@ class RunConfig:
             )
         if self.data.validation is None and self.train.eval_every is not None:
             raise UserError("train.eval_every needs held-out conversations in data.validation")
-        if self.data.validation == self.data.train:
-            raise UserError(f"data.validation is the training data itself: {self.data.train}")
+        if self.data.validation in self.data.sources:
+            raise UserError(f"data.validation is training data itself: {self.data.validation}")
 
     @property
     def sections(self) -> dict[str, Any]:

@@ -5,9 +5,8 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 `{% generation %}` tags.
 """
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -15,8 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.train.answer_tokens import AnswerTokens, check_vocabulary
 from drafthead.train.conversations import Conversation, Message
-
-logger = logging.getLogger(__name__)
 
 
 class UnusableRowError(UserError):
@@ -29,15 +26,6 @@ class SupervisedTokens:
 
     input_ids: list[int]
     mask: list[bool]
-
-
-@dataclass(frozen=True)
-class SupervisedRows:
-    """What is left of a data set after truncation."""
-
-    rows: list[SupervisedTokens]
-    truncated: int  # rows that were cut, the dropped ones included
-    dropped: tuple[str, ...]  # places of rows that were left without a supervised token
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -238,52 +226,61 @@ def join_turns(answers: Sequence[AnswerTokens]) -> list[SupervisedTokens]:
     return sequences
 
 
-def supervise_rows(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation], max_length: int
-) -> SupervisedRows:
-    """The `supervised_sequences` of all conversations, cut to `max_length` tokens.
+@dataclass
+class LeftOut:
+    """What training does not see of a data set."""
 
-    What has nothing to learn is counted and logged. Raises UserError if nothing else is left, and
-    for a tokenizer that cannot be used.
+    rows: int = 0  # all there are
+    cut: int = 0  # sequences that were cut, those in `too_late` included
+    problems: list[str] = field(default_factory=list)  # rows that cannot be used, and why
+    too_late: list[str] = field(default_factory=list)  # places of rows cut before their answer
+
+    def sentences(self, max_length: int) -> list[str]:
+        """What a user should know of it."""
+        said = []
+        if self.problems:
+            counts = f"{len(self.problems)} of {self.rows}"
+            said.append(f"{counts} rows are left out; the first: {self.problems[0]}")
+        if self.cut:
+            first = f" (the first is {self.too_late[0]})" if self.too_late else ""
+            said.append(
+                f"{self.cut} of {self.rows} rows cut to {max_length} tokens, {len(self.too_late)} "
+                f"of them dropped because no answer was left{first}"
+            )
+        return said
+
+
+def supervised_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Iterable[Conversation],
+    max_length: int,
+    left_out: LeftOut,
+) -> Iterator[SupervisedTokens]:
+    """The `supervised_sequences` of all conversations, cut to `max_length` tokens, as they come.
+
+    What has nothing to learn is added to `left_out`. Raises UserError if nothing else was there,
+    and for a tokenizer that cannot be used.
     """
-    rows: list[SupervisedTokens] = []
-    truncated, dropped = 0, []
-    for where, marked in _usable(tokenizer, conversations):
-        truncated += len(marked.input_ids) > max_length
-        cut = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
-        if any(cut.mask):
-            rows.append(cut)
-        else:
-            dropped.append(where)
-    if not rows:
+    found = False
+    for conversation in conversations:
+        left_out.rows += 1
+        try:
+            sequences = supervised_sequences(tokenizer, conversation)
+        except UnusableRowError as error:
+            left_out.problems.append(str(error))
+            continue
+        for marked in sequences:
+            left_out.cut += len(marked.input_ids) > max_length
+            kept = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
+            if any(kept.mask):
+                found = True
+                yield kept
+            else:
+                left_out.too_late.append(conversation.where)
+    if len(left_out.problems) == left_out.rows:
+        raise UserError(left_out.problems[0])
+    if not found:
         raise UserError(
-            f"no answer of {len(conversations)} rows begins within {max_length} tokens: "
+            f"no answer of {left_out.rows} rows begins within {max_length} tokens: "
             "raise the maximum length"
         )
-    if truncated:
-        first = f" (the first is {dropped[0]})" if dropped else ""
-        logger.info(
-            f"{truncated} of {len(conversations)} rows cut to {max_length} tokens, {len(dropped)} "
-            f"of them dropped because no answer was left{first}"
-        )
-    return SupervisedRows(rows, truncated, tuple(dropped))
-
-
-def _usable(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]
-) -> list[tuple[str, SupervisedTokens]]:
-    """The sequences of the rows that can be learnt from, with their places."""
-    sequences: list[tuple[str, SupervisedTokens]] = []
-    problems: list[str] = []
-    for conversation in conversations:
-        try:
-            found = supervised_sequences(tokenizer, conversation)
-            sequences += [(conversation.where, marked) for marked in found]
-        except UnusableRowError as error:
-            problems.append(str(error))
-    if len(problems) == len(conversations):
-        raise UserError(problems[0])
-    if problems:
-        counts = f"{len(problems)} of {len(conversations)}"
-        logger.warning("%s rows are left out; the first: %s", counts, problems[0])
-    return sequences

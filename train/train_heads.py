@@ -61,15 +61,17 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     target = load_target(config.target, precision, data.max_length, accelerator.device)
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
-    rows = load_packed(data.train, tokenizer, data, config.train.seed)
+    rows = load_packed(data.sources, tokenizer, data, config.train.seed)
+    table = rows.sequences
     sources = Sources(rows.fingerprint(), weights_fingerprint(target))
-    check_writers(data.train, rows.writers, config.target.name, sources.target)
-    head = new_head(config.family, config.head, target, rows.token_counts(target.vocab_size))
+    check_writers(", ".join(data.sources), table.writers, config.target.name, sources.target)
+    counts = table.token_counts(target.vocab_size)
+    head = new_head(config.family, config.head, target, counts)
     if config.train.init_from is not None:
         begin_with(head, config.train.init_from, target)
     held_out = None
     if data.validation is not None:
-        held_out = load_packed(data.validation, tokenizer, data, 0, data.max_validation)
+        held_out = load_packed({data.validation: 1.0}, tokenizer, data, 0, data.max_validation)
         check_held_out(rows, held_out, data.validation)
     kept = None
     if data.feature_folder is not None:

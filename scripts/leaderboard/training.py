@@ -44,7 +44,7 @@ def check_board(board: Board) -> dict[str, int]:
         model_drafter(small, target, board.race.draft_tokens)
     for entry in board.entries:
         data = entry.run.data
-        sources |= {source for source in (data.train, data.validation) if source is not None}
+        sources |= {*data.sources, *([data.validation] if data.validation else [])}
     for source in sorted(sources):
         if next(iter(read_conversations(source, limit=1)), None) is None:
             raise UserError(f"{source} holds no conversation")

@@ -56,7 +56,7 @@ def test_training_reads_the_tokens_that_were_generated(
     decoder: Decoder, tmp_path: Path, generated: list
 ) -> None:
     file = distilled(decoder, tmp_path)
-    data = load_packed(str(file), decoder.tokenizer, DataConfig("", max_length=64), seed=0)
+    data = load_packed({str(file): 1.0}, decoder.tokenizer, DataConfig("", max_length=64), seed=0)
     learnt = {
         (tuple(s.input_ids.tolist()), tuple(s.input_ids[s.supervised].tolist()))
         for s in data.sequences
@@ -102,11 +102,11 @@ def test_ids_of_another_tokenizer_are_refused_and_its_text_is_not(
     assert vocabulary_of(other) != vocabulary_of(decoder.tokenizer)
     config = DataConfig("", max_length=64)
     with pytest.raises(UserError, match=r"row 1 of .*answers.jsonl are not those .* `token_ids`"):
-        load_packed(str(file), other, config, seed=0)
+        load_packed({str(file): 1.0}, other, config, seed=0)
     rows = [json.loads(line) for line in file.open()]
     text_only = [{k: v for k, v in row.items() if k != "token_ids"} for row in rows]
     file.write_text("".join(json.dumps(row) + "\n" for row in text_only))
-    assert len(load_packed(str(file), other, config, seed=0).sequences) == 2
+    assert len(load_packed({str(file): 1.0}, other, config, seed=0).sequences) == 2
 
 
 @pytest.mark.parametrize("spoilt", [[1, -2], ["a"], "abc", None, [True]])
@@ -134,11 +134,11 @@ def test_ids_beyond_the_vocabulary_cannot_be_claimed(decoder: Decoder, tmp_path:
 
 def test_stored_ids_are_what_the_head_is_trained_on(decoder: Decoder, tmp_path: Path) -> None:
     file = distilled(decoder, tmp_path, rows=3)
-    data = load_packed(str(file), decoder.tokenizer, DataConfig("", max_length=64), seed=0)
+    data = load_packed({str(file): 1.0}, decoder.tokenizer, DataConfig("", max_length=64), seed=0)
     rows = [json.loads(line) for line in file.open()]
     assert data.supervised_tokens == sum(row["tokens"] for row in rows)
     assert torch.equal(
-        data.token_counts(260),
+        data.sequences.token_counts(260),
         torch.bincount(
             torch.tensor([i for row in rows for i in row["token_ids"][0]["answer"]]), minlength=260
         ),

@@ -21,7 +21,13 @@ from drafthead.train.conversations import (
     Message,
     read_conversations,
 )
-from drafthead.train.supervision import SupervisedTokens, encode_prompt, supervise, supervise_rows
+from drafthead.train.supervision import (
+    LeftOut,
+    SupervisedTokens,
+    encode_prompt,
+    supervise,
+    supervised_rows,
+)
 
 SPECIALS = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"),
@@ -313,11 +319,15 @@ def test_truncation_drops_rows_without_an_answer_and_counts(bpe: Tokenizer) -> N
         Conversation("a", TWO_TURNS, "f.jsonl:1"),
         Conversation("b", [long, TWO_TURNS[1]], "f.jsonl:2"),
     ]
-    kept = supervise_rows(tokenizer, rows, max_length=40)
-    assert [len(row.input_ids) for row in kept.rows] == [40]
-    assert (kept.truncated, kept.dropped) == (2, ("row 2 of f.jsonl",))
+    left_out = LeftOut()
+    kept = list(supervised_rows(tokenizer, rows, 40, left_out))
+    assert [len(row.input_ids) for row in kept] == [40]
+    assert left_out.sentences(40) == [
+        "2 of 2 rows cut to 40 tokens, 1 of them dropped because no answer was left (the first is "
+        "row 2 of f.jsonl)"
+    ]
     with pytest.raises(UserError, match="within 2 tokens"):
-        supervise_rows(tokenizer, rows, max_length=2)
+        list(supervised_rows(tokenizer, rows, 2, LeftOut()))
 
 
 # ------------------------------------------------------------------------------------- reading

@@ -10,7 +10,8 @@ from tiny import byte_tokenizer
 from drafthead.heads.errors import UserError
 from drafthead.train.conversations import Writer
 from drafthead.train.data_checks import check_held_out, check_writers
-from drafthead.train.packing import DataConfig, PackedData, TokenSequence, load_packed
+from drafthead.train.packing import DataConfig, PackedData, load_packed
+from drafthead.train.token_table import TokenSequence, TokenTable
 
 CONFIG = DataConfig("", max_length=64)
 QUESTION = {"role": "user", "content": "a"}
@@ -28,14 +29,18 @@ def test_rows_without_an_answer_are_left_out_and_counted(
 ) -> None:
     unanswered, alone = {"messages": [QUESTION]}, {"messages": [ANSWERED["messages"][1]]}
     source = write(tmp_path, ANSWERED, unanswered, ANSWERED, alone)
-    assert len(load_packed(source, byte_tokenizer(), CONFIG, seed=0).sequences) == 2
-    assert "2 of 4 rows are left out; the first: 0 supervised tokens in row 2 of" in caplog.text
+    assert len(load_packed({source: 1.0}, byte_tokenizer(), CONFIG, seed=0).sequences) == 2
+    said = "2 of 4 rows are left out; the first: 0 supervised tokens in row 2 of"
+    assert said in caplog.text
+    caplog.clear()
+    load_packed({source: 1.0}, byte_tokenizer(), CONFIG, seed=0)
+    assert said in caplog.text, "it is said again when the tokens come out of the cache"
 
 
 def test_data_without_any_answer_are_an_error(tmp_path: Path) -> None:
     source = write(tmp_path, {"messages": [QUESTION]}, {"prompt": "c"})
     with pytest.raises(UserError, match="0 supervised tokens in row 1 of .*distill the prompts"):
-        load_packed(source, byte_tokenizer(), CONFIG, seed=0)
+        load_packed({source: 1.0}, byte_tokenizer(), CONFIG, seed=0)
 
 
 def test_rows_name_the_model_that_answered(tmp_path: Path) -> None:
@@ -43,7 +48,7 @@ def test_rows_name_the_model_that_answered(tmp_path: Path) -> None:
     older = {**ANSWERED, "target": "m", "finished": True}
     foreign = {**ANSWERED, "target": "a label of another task"}
     source = write(tmp_path, known, older, foreign)
-    writers = load_packed(source, byte_tokenizer(), CONFIG, seed=0).writers
+    writers = load_packed({source: 1.0}, byte_tokenizer(), CONFIG, seed=0).sequences.writers
     assert writers == {Writer("m", "w"), Writer("m", None), None}
 
 
@@ -67,7 +72,7 @@ def test_answers_of_another_model_are_noticed(
 def packed(*numbers: int) -> PackedData:
     learnt = torch.tensor([False, True])
     sequences = [TokenSequence(torch.tensor([1, n], dtype=torch.int32), learnt) for n in numbers]
-    return PackedData(tuple(sequences), tuple((i,) for i in range(len(numbers))))
+    return PackedData(TokenTable.of(sequences), tuple((i,) for i in range(len(numbers))))
 
 
 def test_held_out_data_that_are_training_data_are_noticed(

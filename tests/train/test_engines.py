@@ -23,9 +23,10 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.train.engines import build_accelerator, check_engine
 from drafthead.train.features import read_features
-from drafthead.train.packing import TokenSequence, collate
+from drafthead.train.packing import collate
 from drafthead.train.run_config import load_run_config
 from drafthead.train.step import LossModule
+from drafthead.train.token_table import TokenSequence
 from drafthead.train.train_heads import new_head
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def data(target: Target, tmp_path_factory: pytest.TempPathFactory) -> PackedData:
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
     write_conversations(path, 12, seed=0)
-    return load_packed(str(path), target.tokenizer, DataConfig(str(path), max_length=64), seed=0)
+    return load_packed(
+        {str(path): 1.0}, target.tokenizer, DataConfig(str(path), max_length=64), seed=0
+    )
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.evaluation import measure, ranked_anchors
 from drafthead.train.features import read_features
-from drafthead.train.packing import TokenSequence, collate
+from drafthead.train.packing import collate
 from drafthead.train.ranks import accepted_in, roots_of_steps
 from drafthead.train.replay import replayed
+from drafthead.train.token_table import TokenSequence
 
 N = MAX_RANK
 

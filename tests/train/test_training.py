@@ -34,7 +34,6 @@ from drafthead.train.packing import (
     DataConfig,
     RowOrder,
     TokenBatch,
-    TokenSequence,
     collate,
     load_packed,
     pack,
@@ -43,6 +42,7 @@ from drafthead.train.packing import (
 from drafthead.train.ranks import RankedAnchors, count_paths
 from drafthead.train.run_config import load_run_config
 from drafthead.train.run_folder import RunFolder, cut_log, first_difference
+from drafthead.train.token_table import TokenSequence, TokenTable
 from drafthead.train.train_heads import new_head, train
 
 ROOT = Path(__file__).parents[2]
@@ -241,9 +241,8 @@ def test_rows_longer_than_the_targets_positions_are_refused(target: Target):
 
 
 def test_data_has_one_fingerprint_and_other_data_another():
-    first = pack_sequences([sequence(5, 0), sequence(6, 1)], 8, seed=0)
-    again = pack_sequences([sequence(5, 0), sequence(6, 1)], 8, seed=0)
-    other = pack_sequences([sequence(5, 0), sequence(6, 2)], 8, seed=0)
+    tables = [TokenTable.of([sequence(5, 0), sequence(6, seed)]) for seed in (1, 1, 2)]
+    first, again, other = (pack_sequences(table, 8, seed=0) for table in tables)
     assert first.fingerprint() == again.fingerprint() != other.fingerprint()
 
 
@@ -499,7 +498,7 @@ def test_a_time_budget_reaches_the_end_of_the_schedule(configure):
 def test_epochs_decide_the_number_of_steps(configure, files: Path):
     folder = run(configure(epochs=0.5))
     data = load_packed(
-        str(files / "train.jsonl"), byte_tokenizer(), DataConfig("", max_length=64), seed=0
+        {str(files / "train.jsonl"): 1.0}, byte_tokenizer(), DataConfig("", max_length=64), seed=0
     )
     assert len(losses(folder)) == math.ceil(0.5 * len(data.rows) / 4)
 
