@@ -15,7 +15,6 @@ from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.target.features import Features
 
-
 # Positions that are not worth cutting off: to read them all costs as much as to read one.
 FEW = 8
 
