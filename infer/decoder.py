@@ -18,10 +18,13 @@ from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
+from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
@@ -112,11 +115,14 @@ class Decoder:
         trust_remote_code: bool = False,
         compile: bool = False,
         draft_temperature: float | None = None,
+        datastore: str | Path | None = None,
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
         That is a head or a draft model, prompt lookup, or one of the former with a branch from
-        prompt lookup in its trees (`WithLookup`); with none of them, decoding is plain.
+        prompt lookup in its trees (`WithLookup`); with none of them, decoding is plain. With a
+        `datastore` of `drafthead build-datastore`, lookup also proposes what the target has said
+        before, alone or beside a head or a draft model.
 
         A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
         for prompts and answers that are texts.
@@ -136,10 +142,10 @@ class Decoder:
                 raise UserError(f"{name} must be a path or a name, got {value!r}")
         if draft_tokens is None:
             draft_tokens = DEFAULT_CHAIN
-        elif head is not None or not (draft_model is not None or prompt_lookup):
+        elif draft_model is None and (head or datastore or not prompt_lookup):
             raise UserError(
-                "draft_tokens is for draft_model and prompt_lookup: a head's tree is sized by "
-                "tree_nodes"
+                "draft_tokens is for draft_model and prompt_lookup: trees of a head or a datastore "
+                "are sized by tree_nodes"
             )
         loaded = loaded_target(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
@@ -148,8 +154,9 @@ class Decoder:
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
             drafter = model_drafter(small, loaded, draft_tokens)
-        if prompt_lookup:
-            drafter = PromptLookup(draft_tokens) if drafter is None else WithLookup(drafter)
+        if prompt_lookup or datastore is not None:
+            store = opened_datastore(datastore, loaded)
+            drafter = lookup_drafter(drafter, store, draft_tokens)
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
 
     def generate(
@@ -460,6 +467,22 @@ def decoder_for(
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
+
+
+def opened_datastore(folder: str | Path | None, target: Target) -> Datastore | None:
+    """The datastore in a folder; UserError when it is not one of this target's tokens."""
+    if folder is None:
+        return None
+    if target.tokenizer is None:
+        raise UserError("a datastore needs the target's tokenizer: load the target by its name")
+    return Datastore.load(Path(folder), vocabulary_of(target.tokenizer))
+
+
+def lookup_drafter(drafter: Drafter | None, store: Datastore | None, depth: int) -> Drafter:
+    """Lookup beside a drafter, or alone: in a datastore, or in the own past to a depth."""
+    if drafter is not None:
+        return WithLookup(drafter, store)
+    return PromptLookup(depth) if store is None else StoreLookup(store)
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:

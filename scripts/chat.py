@@ -25,6 +25,7 @@ def main(
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
     prompt_lookup: options.PromptLookupSwitch = False,
+    datastore: options.DatastoreFolder = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     show_drafts: Annotated[
         bool, typer.Option(help="Colour the text that was drafted and accepted.")
@@ -40,14 +41,15 @@ def main(
 ) -> None:
     """Talk to a model, and see after each answer how fast it was.
 
-    --head or --draft-model, and --prompt-lookup alone or beside one of them, which adds a branch to
-    its trees; with none of them, plain decoding.
+    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, which adds
+    a branch to its trees; with none of them, plain decoding.
     Ctrl-C ends an answer, which stays as it is. /new begins a new conversation, /quit or Ctrl-D
     ends. Messages can also come through a pipe, one a line.
     """
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, dtype=dtype, device=device, compile=compile
-    )
+        target, head, draft_model, prompt_lookup, dtype=dtype, device=device, compile=compile,
+        datastore=datastore,
+    )  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
 
     def begin() -> ChatSession:

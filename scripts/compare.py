@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import DEFAULT_CHAIN
+from drafthead.infer.decoder import DEFAULT_CHAIN, opened_datastore
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids
 from drafthead.scripts.racing import Drafters, RaceTerms, run_races
@@ -29,6 +29,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for comparison.json, .md and .png.")],
     head: Annotated[list[Path] | None, typer.Option(help="Trained head; repeatable.")] = None,
     draft_model: options.DraftModelName = None,
+    datastore: options.DatastoreFolder = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="0 is greedy; repeatable.")
     ] = None,
@@ -48,7 +49,7 @@ def main(
     device: options.DeviceName = "auto",
     seed: options.Seed = 0,
 ) -> None:
-    """Time plain decoding, transformers' generate, draft model, prompt lookup and heads.
+    """Time plain decoding, transformers' generate, draft model, lookup and heads.
 
     All decode the same prompts, in turns. "speedup" is over plain decoding on this engine, "over
     generate" over transformers' model.generate; "bound" is the speedup that tau and the measured
@@ -58,7 +59,10 @@ def main(
     loaded = Target.from_pretrained(target, dtype, device)
     assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
-    drafters = Drafters(loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True)
+    store = opened_datastore(datastore, loaded)
+    drafters = Drafters(
+        loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True, store=store
+    )
     ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
     rows, differing = run_races(drafters, ids, terms, assisted=True)
     notes = [*predictions(rows), *divergence_notes(differing, len(ids))]

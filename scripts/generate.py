@@ -22,6 +22,7 @@ def main(
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
     prompt_lookup: options.PromptLookupSwitch = False,
+    datastore: options.DatastoreFolder = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -98,15 +99,15 @@ def main(
 ) -> None:
     """Answer a prompt, printing the text while it is decoded, and report the speed.
 
-    --head or --draft-model, and --prompt-lookup alone or beside one of them, which adds a branch to
-    its trees; with none of them, plain decoding.
+    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, which adds
+    a branch to its trees; with none of them, plain decoding.
     The answer goes to standard output, the speed to standard error. Of several answers each is
     printed when all are there, after its number.
     """
     text = prompt_text(prompt)
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile, draft_temperature=draft_temperature,
+        compile=compile, draft_temperature=draft_temperature, datastore=datastore,
     )  # fmt: skip
     config = GenerationConfig(
         do_sample=temperature > 0, min_p=min_p or None, repetition_penalty=repetition_penalty,

@@ -23,6 +23,10 @@ DraftModelName = Annotated[
 PromptLookupSwitch = Annotated[
     bool, typer.Option(help="Draft from the prompt and the answer so far.")
 ]
+DatastoreFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder of build-datastore: draft what the target has said before."),
+]
 PromptLimit = Annotated[
     int, typer.Option(help="Use this many prompts, from the first.", callback=at_least_one)
 ]

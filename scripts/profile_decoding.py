@@ -45,6 +45,7 @@ def main(
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
     prompt_lookup: options.PromptLookupSwitch = False,
+    datastore: options.DatastoreFolder = None,
     prompts: Annotated[
         str | None,
         typer.Option(help="JSONL, Parquet or data set; a few built-in prompts by default."),
@@ -67,14 +68,14 @@ def main(
     and of the Python code around them. Passes alone: the target over 1 to 64 tokens and the drafter
     at its sizes, outside the engine; as long as the first hardly grows, larger trees are nearly
     free. Memory: each step reads all weights, so the speed of copying is a bound.
-    --head or --draft-model, and --prompt-lookup alone or beside one of them; with none, plain
-    decoding alone.
+    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them; with none,
+    plain decoding alone.
     """
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile,
+        compile=compile, datastore=datastore,
     )  # fmt: skip
-    name = head.name if head else "draft model" if draft_model else "prompt lookup"
+    name = head.name if head else "draft model" if draft_model else "lookup"
     ids = profiled_prompts(prompts, limit, decoder, max_new_tokens)
     workload = Workload(ids, batch, max_new_tokens, temperature, seed)
     profile = measured_profile(decoder, name, workload, size_of_interest(decoder, tree_nodes))

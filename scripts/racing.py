@@ -11,8 +11,10 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
+from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.measuring.comparison import (
     GENERATE,
@@ -25,7 +27,8 @@ from drafthead.infer.measuring.comparison import (
 from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers
 from drafthead.infer.measuring.divergence import Divergence
 
-LOOKUP, DRAFT_MODEL = "prompt lookup", "draft model"  # modes that are not heads
+# Modes that are not heads.
+LOOKUP, DATASTORE, DRAFT_MODEL = "prompt lookup", "datastore", "draft model"
 
 
 @dataclass(frozen=True)
@@ -58,21 +61,29 @@ class Drafters:
         tree_nodes: Sequence[int | None],
         compile: bool,
         branches: bool = False,
+        store: Datastore | None = None,
     ):
         """transformers' own decoding runs on `target`; `assistant` is a draft model.
 
         Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
-        have the first size. With `branches` each head also takes part with prompt lookup beside it.
+        have the first size. With `branches` each head also takes part with lookup beside it: prompt
+        lookup, and if there is a `store`, lookup in that.
         """
         self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
         first = tree_nodes[0]
         self.plain = decoder_for(target, None, None, compile)
         ours = self.plain.target
         self.lookup = decoder_for(ours, PromptLookup(draft_tokens), first, compile)
+        self.stored = (
+            None if store is None else decoder_for(ours, StoreLookup(store), first, compile)
+        )
         self.draft = None
         if assistant is not None:
             drafter = model_drafter(assistant, ours, draft_tokens)
             self.draft = decoder_for(ours, drafter, first, compile)
+        beside: dict[str, Datastore | None] = {"lookup": None} if branches else {}
+        if branches and store is not None:
+            beside["datastore"] = store
         self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
         for folder in heads:
             head = head_drafter(load_head(folder, ours), ours)
@@ -80,9 +91,9 @@ class Drafters:
                 decoder = decoder_for(ours, head, size, compile and number == 0)
                 mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
                 self.heads.append((mode, folder.name, decoder))
-            if branches:
-                branched = decoder_for(ours, WithLookup(head), first, False)
-                self.heads.append((f"head {folder.name} + lookup", folder.name, branched))
+            for name, stored in beside.items():
+                branched = decoder_for(ours, WithLookup(head, stored), first, False)
+                self.heads.append((f"head {folder.name} + {name}", folder.name, branched))
 
     def contestants(
         self, sampling: SamplingConfig, verifier: str, assisted: bool
@@ -100,6 +111,9 @@ class Drafters:
                 Ours(kind, kind, sampling, self.draft, verifier=verifier, is_chain=True)
             )
         contestants.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
+        if self.stored is not None:
+            kind = DATASTORE
+            contestants.append(Ours(kind, kind, sampling, self.stored, verifier=verifier))
         contestants += [
             Ours(mode, name, sampling, decoder, verifier=verifier)
             for mode, name, decoder in self.heads

@@ -23,6 +23,7 @@ def main(
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
     prompt_lookup: options.PromptLookupSwitch = False,
+    datastore: options.DatastoreFolder = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("trace.html"),
     format: Annotated[
         Literal["html", "text"],
@@ -50,8 +51,9 @@ def main(
     if output.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--output {output} must end in .html: it is a page for a browser")
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device
-    )
+        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
+        datastore=datastore,
+    )  # fmt: skip
     trace = decoder.trace(
         text,
         max_new_tokens=max_new_tokens,
@@ -68,7 +70,8 @@ def main(
         console = Console(highlight=False, soft_wrap=True)
         console.print(as_text(trace, tokenizer, coloured=console.is_terminal))
     else:
-        drafter = str(head or draft_model or ("prompt lookup" if prompt_lookup else "none"))
+        kinds = head, draft_model, datastore, "prompt lookup" if prompt_lookup else "none"
+        drafter = str(next(kind for kind in kinds if kind))
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, as_page(trace, tokenizer, about(trace, target, drafter)))
         typer.echo(f"{output} is written: open it in a browser")

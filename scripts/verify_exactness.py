@@ -47,6 +47,7 @@ def main(
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
     prompt_lookup: options.PromptLookupSwitch = False,
+    datastore: options.DatastoreFolder = None,
     temperature: Annotated[
         float, typer.Option(help="Of sampled answers; 0 tests only greedy answers.")
     ] = 1.0,
@@ -93,17 +94,18 @@ def main(
     Four tests: the acceptance rule on random tables whose distribution is known; the first tokens
     of sampled answers, and all later ones, against the target's distribution, which is computed by
     plain passes; greedy answers against plain decoding. "Found in 90%" is the power: the least
-    total variation that is noticed with that chance. One of --head, --draft-model, --prompt-lookup
-    is needed. The exit status is 0 for PASS and 1 for FAIL.
+    total variation that is noticed with that chance. One of --head, --draft-model, --prompt-lookup,
+    --datastore is needed. The exit status is 0 for PASS and 1 for FAIL.
     """
     effort = Effort(samples, answers, max_new_tokens, false_alarm)
-    if head is None and draft_model is None and not prompt_lookup:
-        raise UserError("choose a head, draft_model or prompt_lookup: it is what is tested")
-    drafted = Drafter if draft_model is None or prompt_lookup or compile else DraftModel
+    if not (head or draft_model or prompt_lookup or datastore):
+        raise UserError("choose a head, draft_model, prompt_lookup or datastore: it is tested")
+    beside = prompt_lookup or datastore is not None
+    drafted = Drafter if draft_model is None or beside or compile else DraftModel
     rule = verifier_for(verifier, temperature, drafted.sampling_rule)
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile,
+        compile=compile, datastore=datastore,
     )  # fmt: skip
     sampling = SamplingConfig(temperature, top_k, top_p)
     pair = TestedPair(decoder, rule, sampling, seed, repetition_penalty)

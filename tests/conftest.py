@@ -17,9 +17,11 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.sampling import RowRandom, sample
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
+from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.train import token_table
 
@@ -123,6 +125,13 @@ def make_head() -> Callable[..., DraftHead]:
     return make
 
 
+def store_for(target: Target) -> Datastore:
+    """A datastore of random text."""
+    generator = torch.Generator().manual_seed(7)
+    text = torch.randint(target.vocab_size, (4, 400), generator=generator)
+    return Datastore.of(text.tolist(), "")
+
+
 @pytest.fixture(scope="session")
 def make_drafter(
     make_target: Callable[..., Target], make_head: Callable[..., DraftHead]
@@ -131,7 +140,9 @@ def make_drafter(
 
     def make(name: str, target: Target) -> Drafter:
         name, _, branch = name.partition("+")
-        return WithLookup(alone(name, target)) if branch else alone(name, target)
+        if not branch:
+            return alone(name, target)
+        return WithLookup(alone(name, target), store_for(target) if branch == "store" else None)
 
     def alone(name: str, target: Target) -> Drafter:
         kind, _, form = name.partition(":")
@@ -148,6 +159,8 @@ def make_drafter(
             return OtherVocabulary(Target(small.model, few), theirs, depth=3)
         if kind == "self":
             return DraftModel(target, target, depth=3)
+        if kind == "datastore":
+            return StoreLookup(store_for(target))
         if kind == "prompt-lookup":
             return PromptLookup(depth=3)
         head = make_head(kind, target)
@@ -160,8 +173,10 @@ def make_drafter(
 
 
 FORMS = ("tree", "chain", "own")
-NO_HEADS = ["draft-model", "other-vocabulary", "self", "prompt-lookup"]
-BRANCHED = ["medusa:tree+lookup", "parallel:own+lookup", "draft-model+lookup"]
+NO_HEADS = ["draft-model", "other-vocabulary", "self", "prompt-lookup", "datastore"]
+BRANCHED = [
+    "medusa:tree+lookup", "parallel:own+lookup", "parallel:own+store", "draft-model+lookup",
+]  # fmt: skip
 DRAFTERS = [
     *(f"{family}:{form}" for family in sorted(HEADS) for form in FORMS),
     *NO_HEADS,

@@ -4,15 +4,14 @@ Text that is encoded again can give other tokens (` ne|aten` becomes ` n|eat|en`
 of a control token may be nothing. Ids say what the target said.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.vocabulary import vocabulary_of
 
 IDS_COLUMN, VOCABULARY_COLUMN, WEIGHTS_COLUMN = "token_ids", "vocabulary", "target_weights"
 
@@ -54,15 +53,6 @@ def stored_tokens(values: Mapping[str, Any], place: str) -> StoredTokens | None:
 
 def _are_ids(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
-
-
-@lru_cache(maxsize=4)
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of which token each id stands for, added tokens included."""
-    digest = hashlib.blake2b(digest_size=8)
-    for token, number in sorted(tokenizer.get_vocab().items()):
-        digest.update(f"{number}\t{token}\n".encode(errors="surrogatepass"))
-    return digest.hexdigest()
 
 
 def check_vocabulary(stored: StoredTokens, tokenizer: PreTrainedTokenizerBase, where: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.stopping import FinishReason
@@ -26,7 +27,6 @@ from drafthead.train.answer_tokens import (
     VOCABULARY_COLUMN,
     WEIGHTS_COLUMN,
     AnswerTokens,
-    vocabulary_of,
 )
 from drafthead.train.console import AnswerBar
 from drafthead.train.conversations import Conversation, Message

@@ -1,7 +1,8 @@
-"""A drafter whose trees have a branch from prompt lookup, wherever the row's past has one to offer.
+"""A drafter whose trees have a branch from lookup, wherever the row's past has one to offer.
 
 A head cannot know long names and numbers of the prompt, and prompt lookup knows nothing else. Half
-of a tree's nodes cost a head little; they buy a chain as long as the text that is repeated.
+of a tree's nodes cost a head little; they buy a chain as long as the text that is repeated, or the
+best of what a datastore knows.
 """
 
 import torch
@@ -10,26 +11,29 @@ from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.recipe import TreeRecipe
-from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
+from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-
-LEAST_NGRAM = 2  # tokens that must have occurred before; one alone says too little
+from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 
 
 class WithLookup(Drafter):
-    """A drafter, and prompt lookup beside it.
+    """A drafter, and lookup beside it: in the row's own past, and in a datastore if there is one.
 
     Only under rules that follow the target's own tokens is there a branch: copied tokens are not
     drawn, and whether there are any depends on the other rows of a batch.
     """
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Drafter, store: Datastore | None = None):
         self.drafter = drafter
         self.features = drafter.features
         least = drafter.budgets[0].nodes
         self.own_budgets = {with_branch(budget, least): budget for budget in drafter.budgets}
         self.budgets = tuple(self.own_budgets)
-        self.lookup = PromptLookup(max(1, max(map(branch_nodes, drafter.budgets))))
+        longest = max(1, max(map(branch_nodes, drafter.budgets)))
+        self.lookup: PromptLookup | StoreLookup = (
+            PromptLookup(longest, LEAST_NGRAM) if store is None else StoreLookup(store)
+        )
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """Those of the drafter alone; what lookup adds depends on the text."""
@@ -42,7 +46,7 @@ class WithLookup(Drafter):
 
     def identity(self) -> str:
         """That of the drafter, and that there is a branch."""
-        return f"{self.drafter.identity()} with lookup"
+        return f"{self.drafter.identity()} with {self.lookup.identity()}"
 
     def compile(self) -> None:
         """Compile the drafter."""
@@ -54,7 +58,7 @@ class WithLookup(Drafter):
 
 
 class LookupBranch(DraftSession):
-    """A session whose trees are grafted with what the row's past offers."""
+    """A session whose trees are grafted with what lookup offers."""
 
     row_state = ("session", "lookup")
 
@@ -83,18 +87,13 @@ class LookupBranch(DraftSession):
             return self.session.propose(own, sampling, random)
         nodes = budget.nodes - branch_nodes(own)
         tree = self.session.propose(Budget(nodes, min(own.depth, nodes - 1)), sampling, random)
-        return grafted(tree, self.branch(budget.nodes - tree.num_nodes))
+        left = budget.nodes - tree.num_nodes
+        branch = self.lookup.propose(Budget(left + 1, left), sampling, random)
+        return grafted(tree, branch)
 
     def has_branch(self, budget: Budget) -> bool:
-        """Whether the budget has room for a branch, and any row's past something to offer."""
-        found = (past.continuation(1, LEAST_NGRAM) for past in self.lookup.pasts)
-        return branch_nodes(self.drafter.own_budget(budget)) > 0 and any(found)
-
-    def branch(self, count: int) -> torch.Tensor:
-        """The `count` tokens that followed each row's last ones before, [B, count], or PADDING."""
-        guesses = (past.continuation(count, LEAST_NGRAM) for past in self.lookup.pasts)
-        rows = [guess or [PADDING] * count for guess in guesses]
-        return torch.tensor(rows, device=self.lookup.device)
+        """Whether the budget has room for a branch, and lookup something to offer for any row."""
+        return branch_nodes(self.drafter.own_budget(budget)) > 0 and self.lookup.offers()
 
 
 def branch_nodes(budget: Budget) -> int:
@@ -113,26 +112,25 @@ def with_branch(own: Budget, least: int) -> Budget:
     return Budget(nodes, max(own.depth, branch))
 
 
-def grafted(tree: TokenTree, branch: torch.Tensor) -> TokenTree:
-    """The tree with a chain of tokens [B, m] under its root, beside its own children.
+def grafted(tree: TokenTree, branch: TokenTree) -> TokenTree:
+    """Two trees with the same roots as one: the nodes of the branch come last, but for its root.
 
     A chain x y under the root of a tree with parents (-1, 0, 1) makes the parents
-    (-1, 0, 1, 0, 3). Its tokens may be in the tree as well: the rules that follow the target's own
-    tokens then take the longer of both paths.
+    (-1, 0, 1, 0, 3). Tokens may be in both: the rules that follow the target's own tokens then take
+    the longer of both paths.
     """
-    rows, length = branch.shape
-    nodes, device = tree.num_nodes, branch.device
-    places = torch.arange(length, device=device)
-    chain = torch.where(places == 0, 0, nodes + places - 1)
-    ancestors = torch.zeros(rows, nodes + length, nodes + length, dtype=torch.bool, device=device)
+    nodes, more = tree.num_nodes, branch.num_nodes - 1
+    parents = branch.parents[:, 1:]
+    rows, device = len(parents), parents.device
+    ancestors = torch.zeros(rows, nodes + more, nodes + more, dtype=torch.bool, device=device)
     ancestors[:, :nodes, :nodes] = tree.ancestors
     ancestors[:, nodes:, 0] = True
-    ancestors[:, nodes:, nodes:] = places <= places[:, None]
+    ancestors[:, nodes:, nodes:] = branch.ancestors[:, 1:, 1:]
     return TokenTree(
-        torch.cat([tree.tokens, branch], dim=1),
-        torch.cat([tree.parents, chain.expand(rows, -1)], dim=1),
-        torch.cat([tree.depths, (1 + places).expand(rows, -1)], dim=1),
+        torch.cat([tree.tokens, branch.tokens[:, 1:]], dim=1),
+        torch.cat([tree.parents, torch.where(parents > 0, parents + nodes - 1, 0)], dim=1),
+        torch.cat([tree.depths, branch.depths[:, 1:]], dim=1),
         ancestors,
-        max(tree.max_depth, length),
-        tree.width + 1,
+        max(tree.max_depth, branch.max_depth),
+        tree.width + branch.width,
     )

@@ -9,9 +9,10 @@ import torch
 from tiny import SPECIALS, byte_tokenizer, write_target
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.serving.serve_request import Answer, Ticket
-from drafthead.train.answer_tokens import AnswerTokens, vocabulary_of
+from drafthead.train.answer_tokens import AnswerTokens
 from drafthead.train.conversations import Conversation, read_conversations
 from drafthead.train.distillation import distill
 from drafthead.train.distilled_file import DistilledFile, DistillSettings

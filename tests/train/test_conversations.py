@@ -13,9 +13,9 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.scripts import inspect_data
 from drafthead.train import conversations as module
-from drafthead.train.answer_tokens import vocabulary_of
 from drafthead.train.conversations import (
     Conversation,
     Message,

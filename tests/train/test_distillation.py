@@ -25,11 +25,11 @@ from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.scripts import distill as distill_verb
 from drafthead.train import distillation
-from drafthead.train.answer_tokens import vocabulary_of
 from drafthead.train.conversations import Conversation, Message, read_conversations
 from drafthead.train.distillation import DistillReport, distill, row_seed, user_turns
 from drafthead.train.distilled_file import DistilledFile, DistillSettings, manifest_path

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drafthead.infer.drafters.prompt_lookup import Past
+from drafthead.infer.drafters.past import Past
 
 
 def past_of(text: str) -> Past:

@@ -18,16 +18,19 @@ GREEDY = SamplingConfig()
 
 def test_a_chain_is_grafted_under_the_root() -> None:
     tree = TokenTree.from_shape(TreeShape.chain(2), torch.tensor([[5, 6, 7]]))
-    both = grafted(tree, torch.tensor([[8, 9]]))
+    branch = TokenTree.from_shape(TreeShape.chain(2), torch.tensor([[5, 8, 9]]))
+    both = grafted(tree, branch)
     assert both.tokens.tolist() == [[5, 6, 7, 8, 9]]
     assert both.parents.tolist() == [[-1, 0, 1, 0, 3]]
     assert both.depths.tolist() == [[0, 1, 2, 1, 2]]
 
 
-@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("length", [1, 4, 0])  # of a chain; 0 for a bushy branch
 def test_ancestors_follow_from_the_parents(length: int) -> None:
     tokens = torch.arange(2 * BUSHY.num_nodes).view(2, -1)
-    both = grafted(TokenTree.from_shape(BUSHY, tokens), torch.full((2, length), PADDING))
+    shape = TreeShape.chain(length) if length else BUSHY
+    branch = TokenTree.from_shape(shape, torch.full((2, shape.num_nodes), PADDING))
+    both = grafted(TokenTree.from_shape(BUSHY, tokens), branch)
     assert both.ancestors.equal(ancestor_mask(both.parents, both.max_depth))
     assert both.max_depth == max(3, length)
     assert both.depths.equal(both.ancestors.sum(-1) - 1)

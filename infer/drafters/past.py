@@ -1,0 +1,79 @@
+"""What a row has said so far, and what followed its last few tokens when they occurred before."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from drafthead.heads.drafting.drafter import Committed, DraftSession
+
+MAX_NGRAM = 3
+
+
+class Past:
+    """The tokens of one row, and where the token after each n-gram's last occurrence is."""
+
+    def __init__(self, first: int):
+        self.tokens = [first]
+        self.followed_at: dict[tuple[int, ...], int] = {}
+
+    def append(self, token: int) -> None:
+        """Add a token: it follows every n-gram that ends just before it."""
+        place = len(self.tokens)
+        for size in range(1, min(MAX_NGRAM, place) + 1):
+            self.followed_at[tuple(self.tokens[place - size :])] = place
+        self.tokens.append(token)
+
+    def __copy__(self) -> "Past":
+        """A past that goes on by itself."""
+        twin = Past(self.tokens[0])
+        twin.tokens, twin.followed_at = self.tokens.copy(), self.followed_at.copy()
+        return twin
+
+    def first_tokens(self, count: int) -> "Past":
+        """The past as it was when it had `count` tokens."""
+        if count >= len(self.tokens):
+            return self
+        earlier = Past(self.tokens[0])
+        for token in self.tokens[1:count]:
+            earlier.append(token)
+        return earlier
+
+    def continuation(self, count: int, least: int = 1) -> list[int]:
+        """`count` tokens, or none, that followed the longest n-gram that the row ends with.
+
+        N-grams of fewer than `least` tokens do not count. In ``a b c d a b`` the last bigram
+        ``a b`` was followed by ``c d a b`` before. What follows those is not there yet: it is taken
+        to be what followed them before, so the text goes on in a circle, ``c d a b c d``.
+        """
+        for size in range(min(MAX_NGRAM, len(self.tokens)), least - 1, -1):
+            place = self.followed_at.get(tuple(self.tokens[-size:]))
+            if place is not None:
+                found = self.tokens[place : place + count]
+                return [found[i % len(found)] for i in range(count)]
+        return []
+
+
+class Pasts(DraftSession):
+    """A session that knows its rows' pasts: an index of n-grams, kept up to date token by token."""
+
+    row_state = ("pasts",)
+
+    def __init__(self, first_tokens: Sequence[int]):
+        self.pasts = [Past(token) for token in first_tokens]
+        self.device = torch.device("cpu")
+
+    @abstractmethod
+    def offers(self) -> bool:
+        """Whether there is anything to propose for any row."""
+
+    def commit(self, committed: Committed) -> None:
+        """Add the committed tokens to each row's past."""
+        self.device = committed.tokens.device
+        for past, tokens in zip(self.pasts, committed.new_tokens, strict=True):
+            for token in tokens:
+                past.append(token)
+
+    def cut(self, length: int) -> None:
+        """Keep the tokens at the first `length` positions and the one that follows them."""
+        self.pasts = [past.first_tokens(length + 1) for past in self.pasts]

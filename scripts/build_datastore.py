@@ -1,0 +1,92 @@
+"""`drafthead build-datastore`: an index of what a target has said, for lookup while decoding."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.trees.static import TREE_SIZES
+from drafthead.infer.drafters.datastore import Datastore
+from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.measuring.replayed_lookup import reached
+from drafthead.scripts import options
+from drafthead.scripts.inspect_data import load_tokenizer
+from drafthead.train.token_table import Reading, TokenSequence, token_table
+
+WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
+HELD_OUT = 50  # one text of so many is not put in, to measure on; no more than `MEASURED`
+MEASURED = 64
+
+
+def main(
+    data: Annotated[
+        str, typer.Option(help="What the target has said: answers of `drafthead distill`, or logs.")
+    ],
+    tokenizer: Annotated[str, typer.Option(help="The target, whose tokens they become.")],
+    output: options.NewFolder,
+) -> None:
+    """Index a target's earlier answers, so that decoding can look up what followed the same words.
+
+    No model is trained: --datastore FOLDER of generate, chat, compare and others proposes what came
+    next before, for next to no time. Good where a target answers many requests of a kind, and the
+    more of its own answers there are, the better. One answer of 50 is left out, and shows how many
+    tokens a pass the others would have brought for it.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists and is not empty: choose another folder")
+    loaded = load_tokenizer(tokenizer)
+    table = token_table(Reading(data, None, WHOLE, None), loaded)
+    texts = [text for sequence in table for text in answers(sequence)]
+    held_out = texts[HELD_OUT - 1 :: HELD_OUT][:MEASURED]
+    left = [text for place, text in enumerate(texts) if not is_held_out(place)]
+    store = Datastore.of(left, vocabulary_of(loaded))
+    measured: dict[int, list[float]] = {}
+    for nodes in tqdm(TREE_SIZES, desc="measuring", unit="size", disable=not held_out):
+        if held_out:
+            measured |= reached(StoreLookup(store), held_out, [nodes])
+    store.record = replace(store.record, reached=measured)
+    if output.exists():
+        output.rmdir()
+    store.save(output)
+    show(store, len(left), len(held_out), output)
+
+
+def answers(sequence: TokenSequence) -> Iterator[list[int]]:
+    """The runs of tokens that the target wrote.
+
+    Tokens 5 6 7 8 9, of which 6 7 and 9 are supervised, hold the answers 6 7 and 9.
+    """
+    learnt = sequence.supervised.numpy().astype(np.int8)
+    borders = np.flatnonzero(np.diff(learnt, prepend=0, append=0)).tolist()
+    for start, end in list(pairwise(borders))[::2]:
+        yield sequence.input_ids[start:end].tolist()
+
+
+def is_held_out(place: int) -> bool:
+    """Whether the text of this number is left out, to measure on."""
+    return place % HELD_OUT == HELD_OUT - 1 and place < HELD_OUT * MEASURED
+
+
+def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
+    """Print what the datastore holds and how well it guesses."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{output}: {store.record.tokens:,} tokens of {texts:,} answers")
+    if not held_out:
+        console.print(f"fewer than {HELD_OUT} answers: how well it guesses was not measured")
+        return
+    console.print(f"tokens a pass (tau), on {held_out} answers that are not in it:")
+    table = Table()
+    for name in ("nodes of a tree", "tau"):
+        table.add_column(name, justify="right")
+    for nodes, shares in store.record.reached.items():
+        table.add_row(str(nodes), f"{1 + sum(shares):.2f}")
+    console.print(table)

@@ -1,0 +1,215 @@
+"""An index of what a target has said, and trees of what followed the same words there."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import byte_tokenizer, tiny_llama
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import PADDING, Budget
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.datastore import DEPTH, LEVELS, MATCHES, SEPARATOR, Datastore
+from drafthead.infer.drafters.guess_tree import Counted, GuessTree
+from drafthead.infer.drafters.past import Past
+from drafthead.infer.drafters.store_lookup import OWN, StoreLookup, token_tree
+from drafthead.infer.measuring.replayed_lookup import accepted, reached, replayed
+
+
+def letters(text: str) -> list[int]:
+    """One token a letter."""
+    return [*map(ord, text)]
+
+
+def store_of(*texts: str) -> Datastore:
+    return Datastore.of(map(letters, texts), "v")
+
+
+def found(store: Datastore, past: str) -> list[tuple[float, str]]:
+    """Continuations as text; what follows a separator is cut off."""
+    result = []
+    for weight, tokens in store.continuations(letters(past)):
+        end = tokens.index(SEPARATOR) if SEPARATOR in tokens else len(tokens)
+        result.append((weight, "".join(map(chr, tokens[:end]))))
+    return result
+
+
+def test_what_followed_the_longest_ngram_counts_most() -> None:
+    store = store_of("abcdefgX", "zzcdefgY", "ggfgZ")
+    assert found(store, "abcdefg") == [
+        (1.0, "X"),  # after six letters
+        (0.2, "X"), (0.2, "Y"),  # after four
+        (0.075, "X"), (0.075, "Y"),
+        (0.05 / 3, "X"), (0.05 / 3, "Y"), (0.05 / 3, "Z"),
+    ]  # fmt: skip
+
+
+def test_unknown_words_have_no_continuation() -> None:
+    store = store_of("abcdef")
+    assert found(store, "xy") == found(store, "a") == found(store, "") == []
+
+
+def test_ngrams_do_not_reach_over_the_end_of_a_text() -> None:
+    assert found(store_of("ab", "cd"), "bc") == []
+
+
+def test_many_places_are_sampled_evenly() -> None:
+    store = store_of(*(f"ab{chr(200 + n)}" for n in range(4 * MATCHES)))
+    texts = [text for _, text in found(store, "ab")]
+    assert len(texts) == MATCHES and texts[0] == chr(200) and texts[-1] == chr(199 + 4 * MATCHES)
+
+
+def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
+    store = store_of("abcdefg", "abcdxyz")
+    store.save(tmp_path / "new" / "store")
+    loaded = Datastore.load(tmp_path / "new" / "store", "v")
+    assert isinstance(loaded.tokens, np.memmap)
+    assert found(loaded, "abcd") == found(store, "abcd")
+    assert loaded.record == store.record and loaded.record.tokens == 14
+
+
+def damaged(folder: Path, what: str) -> None:
+    """A datastore in which something is wrong."""
+    store_of("abcdefg").save(folder)
+    if what == "record":
+        (folder / "datastore.json").write_text("{}")
+    elif what == "table":
+        (folder / "tokens.npy").write_bytes(b"no array")
+    else:
+        (folder / f"places-{min(LEVELS)}.npy").unlink()
+
+
+@pytest.mark.parametrize("what", ["record", "table", "missing"])
+def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
+    damaged(tmp_path / "store", what)
+    with pytest.raises(UserError, match="no datastore that can be read"):
+        Datastore.load(tmp_path / "store", "v")
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    store_of("abc").save(tmp_path / "store")
+    with pytest.raises(UserError, match="another tokenizer"):
+        Datastore.load(tmp_path / "store", "w")
+
+
+def grown(first: str, texts: dict[str, float], nodes: int, depth: int = 9) -> list[str]:
+    """The path of each node of a tree."""
+    counted = Counted.of((weight, letters(text)) for text, weight in texts.items())
+    tree = GuessTree.grown(letters(first), counted, nodes, depth)
+    paths = [""]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append(paths[parent] + chr(token))
+    assert tree.depths == [len(path) for path in paths[1:]]
+    return paths[1:]
+
+
+def test_the_heaviest_continuations_are_in_the_tree() -> None:
+    texts = {"bc": 2.0, "bd": 1.0, "e": 1.5}
+    assert grown("", texts, 3) == ["b", "bc", "e"]
+    assert grown("", texts, 9) == ["b", "bc", "e", "bd"]
+
+
+def test_the_rows_own_past_goes_first_and_shares_nodes() -> None:
+    assert grown("bdx", {"bc": 2.0, "bd": 1.0}, 4) == ["b", "bd", "bdx", "bc"]
+    assert grown("bdx", {"bc": 2.0}, 2) == ["b", "bd"]
+
+
+def test_no_path_is_deeper_than_asked() -> None:
+    assert grown("abc", {"abcd": 1.0, "bbbb": 1.0}, 9, depth=2) == ["a", "ab", "b", "bb"]
+
+
+def test_rows_of_a_batch_have_their_own_trees() -> None:
+    trees = [
+        GuessTree.grown(letters("ab"), Counted.of([(1.0, letters("c"))]), 3, 9),
+        GuessTree.grown([], Counted(), 3, 9),
+    ]
+    tree = token_tree([1, 2], trees, torch.device("cpu"))
+    assert tree.tokens.tolist() == [[1, *letters("abc")], [2, *[PADDING] * 3]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 0]]
+    assert tree.depths.tolist() == [[0, 1, 2, 1], [0, 1, 1, 1]]
+    assert tree.max_depth == 2
+
+
+def test_accepted_tokens_are_a_path_from_the_root() -> None:
+    tree = GuessTree.grown(letters("ab"), Counted.of([(1.0, letters("ac"))]), 3, 9)
+    assert [accepted(tree, letters(text)) for text in ("abx", "acx", "cab", "")] == [2, 2, 0, 0]
+
+
+def test_decoding_is_played_again() -> None:
+    """``ab`` is known after two letters; from then on the text is in the datastore."""
+    lookup = StoreLookup(store_of("abcdefgh"))
+    assert replayed(lookup, letters("xabcdefgh"), nodes=16) == [0, 0, 6]
+    shares = reached(lookup, [letters("xabcdefgh")], [16])[16]
+    assert shares == [1 / 3] * 6 + [0.0] * (DEPTH - 6)
+
+
+def test_the_planner_is_told_what_was_measured() -> None:
+    store = store_of("abc")
+    lookup = StoreLookup(store)
+    assert lookup.chances(Budget(4, 2)) == (0.6, pytest.approx(0.36))
+    store.record.reached.update({4: [0.5, 0.25, 0.1], 8: [0.7, 0.4, 0.2]})
+    assert lookup.chances(Budget(6, 2)) == (0.5, 0.25)
+    assert lookup.chances(Budget(16, 3)) == (0.7, 0.4, 0.2)
+
+
+def test_the_own_past_is_tried_before_the_datastore() -> None:
+    past = Past(ord("a"))
+    for token in letters("bXYab"):
+        past.append(token)
+    tree = StoreLookup(store_of("abZ")).guess(past, nodes=OWN + 1, depth=DEPTH)
+    text = "".join(map(chr, tree.tokens))
+    assert text == "XYabXYabZ"  # in a circle, then what the datastore knows
+    assert tree.parents[-1] == 0
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A target that repeats itself, with a tokenizer, and a datastore of its answers."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = byte_tokenizer()
+    model = tiny_llama(vocab_size=len(tokenizer), initializer_range=0.3)
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    decoder = Decoder(Target(model))
+    answers = decoder.generate([[30, 31, n] for n in range(40, 60)], max_new_tokens=40).sequences
+    from drafthead.heads.target.vocabulary import vocabulary_of
+
+    Datastore.of(answers, vocabulary_of(tokenizer)).save(folder / "store")
+    return folder
+
+
+def test_what_was_said_before_is_accepted(saved: Path) -> None:
+    options = {"dtype": "float32", "tree_nodes": 16}
+    plain = Decoder.from_pretrained(saved / "target", dtype="float32")
+    looked_up = Decoder.from_pretrained(saved / "target", datastore=saved / "store", **options)
+    prompt = [30, 31, 45]
+    expected = plain.generate(prompt, max_new_tokens=40)
+    result = looked_up.generate(prompt, max_new_tokens=40)
+    assert result.sequences == expected.sequences
+    assert result.stats.tau > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"datastore": "missing"}, "no datastore that can be read"),
+        ({"datastore": "store", "draft_tokens": 3}, "sized by tree_nodes"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(saved: Path, options, message: str) -> None:
+    options = options | {"datastore": saved / options["datastore"]}
+    with pytest.raises(UserError, match=message):
+        Decoder.from_pretrained(saved / "target", **options)
+
+
+def test_a_target_without_a_tokenizer_has_no_datastore(saved: Path) -> None:
+    with pytest.raises(UserError, match="needs the target's tokenizer"):
+        Decoder.from_pretrained(Target(tiny_llama()), datastore=saved / "store")
+
+
+def test_the_record_is_for_people_too(saved: Path) -> None:
+    record = json.loads((saved / "store" / "datastore.json").read_text())
+    assert record["tokens"] == 20 * 40
