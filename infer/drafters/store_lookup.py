@@ -28,6 +28,7 @@ class StoreLookup(Drafter):
     """Trees from the row's own past and from a datastore."""
 
     features = FeatureSpec(layers=(), last=False)
+    depth = DEPTH
     budgets = tree_budgets(DEPTH)
 
     def __init__(self, store: Datastore):

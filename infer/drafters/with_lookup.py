@@ -5,6 +5,8 @@ of a tree's nodes cost a head little; they buy a chain as long as the text that 
 best of what a datastore knows.
 """
 
+from itertools import zip_longest
+
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
@@ -36,8 +38,17 @@ class WithLookup(Drafter):
         )
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
-        """Those of the drafter alone; what lookup adds depends on the text."""
-        return self.drafter.chances(self.own_budget(budget))
+        """Those of the drafter, or of a measured datastore where these are higher.
+
+        What prompt lookup adds depends on the text alone.
+        """
+        own = self.drafter.chances(self.own_budget(budget))
+        branch = branch_nodes(self.own_budget(budget))
+        lookup = self.lookup
+        if not branch or not isinstance(lookup, StoreLookup) or not lookup.store.record.reached:
+            return own
+        stored = lookup.chances(Budget(branch + 1, min(branch, lookup.depth)))
+        return tuple(max(pair) for pair in zip_longest(own, stored, fillvalue=0.0))
 
     def own_budget(self, budget: Budget) -> Budget:
         """What the drafter may use of a budget where there is no branch."""

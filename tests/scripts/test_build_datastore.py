@@ -38,7 +38,7 @@ def test_answers_are_indexed_and_measured(run, tmp_path: Path) -> None:
     assert status == 0
     assert f"{3 * HELD_OUT - 3} answers" in out and "on 3 answers that" in out
     store = Datastore.load(tmp_path / "store", vocabulary_of(byte_tokenizer()))
-    assert store.record.reached[8][0] > 0.8, "the answers repeat a word"
+    assert store.record.reached[8][0] > 0.5, "the answers repeat a word"
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").open()]
     texts = [f"{row['messages'][1]['content'].strip()}" for row in rows]
     assert any(text.startswith("abcd abcd") for text in texts)

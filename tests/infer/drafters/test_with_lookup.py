@@ -97,6 +97,15 @@ def test_a_branch_comes_on_top_of_a_tree_that_is_fixed(target, make_drafter) -> 
     assert drafter.own_budget(drafter.budgets[0]) == BUSHY.budget
 
 
+def test_the_planner_expects_the_better_of_head_and_datastore(target, make_drafter) -> None:
+    drafter = make_drafter("parallel:own+store", target)
+    budget = Budget(16, 10)
+    own = drafter.drafter.chances(drafter.own_budget(budget))
+    drafter.lookup.store.record.reached[8] = [own[0] / 2, *[own[1] + 0.1] * 9]
+    assert drafter.chances(budget)[0] == own[0]
+    assert drafter.chances(budget)[1:] == pytest.approx([own[1] + 0.1] * 7)
+
+
 def test_a_head_and_a_draft_model_at_once_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="choose one of head and draft_model"):
         Decoder.from_pretrained(tmp_path, head="a", draft_model="b")
