@@ -1,4 +1,4 @@
-"""drafthead: plain, with a head, a draft model or prompt lookup; compiled without --eager."""
+"""drafthead: plain, with a head, a draft model or lookup; compiled without --eager."""
 
 import argparse
 from importlib.metadata import version
@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("--head")
     parser.add_argument("--draft-model")
     parser.add_argument("--lookup", action="store_true")
+    parser.add_argument("--datastore")
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
     decoder = Decoder.from_pretrained(
@@ -24,6 +25,7 @@ def main() -> None:
         options.lookup,
         dtype="bfloat16",
         compile=not options.eager,
+        datastore=options.datastore,
     )
 
     warm: set[tuple[int, float]] = set()
