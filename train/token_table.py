@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.disk_cache import usable_cache_folder
 from drafthead.heads.files import write_text
+from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.train.conversations import Conversation, Writer, iter_conversations, source_digest
 from drafthead.train.supervision import LeftOut, SupervisedTokens, supervised_rows
 
@@ -193,7 +194,9 @@ def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
     digest = hashlib.sha256()
     parts = (VERSION, source_digest(reading.source), *astuple(reading)[1:], tokenizer.chat_template)
     digest.update(repr(parts).encode(errors="surrogatepass"))
-    digest.update(tokenizer.backend_tokenizer.to_str().encode(errors="surrogatepass"))
+    # A tokenizer in Python can only be used for rows that hold token ids.
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else vocabulary_of(tokenizer)
+    digest.update(rules.encode(errors="surrogatepass"))
     return digest.hexdigest()[:32]
 
 

@@ -87,6 +87,8 @@ class Datastore:
             )
         tokens, *others = tables
         hashes, places = others[: len(LEVELS)], others[len(LEVELS) :]
+        if len(tokens) < DEPTH or [*map(len, hashes)] != [*map(len, places)]:
+            raise UserError(f"{folder} is damaged: make the datastore again")
         return cls(
             tokens,
             dict(zip(LEVELS, hashes, strict=True)),
@@ -122,7 +124,9 @@ class Datastore:
                 continue
             if len(places) > MATCHES:
                 places = places[np.linspace(0, len(places) - 1, MATCHES).astype(int)]
-            texts = self.tokens[places.astype(int)[:, None] + np.arange(DEPTH)].tolist()
+            # A damaged file may hold any number.
+            first = np.minimum(places.astype(int), len(self.tokens) - DEPTH)
+            texts = self.tokens[first[:, None] + np.arange(DEPTH)].tolist()
             for text in texts:
                 yield weight / len(texts), text
             found += len(texts)

@@ -68,23 +68,18 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     and its letter in SentencePiece, the later one is what the tokenizer writes.
     """
     lead = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    count = len(tokenizer)
-    pairs = [[*lead, number] for number in range(count)]
-    before = decoded(tokenizer, lead)
+    # In one call: one by one would take seconds for a large vocabulary.
+    before, *pairs = tokenizer.backend_tokenizer.decode_batch(
+        [lead, *([*lead, number] for number in range(len(tokenizer)))], skip_special_tokens=False
+    )
     special = set(tokenizer.all_special_ids)
     texts: dict[str, int] = {}
-    for number, pair in enumerate(pairs):
-        text = decoded(tokenizer, pair)
+    for number, text in enumerate(pairs):
         if number in special or not text.startswith(before) or "\ufffd" in text:
             continue
         if len(text) > len(before):
             texts[text[len(before) :]] = number
     return texts
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """The text of tokens, special ones included."""
-    return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
 
 class Translator:

@@ -78,14 +78,16 @@ def damaged(folder: Path, what: str) -> None:
         (folder / "datastore.json").write_text("{}")
     elif what == "table":
         (folder / "tokens.npy").write_bytes(b"no array")
+    elif what == "lengths":
+        np.save(folder / f"places-{min(LEVELS)}.npy", np.arange(3))
     else:
         (folder / f"places-{min(LEVELS)}.npy").unlink()
 
 
-@pytest.mark.parametrize("what", ["record", "table", "missing"])
+@pytest.mark.parametrize("what", ["record", "table", "missing", "lengths"])
 def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
     damaged(tmp_path / "store", what)
-    with pytest.raises(UserError, match="no datastore that can be read"):
+    with pytest.raises(UserError, match="no datastore that can be read|is damaged"):
         Datastore.load(tmp_path / "store", "v")
 
 
