@@ -1,17 +1,27 @@
 #!/bin/sh
-# The whole demo, offline: the demo target answers prompts, a block-parallel head learns from them, and
-# every way of decoding runs on held-out prompts. A second run continues where the first one stopped.
+# The demo on a real model, SmolLM2-135M-Instruct: the head that is shipped answers a question, with an index of
+# earlier answers beside it; another head is trained from nothing on answers that the model gives now; and all ways
+# of decoding race on questions that none of them has seen. A second run continues where the first one stopped.
+# Without a network: the demo on the small model of the tests.
 set -eu
-run=${1:-runs/demo}
-target=assets/demo_target
+run=${1:-runs/smollm2}
+prompts=assets/smollm2_prompts
+shipped=assets/smollm2_parallel
 
-drafthead distill --target $target --prompts assets/demo_prompts/train.jsonl \
-    --output "$run/distilled.jsonl" --max-new-tokens 160 --batch-size 64 --limit 1600
-drafthead distill --target $target --prompts assets/demo_prompts/validation.jsonl \
-    --output "$run/validation.jsonl" --max-new-tokens 160 --batch-size 64 --limit 128
+if ! target=$(drafthead fetch smollm2); then
+    echo "SmolLM2 is not to be had, so this is the demo on the small model of the tests (make demo-offline)." >&2
+    exec sh scripts/demo/offline.sh
+fi
+[ -d "$run/said" ] || drafthead build-datastore --data assets/smollm2_answers/answers.parquet \
+    --tokenizer "$target" --output "$run/said"
+drafthead generate --target "$target" --head $shipped --datastore "$run/said" --compile --max-new-tokens 128 \
+    --prompt "How do I write a good commit message? Give me an example."
+drafthead distill --target "$target" --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
+    --max-new-tokens 256 --batch-size 64 --compile
+drafthead distill --target "$target" --prompts $prompts/validation.jsonl --output "$run/validation.jsonl" \
+    --max-new-tokens 256 --batch-size 64 --compile
 accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-    train/train_heads.py --config configs/demo_parallel.yaml \
-    data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" \
-    train.output="$run/parallel"
-drafthead compare --target $target --head "$run/parallel" --draft-model assets/demo_draft \
-    --prompts assets/demo_prompts/test.jsonl --output "$run/comparison" --limit 12 --rounds 3
+    train/train_heads.py --config configs/demo_smollm2.yaml target.name="$target" \
+    data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" train.output="$run/parallel"
+drafthead compare --target "$target" --head $shipped --head "$run/parallel" --datastore "$run/said" --compile \
+    --prompts $prompts/test.jsonl --output "$run/comparison" --limit 6 --rounds 1 --max-new-tokens 96
