@@ -16,7 +16,14 @@ from drafthead.train.evaluation import Evaluation, evaluate
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.packing import RowOrder
 from drafthead.train.run_config import TrainConfig
-from drafthead.train.run_folder import EVALUATION_FILE, METRICS_FILE, RunFolder, cut_log
+from drafthead.train.run_folder import (
+    BEST_BY,
+    BEST_FOLDER,
+    EVALUATION_FILE,
+    METRICS_FILE,
+    RunFolder,
+    cut_log,
+)
 from drafthead.train.run_writer import RunWriter
 from drafthead.train.saved_states import Progress, read_progress
 from drafthead.train.step import StepRecord, StepRunner, TrainingTask
@@ -179,7 +186,7 @@ class Trainer:
         config, step = self.config, self.progress.step
         ended = self.duration.is_used(self.progress)
         if config.eval_every and step % config.eval_every == 0 and not (stopping or ended):
-            self.writer.write_head(self.progress, self._evaluate())
+            self._write_head(is_last=False)
         period = 60 * config.save_minutes
         timed = self.progress.seconds // period > before.seconds // period
         if stopping or ended or timed or (config.save_every and step % config.save_every == 0):
@@ -207,8 +214,32 @@ class Trainer:
         )
         return result
 
+    def _write_head(self, is_last: bool) -> None:
+        """Evaluate the head and write it; one that is better than the last stays in `best/`."""
+        before = self.writer.best_evaluation()
+        evaluation = self._evaluate()
+        self.writer.write_head(self.progress, evaluation, self.folder.path)
+        if evaluation is None:
+            return
+        tau = evaluation.tau_tree[BEST_BY]
+        if before is not None and before.step < self.progress.step and before.tau > tau:
+            if is_last:
+                logger.warning(
+                    "held out, tau at %d nodes was %.2f after step %d and is %.2f now: the head of "
+                    "that step is in %s",
+                    BEST_BY,
+                    before.tau,
+                    before.step,
+                    tau,
+                    self.folder.path / BEST_FOLDER,
+                )
+        elif not is_last:
+            self.writer.write_head(self.progress, evaluation, self.folder.path / BEST_FOLDER)
+        elif self.accelerator.is_main_process:
+            self.folder.drop_best()
+
     def _finish(self) -> None:
-        self.writer.write_head(self.progress, self._evaluate())
+        self._write_head(is_last=True)
         if self.accelerator.is_main_process:
             self.folder.finish()
         logger.info("the head is in %s", self.folder.path)

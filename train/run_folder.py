@@ -11,7 +11,7 @@ import sys
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
@@ -21,8 +21,21 @@ from drafthead.train.saved_states import Progress, SavedStates
 
 DURATIONS = ("epochs", "max_steps", "max_minutes")  # settings of the section `train`
 METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"
+BEST_FOLDER, BEST_BY = "best", 16
 PACKAGES = ("drafthead", "torch", "transformers", "accelerate", "safetensors")
 Settings = dict[str, dict[str, Any]]  # section -> setting -> value
+
+
+class BestEvaluation(NamedTuple):
+    """When a head drafted best on the held-out data."""
+
+    step: int
+    tau: float  # of trees of `BEST_BY` nodes
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "BestEvaluation":
+        """That of a line of the log."""
+        return cls(record["step"], record["tau_tree"][str(BEST_BY)])
 
 
 def provenance(settings: Settings) -> dict[str, Any]:
@@ -122,7 +135,13 @@ class RunFolder:
         step = resumed.step if resumed else 0
         for name in (METRICS_FILE, EVALUATION_FILE):
             cut_log(self.path / name, step)
+        if resumed is None:
+            self.drop_best()
         self._write_record(finished=False)
+
+    def drop_best(self) -> None:
+        """Remove the best head of a run, because it is the last one or of a discarded run."""
+        shutil.rmtree(self.path / BEST_FOLDER, ignore_errors=True)
 
     def finish(self) -> None:
         """Mark the run as finished; of its states the last one stays, to extend the run from."""
@@ -132,6 +151,13 @@ class RunFolder:
     def _write_record(self, finished: bool) -> None:
         record = {**provenance(self.settings), "finished": finished}
         write_text(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+
+    def best_evaluation(self) -> "BestEvaluation | None":
+        """The evaluation with the highest tau in the log; None without any."""
+        path = self.path / EVALUATION_FILE
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        found = [BestEvaluation.of(json.loads(line)) for line in lines]
+        return max(found, key=lambda one: one.tau, default=None)
 
     def log(self, name: str, record: dict[str, Any]) -> None:
         """Append one line to a log."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from drafthead.heads.checkpoint import save_head
 from drafthead.train.evaluation import Evaluation
-from drafthead.train.run_folder import RunFolder, provenance
+from drafthead.train.run_folder import BestEvaluation, RunFolder, provenance
 from drafthead.train.saved_states import Progress
 from drafthead.train.step import TrainingTask
 
@@ -51,8 +51,14 @@ class RunWriter:
             self.folder.states.keep(progress, self.sources)
         self.accelerator.wait_for_everyone()
 
-    def write_head(self, progress: Progress, evaluation: Evaluation | None) -> None:
-        """Write the head as it is now, gathered from all processes, into the output folder."""
+    def best_evaluation(self) -> BestEvaluation | None:
+        """The best evaluation that the folder's log has, for every process."""
+        found = [self.folder.best_evaluation()] if self.accelerator.is_main_process else [None]
+        [best] = broadcast_object_list(found)
+        return best
+
+    def write_head(self, progress: Progress, evaluation: Evaluation | None, folder: Path) -> None:
+        """Write the head as it is now, gathered from all processes."""
         state = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
             return
@@ -65,7 +71,7 @@ class RunWriter:
             **vars(progress),
             "evaluation": evaluation.summary() if evaluation else None,
         }
-        save_head(head, self.folder.path, target, self.task.target_name, origin, dtype=target.dtype)
+        save_head(head, folder, target, self.task.target_name, origin, dtype=target.dtype)
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.evaluation import measure
+from drafthead.train import loop
+from drafthead.train.evaluation import Evaluation, evaluate, measure
 from drafthead.train.features import check_row_length, positions_in_segments, read_features
 from drafthead.train.loop import Trainer
 from drafthead.train.packing import (
@@ -313,6 +315,25 @@ def test_loss_falls_and_the_written_head_loads(family: str, configure, target: T
     assert record["finished"]
     assert record["settings"]["head"]["family"] == family
     assert record["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("taus", "best"), [([1.5, 1.9, 1.7], 8), ([1.5, 1.6, 1.7], None)])
+def test_the_best_head_of_a_run_is_kept_unless_it_is_the_last(
+    configure, target: Target, monkeypatch, caplog, taus: list[float], best: int | None
+):
+    """Evaluations after steps 4, 8 and 12."""
+    found = iter(taus)
+
+    def measured(*arguments: object) -> Evaluation:
+        result = evaluate(*arguments)
+        return replace(result, tau_tree=result.tau_tree | {16: next(found)})
+
+    monkeypatch.setattr(loop, "evaluate", measured)
+    folder = run(configure(max_steps=12, eval_every=4))
+    assert (folder / "best").exists() == (best is not None)
+    if best is not None:
+        assert load_head(folder / "best", target).path_counts
+        assert f"was 1.90 after step {best} and is 1.70 now" in caplog.text
 
 
 def test_micro_batches_do_not_change_the_losses(configure):
