@@ -54,7 +54,13 @@ from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.infer.serving.server import serve
 from drafthead.infer.serving.waiting import Requests, WaitingRequests
 from drafthead.infer.timing.plans import Plans
-from drafthead.infer.timing.step_timing import TIMING_SETTINGS, Round, make_steps, time_steps
+from drafthead.infer.timing.step_timing import (
+    ONE_STEP_EACH,
+    TIMING_SETTINGS,
+    Round,
+    make_steps,
+    time_steps,
+)
 from drafthead.infer.timing.stored_costs import StepKind
 from drafthead.infer.verifiers import Verifier, verifier_for
 
@@ -279,7 +285,8 @@ class Decoder:
             if fresh or not plans.costs(kind).was_timed:
                 plans.set_timed(kind, time_steps(*steps))
             else:
-                make_steps(*steps, Round(plans.drafter.budgets[-1:], TIMING_SETTINGS))
+                # Each size of tree may have a graph of its own.
+                make_steps(*steps, Round(plans.drafter.budgets, ONE_STEP_EACH))
 
     def serve(
         self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]

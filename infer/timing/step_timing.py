@@ -49,6 +49,7 @@ class TimingSettings:
 
 
 TIMING_SETTINGS = TimingSettings()
+ONE_STEP_EACH = TimingSettings(untimed_steps=1, timed_steps=0)  # only to make the graphs
 StepSeconds = dict[Budget | None, float]  # None: a step without a draft
 
 
