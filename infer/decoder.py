@@ -22,6 +22,7 @@ from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.datastore import Datastore
+from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
@@ -122,13 +123,15 @@ class Decoder:
         compile: bool = False,
         draft_temperature: float | None = None,
         datastore: str | Path | None = None,
+        learn_answers: bool = False,
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
         That is a head or a draft model, prompt lookup, or one of the former with a branch from
         prompt lookup in its trees (`WithLookup`); with none of them, decoding is plain. With a
         `datastore` of `drafthead build-datastore`, lookup also proposes what the target has said
-        before, alone or beside a head or a draft model.
+        before, alone or beside a head or a draft model; with `learn_answers` it also proposes what
+        this decoder reads and says from now on, up to the last 200,000 tokens.
 
         A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
         for prompts and answers that are texts.
@@ -148,7 +151,7 @@ class Decoder:
                 raise UserError(f"{name} must be a path or a name, got {value!r}")
         if draft_tokens is None:
             draft_tokens = DEFAULT_CHAIN
-        elif draft_model is None and (head or datastore or not prompt_lookup):
+        elif draft_model is None and (head or datastore or learn_answers or not prompt_lookup):
             raise UserError(
                 "draft_tokens is for draft_model and prompt_lookup: trees of a head or a datastore "
                 "are sized by tree_nodes"
@@ -160,9 +163,9 @@ class Decoder:
         elif draft_model is not None:
             small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
             drafter = model_drafter(small, loaded, draft_tokens)
-        if prompt_lookup or datastore is not None:
-            store = opened_datastore(datastore, loaded)
-            drafter = lookup_drafter(drafter, store, draft_tokens)
+        if prompt_lookup or datastore is not None or learn_answers:
+            stored = store_lookup(datastore, learn_answers, loaded)
+            drafter = lookup_drafter(drafter, stored, draft_tokens)
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
 
     def generate(
@@ -476,20 +479,26 @@ def decoder_for(
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
 
 
-def opened_datastore(folder: str | Path | None, target: Target) -> Datastore | None:
-    """The datastore in a folder; UserError when it is not one of this target's tokens."""
-    if folder is None:
+def store_lookup(
+    folder: str | Path | None, learn_answers: bool, target: Target
+) -> StoreLookup | None:
+    """Lookup in the datastore of a folder and in the process's own answers; None without either.
+
+    Raises UserError when the folder holds no datastore of this target's tokens.
+    """
+    if folder is None and not learn_answers:
         return None
-    if target.tokenizer is None:
+    if folder is not None and target.tokenizer is None:
         raise UserError("a datastore needs the target's tokenizer: load the target by its name")
-    return Datastore.load(Path(folder), vocabulary_of(target.tokenizer))
+    store = folder and Datastore.load(Path(folder), vocabulary_of(target.tokenizer))
+    return StoreLookup(store or None, Earlier() if learn_answers else None)
 
 
-def lookup_drafter(drafter: Drafter | None, store: Datastore | None, depth: int) -> Drafter:
-    """Lookup beside a drafter, or alone: in a datastore, or in the own past to a depth."""
+def lookup_drafter(drafter: Drafter | None, stored: StoreLookup | None, depth: int) -> Drafter:
+    """Lookup beside a drafter, or alone: in what is stored, or in the own past to a depth."""
     if drafter is not None:
-        return WithLookup(drafter, store)
-    return PromptLookup(depth) if store is None else StoreLookup(store)
+        return WithLookup(drafter, stored)
+    return PromptLookup(depth) if stored is None else stored
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import DEFAULT_CHAIN, opened_datastore
+from drafthead.infer.decoder import DEFAULT_CHAIN, store_lookup
 from drafthead.scripts import options
 from drafthead.scripts.measuring import describe_run, prompt_ids
 from drafthead.scripts.racing import Drafters, RaceTerms, run_races
@@ -59,9 +59,9 @@ def main(
     loaded = Target.from_pretrained(target, dtype, device)
     assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
-    store = opened_datastore(datastore, loaded)
+    stored = store_lookup(datastore, False, loaded)
     drafters = Drafters(
-        loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True, store=store
+        loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True, stored=stored
     )
     ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
     rows, differing = run_races(drafters, ids, terms, assisted=True)

@@ -11,7 +11,6 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
-from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
@@ -61,29 +60,27 @@ class Drafters:
         tree_nodes: Sequence[int | None],
         compile: bool,
         branches: bool = False,
-        store: Datastore | None = None,
+        stored: StoreLookup | None = None,
     ):
         """transformers' own decoding runs on `target`; `assistant` is a draft model.
 
         Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
         have the first size. With `branches` each head also takes part with lookup beside it: prompt
-        lookup, and if there is a `store`, lookup in that.
+        lookup, and if there is something `stored`, lookup in that.
         """
         self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
         first = tree_nodes[0]
         self.plain = decoder_for(target, None, None, compile)
         ours = self.plain.target
         self.lookup = decoder_for(ours, PromptLookup(draft_tokens), first, compile)
-        self.stored = (
-            None if store is None else decoder_for(ours, StoreLookup(store), first, compile)
-        )
+        self.stored = None if stored is None else decoder_for(ours, stored, first, compile)
         self.draft = None
         if assistant is not None:
             drafter = model_drafter(assistant, ours, draft_tokens)
             self.draft = decoder_for(ours, drafter, first, compile)
-        beside: dict[str, Datastore | None] = {"lookup": None} if branches else {}
-        if branches and store is not None:
-            beside["datastore"] = store
+        beside: dict[str, StoreLookup | None] = {"lookup": None} if branches else {}
+        if branches and stored is not None:
+            beside["datastore"] = stored
         self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
         for folder in heads:
             head = head_drafter(load_head(folder, ours), ours)
@@ -91,8 +88,8 @@ class Drafters:
                 decoder = decoder_for(ours, head, size, compile and number == 0)
                 mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
                 self.heads.append((mode, folder.name, decoder))
-            for name, stored in beside.items():
-                branched = decoder_for(ours, WithLookup(head, stored), first, False)
+            for name, lookup in beside.items():
+                branched = decoder_for(ours, WithLookup(head, lookup), first, False)
                 self.heads.append((f"head {folder.name} + {name}", folder.name, branched))
 
     def contestants(

@@ -142,7 +142,9 @@ def make_drafter(
         name, _, branch = name.partition("+")
         if not branch:
             return alone(name, target)
-        return WithLookup(alone(name, target), store_for(target) if branch == "store" else None)
+        return WithLookup(
+            alone(name, target), StoreLookup(store_for(target)) if branch == "store" else None
+        )
 
     def alone(name: str, target: Target) -> Drafter:
         kind, _, form = name.partition(":")

@@ -1,22 +1,23 @@
-"""Look-up in a datastore: trees of what the target has said before after the same words.
+"""Lookup in a datastore: trees of what the target has said before after the same words.
 
 The row's own past goes first, as in prompt lookup; the rest of the tree is for what followed in the
-datastore. It needs no training and next to no time, so it pays wherever a target answers many
-requests of a kind.
+datastore, and in what this process has said. It needs no training and next to no time, so it pays
+wherever a target answers many requests of a kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from drafthead.heads.coupling import Choice
-from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.drafting.drafter import Committed, Drafter
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
 from drafthead.infer.drafters.datastore import DEPTH, Datastore
+from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GuessTree
 from drafthead.infer.drafters.past import Past, Pasts
 
@@ -31,22 +32,39 @@ class StoreLookup(Drafter):
     depth = DEPTH
     budgets = tree_budgets(DEPTH)
 
-    def __init__(self, store: Datastore):
-        self.store = store
+    def __init__(self, store: Datastore | None, earlier: Earlier | None = None):
+        """`earlier` is what this process has said, which sessions add to."""
+        self.store, self.earlier = store, earlier
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is known how well the datastore guesses."""
+        return self.store is not None and bool(self.store.record.reached)
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """As measured when the datastore was built, on texts that are not in it."""
-        reached = self.store.record.reached
+        reached = self.store.record.reached if self.store is not None else {}
         sizes = [nodes for nodes in reached if nodes <= budget.nodes]
         if not sizes:
             return super().chances(budget)
         return tuple(reached[max(sizes)][: budget.depth])
 
-    def guess(self, past: Past, nodes: int, depth: int) -> GuessTree:
-        """The tree of up to `nodes` nodes, the root not counted, after a row's past."""
-        counted = Counted.of(self.store.continuations(past.tokens))
+    def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
+        """The tree of up to `nodes` nodes, the root not counted, after a row's past.
+
+        Under rules that do not follow the target's own tokens, the text of a seed depends on what
+        is drafted. It must not depend on earlier answers, which are then left out.
+        """
+        counted = Counted.of(self.continuations(past, follows))
         own = past.continuation(OWN, LEAST_NGRAM)
         return GuessTree.grown(own, counted, nodes, depth)
+
+    def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
+        """Weights and texts of what followed the end of a past, in the datastore and earlier."""
+        if self.store is not None:
+            yield from self.store.continuations(past.tokens)
+        if self.earlier is not None and follows:
+            yield from self.earlier.continuations(past.tokens)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> "StoreLookupSession":
         """A session with the first tokens of prompts [B, T]; the others come with commits."""
@@ -60,17 +78,29 @@ class StoreLookupSession(Pasts):
         super().__init__(first_tokens)
         self.drafter = drafter
 
+    def commit(self, committed: Committed) -> None:
+        """Add the committed tokens to each row's past, and to what the process remembers."""
+        known = [len(past.tokens) for past in self.pasts]
+        super().commit(committed)
+        if (earlier := self.drafter.earlier) is not None:
+            for past, first in zip(self.pasts, known, strict=True):
+                for place in range(first, len(past.tokens)):
+                    earlier.add(past.tokens, place)
+
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Each row's own tree; the root alone if there is nothing to guess."""
-        trees = [self.drafter.guess(past, budget.nodes - 1, budget.depth) for past in self.pasts]
+        follows = sampling.greedy or isinstance(random, NextDraws)
+        trees = [
+            self.drafter.guess(past, budget.nodes - 1, budget.depth, follows) for past in self.pasts
+        ]
         roots = [past.tokens[-1] for past in self.pasts]
         return token_tree(roots, trees, self.device)
 
     def offers(self) -> bool:
         """Whether there is anything to propose for any row."""
-        store = self.drafter.store
         return any(
-            past.continuation(1, LEAST_NGRAM) or any(True for _ in store.continuations(past.tokens))
+            past.continuation(1, LEAST_NGRAM)
+            or any(True for _ in self.drafter.continuations(past, follows=True))
             for past in self.pasts
         )
 

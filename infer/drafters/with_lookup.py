@@ -14,7 +14,6 @@ from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
-from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 
@@ -26,16 +25,14 @@ class WithLookup(Drafter):
     drawn, and whether there are any depends on the other rows of a batch.
     """
 
-    def __init__(self, drafter: Drafter, store: Datastore | None = None):
+    def __init__(self, drafter: Drafter, stored: StoreLookup | None = None):
         self.drafter = drafter
         self.features = drafter.features
         least = drafter.budgets[0].nodes
         self.own_budgets = {with_branch(budget, least): budget for budget in drafter.budgets}
         self.budgets = tuple(self.own_budgets)
         longest = max(1, max(map(branch_nodes, drafter.budgets)))
-        self.lookup: PromptLookup | StoreLookup = (
-            PromptLookup(longest, LEAST_NGRAM) if store is None else StoreLookup(store)
-        )
+        self.lookup = PromptLookup(longest, LEAST_NGRAM) if stored is None else stored
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """Those of the drafter, or of a measured datastore where these are higher.
@@ -45,7 +42,7 @@ class WithLookup(Drafter):
         own = self.drafter.chances(self.own_budget(budget))
         branch = branch_nodes(self.own_budget(budget))
         lookup = self.lookup
-        if not branch or not isinstance(lookup, StoreLookup) or not lookup.store.record.reached:
+        if not branch or not isinstance(lookup, StoreLookup) or not lookup.is_measured:
             return own
         stored = lookup.chances(Budget(branch + 1, min(branch, lookup.depth)))
         return tuple(max(pair) for pair in zip_longest(own, stored, fillvalue=0.0))

@@ -13,6 +13,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import PADDING, Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.datastore import DEPTH, LEVELS, MATCHES, SEPARATOR, Datastore
+from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GuessTree
 from drafthead.infer.drafters.past import Past
 from drafthead.infer.drafters.store_lookup import OWN, StoreLookup, token_tree
@@ -215,3 +216,66 @@ def test_a_target_without_a_tokenizer_has_no_datastore(saved: Path) -> None:
 def test_the_record_is_for_people_too(saved: Path) -> None:
     record = json.loads((saved / "store" / "datastore.json").read_text())
     assert record["tokens"] == 20 * 40
+
+
+# ---- what this process has said -----------------------------------------------------------------
+
+
+def said(*texts: str, limit: int = 1000) -> Earlier:
+    earlier = Earlier(limit)
+    for text in texts:
+        tokens = letters(text)
+        for place in range(len(tokens)):
+            earlier.add(tokens, place)
+    return earlier
+
+
+def test_what_was_said_is_known_with_the_weights_of_a_datastore() -> None:
+    past = letters("xbcd")
+    found = {
+        (weight, "".join(map(chr, text))) for weight, text in said("abcdE").continuations(past)
+    }
+    assert found == {(LEVELS[3], "E"), (LEVELS[2], "E")}
+
+
+def test_a_text_is_not_its_own_past() -> None:
+    earlier, text = Earlier(), letters("abXab")
+    for place in range(len(text)):
+        earlier.add(text, place)
+    assert list(earlier.continuations(text)) == []
+    assert list(earlier.continuations(letters("ab"))) != []
+
+
+def test_what_follows_is_known_as_soon_as_it_is_there() -> None:
+    earlier, text = Earlier(), letters("abc")
+    earlier.add(text, 2)
+    text += letters("de")
+    assert [chr(token) for token in next(earlier.continuations(letters("ab")))[1]] == [
+        "c",
+        "d",
+        "e",
+    ]
+
+
+def test_the_latest_tokens_stay() -> None:
+    earlier = said("abX", "cdY", "efZ", "ghW", limit=8)
+    for letter, stays in (("ab", False), ("ef", True), ("gh", True)):
+        assert bool(list(earlier.continuations(letters(letter)))) == stays
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_second_answer_is_drafted_from_the_first(saved: Path, rows: int) -> None:
+    options = {"dtype": "float32", "tree_nodes": 16, "learn_answers": True}
+    decoder = Decoder.from_pretrained(saved / "target", **options)
+    first, second = (decoder.generate([[30, 31, 45]] * rows, max_new_tokens=40) for _ in range(2))
+    assert first.sequences == second.sequences
+    assert second.stats.tau > max(3, first.stats.tau)
+
+
+def test_under_rules_that_draw_a_seed_gives_the_same_text_whatever_was_said(saved: Path) -> None:
+    options = {"dtype": "float32", "tree_nodes": 16, "learn_answers": True}
+    decoder = Decoder.from_pretrained(saved / "target", **options)
+    sampled = {"max_new_tokens": 40, "temperature": 1.0, "verifier": "rejection", "seed": 5}
+    first = decoder.generate([30, 31, 45], **sampled).sequences
+    decoder.generate([[30, 31, 45], [30, 31, 46]], max_new_tokens=40)
+    assert decoder.generate([30, 31, 45], **sampled).sequences == first
