@@ -133,9 +133,14 @@ class Datastore:
             if found >= MATCHES:
                 return
 
+    def knows(self, past: Sequence[int]) -> bool:
+        """Whether there is any continuation: longer n-grams end with the shortest."""
+        shortest = min(LEVELS)
+        return len(past) >= shortest and len(self._places_after(past, shortest)) > 0
+
     def _places_after(self, past: Sequence[int], length: int) -> np.ndarray:
         """The places [m] after the n-gram of a length with which the past ends."""
-        number = ngram_numbers(np.asarray(past[-length:]), length)[0]
+        number = np.uint64(ngram_number(past[-length:]))
         sorted_numbers = self.hashes[length]
         first = sorted_numbers.searchsorted(number, "left")
         return self.places[length][first : sorted_numbers.searchsorted(number, "right")]
@@ -151,6 +156,14 @@ def ngram_numbers(tokens: np.ndarray, length: int) -> np.ndarray:
     for start in range(length):
         numbers = numbers * FACTOR + tokens[start : start + count].astype(np.uint64) + OFFSET
     return numbers
+
+
+def ngram_number(tokens: Sequence[int]) -> int:
+    """The number of one n-gram, as `ngram_numbers` has it."""
+    number = 0
+    for token in tokens:
+        number = (number * int(FACTOR) + token + int(OFFSET)) & 0xFFFF_FFFF_FFFF_FFFF
+    return number
 
 
 def table_names() -> list[str]:

@@ -2,15 +2,17 @@
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
-@dataclass
 class Counted:
     """A token of some texts, and what follows it there."""
 
-    weight: float = 0.0
-    children: "dict[int, Counted]" = field(default_factory=dict)
+    __slots__ = ("children", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.children: dict[int, Counted] = {}
 
     @classmethod
     def of(cls, texts: Iterable[tuple[float, Sequence[int]]]) -> "Counted":
@@ -21,8 +23,11 @@ class Counted:
             for token in text:
                 if token < 0:
                     break
-                node = node.children.setdefault(token, cls())
-                node.weight += weight
+                child = node.children.get(token)
+                if child is None:
+                    child = node.children[token] = cls()
+                child.weight += weight
+                node = child
         return root
 
 

@@ -59,6 +59,12 @@ class StoreLookup(Drafter):
         own = past.continuation(OWN, LEAST_NGRAM)
         return GuessTree.grown(own, counted, nodes, depth)
 
+    def knows(self, past: Past) -> bool:
+        """Whether anything is known to have followed the end of a past."""
+        if self.store is not None and self.store.knows(past.tokens):
+            return True
+        return self.earlier is not None and any(self.earlier.continuations(past.tokens))
+
     def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
         """Weights and texts of what followed the end of a past, in the datastore and earlier."""
         if self.store is not None:
@@ -99,9 +105,7 @@ class StoreLookupSession(Pasts):
     def offers(self) -> bool:
         """Whether there is anything to propose for any row."""
         return any(
-            past.continuation(1, LEAST_NGRAM)
-            or any(True for _ in self.drafter.continuations(past, follows=True))
-            for past in self.pasts
+            past.continuation(1, LEAST_NGRAM) or self.drafter.knows(past) for past in self.pasts
         )
 
 

@@ -12,7 +12,15 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import PADDING, Budget
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.datastore import DEPTH, LEVELS, MATCHES, SEPARATOR, Datastore
+from drafthead.infer.drafters.datastore import (
+    DEPTH,
+    LEVELS,
+    MATCHES,
+    SEPARATOR,
+    Datastore,
+    ngram_number,
+    ngram_numbers,
+)
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GuessTree
 from drafthead.infer.drafters.past import Past
@@ -51,6 +59,18 @@ def test_what_followed_the_longest_ngram_counts_most() -> None:
 def test_unknown_words_have_no_continuation() -> None:
     store = store_of("abcdef")
     assert found(store, "xy") == found(store, "a") == found(store, "") == []
+
+
+def test_a_number_of_one_ngram_is_that_of_many() -> None:
+    tokens = letters("abcdefg")
+    numbers = ngram_numbers(np.array(tokens), 3)
+    assert [ngram_number(tokens[n : n + 3]) for n in range(5)] == numbers.tolist()
+
+
+def test_what_has_a_continuation_is_known() -> None:
+    store = store_of("abcdef", "xbcy")
+    for past in ("zbc", "ef", "fx", "c", ""):
+        assert store.knows(letters(past)) == bool(found(store, past))
 
 
 def test_ngrams_do_not_reach_over_the_end_of_a_text() -> None:
