@@ -7,6 +7,7 @@ wherever a target answers many requests of a kind.
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
@@ -111,13 +112,20 @@ class StoreLookupSession(Pasts):
 
 def token_tree(roots: Sequence[int], trees: Sequence[GuessTree], device: torch.device) -> TokenTree:
     """Trees of different sizes as one batch; what is missing is padding under the root."""
-    most = max(len(tree.tokens) for tree in trees)
-    tables = []
-    for root, tree in zip(roots, trees, strict=True):
-        missing = most - len(tree.tokens)
-        tables.append(
-            [[root, *tree.tokens, *[PADDING] * missing], [-1, *tree.parents, *[0] * missing]]
-        )
-    tokens, parents = torch.tensor(tables).to(device).unbind(1)  # one copy to the device
-    deepest = max((max(tree.depths, default=0) for tree in trees), default=0)
-    return TokenTree.from_parents(tokens, parents, deepest, most)
+    nodes = 1 + max(len(tree.tokens) for tree in trees)
+    # Of each node: token, parent, depth, and which nodes are its ancestors or itself. Made here,
+    # where the trees are, and copied to the device at once.
+    table = np.zeros((len(trees), nodes, 3 + nodes), dtype=np.int64)
+    table[:, :, 0], table[:, 0, 1], table[:, 1:, 2], table[:, :, 3] = PADDING, -1, 1, 1
+    for row, root, tree in zip(table, roots, trees, strict=True):
+        count = 1 + len(tree.tokens)
+        row[:count, 0] = [root, *tree.tokens]
+        row[1:count, 1], row[1:count, 2] = tree.parents, tree.depths
+        for node, parent in enumerate(tree.parents, start=1):
+            row[node, 3:] = row[parent, 3:]
+            row[node, 3 + node] = 1
+        row[range(count, nodes), range(3 + count, 3 + nodes)] = 1
+    there = torch.from_numpy(table).to(device)
+    tokens, parents, depths = (there[:, :, column].contiguous() for column in range(3))
+    deepest = int(table[:, :, 2].max())
+    return TokenTree(tokens, parents, depths, there[:, :, 3:].bool(), deepest, nodes - 1)

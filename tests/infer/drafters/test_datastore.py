@@ -10,7 +10,7 @@ from tiny import byte_tokenizer, tiny_llama
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import PADDING, Budget
+from drafthead.heads.trees.tree import PADDING, Budget, ancestor_mask
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.datastore import (
     DEPTH,
@@ -154,6 +154,7 @@ def test_rows_of_a_batch_have_their_own_trees() -> None:
     assert tree.parents.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 0]]
     assert tree.depths.tolist() == [[0, 1, 2, 1], [0, 1, 1, 1]]
     assert tree.max_depth == 2
+    assert tree.ancestors.equal(ancestor_mask(tree.parents))
 
 
 def test_accepted_tokens_are_a_path_from_the_root() -> None:
