@@ -13,7 +13,7 @@ from drafthead.scripts import options
 from drafthead.train.conversations import iter_conversations
 from drafthead.train.tasks import Tasks, prompts_about, texts_of
 
-TASKS = Path(str(files("drafthead.configs") / "tasks.yaml"))
+TASKS = Path(str(files("drafthead.configs") / "prompts" / "tasks.yaml"))
 
 
 def main(
@@ -23,7 +23,8 @@ def main(
     number: Annotated[int, typer.Option(help="Prompts to write.", callback=options.at_least_one)],
     output: Annotated[Path, typer.Option(help="JSONL file to write; it must be new.")],
     tasks: Annotated[
-        Path | None, typer.Option(help="What is asked: YAML as configs/tasks.yaml, the default.")
+        Path | None,
+        typer.Option(help="What is asked: YAML as configs/prompts/tasks.yaml, the default."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed and data, same file.")] = 0,
 ) -> None:

@@ -10,6 +10,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.families.medusa import MedusaConfig
 from drafthead.scripts.leaderboard.config import load_board
 from drafthead.train.run_config import RunConfig, load_run_config
+from drafthead.train.tasks import Tasks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 YAML_FILES = sorted(CONFIGS.rglob("*.yaml"))
@@ -36,6 +37,8 @@ def load(tmp_path: Path):
 def test_every_shipped_file_is_valid(path: Path):
     if path.parent.name == "accelerate":
         assert load_config_from_file(str(path)).num_processes >= 2
+    elif path.parent.name == "prompts":
+        assert Tasks.read(path).about_one
     elif "entries" in yaml.safe_load(path.read_text()):
         assert load_board(path).entries
     else:
