@@ -1,5 +1,6 @@
 """`drafthead build-datastore`: an index of what a target has said, for lookup while decoding."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -23,8 +24,8 @@ from drafthead.scripts.inspect_data import load_tokenizer
 from drafthead.train.token_table import Reading, TokenSequence, token_table
 
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
-HELD_OUT = 50  # one text of so many is not put in, to measure on; no more than `MEASURED`
-MEASURED = 64
+HELD_OUT = 50  # the answers to one prompt of so many are left out
+MEASURED = 64  # of these are measured on, at most
 
 
 def main(
@@ -38,16 +39,20 @@ def main(
 
     No model is trained: --datastore FOLDER of generate, chat, compare and others proposes what came
     next before, for next to no time. Good where a target answers many requests of a kind, and the
-    more of its own answers there are, the better. One answer of 50 is left out, and shows how many
-    tokens a pass the others would have brought for it.
+    more of its own answers there are, the better. The answers to one prompt of 50 are left out, and
+    show how many tokens a pass the others would have brought for them.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty: choose another folder")
     loaded = load_tokenizer(tokenizer)
     table = token_table(Reading(data, None, WHOLE, None), loaded)
-    texts = [text for sequence in table for text in answers(sequence)]
-    held_out = texts[HELD_OUT - 1 :: HELD_OUT][:MEASURED]
-    left = [text for place, text in enumerate(texts) if not is_held_out(place)]
+    left: list[list[int]] = []
+    held_out: list[list[int]] = []
+    for sequence in table:
+        (held_out if is_held_out(sequence) else left).extend(answers(sequence))
+    if not left:
+        raise UserError(f"{data} holds no answers to index: add some")
+    held_out = held_out[:MEASURED]
     store = Datastore.of(left, vocabulary_of(loaded))
     measured: dict[int, list[float]] = {}
     for nodes in tqdm(TREE_SIZES, desc="measuring", unit="size", disable=not held_out):
@@ -71,9 +76,14 @@ def answers(sequence: TokenSequence) -> Iterator[list[int]]:
         yield sequence.input_ids[start:end].tolist()
 
 
-def is_held_out(place: int) -> bool:
-    """Whether the text of this number is left out, to measure on."""
-    return place % HELD_OUT == HELD_OUT - 1 and place < HELD_OUT * MEASURED
+def is_held_out(sequence: TokenSequence) -> bool:
+    """Whether a conversation is left out, to measure on; so are all others with the same prompt.
+
+    Another answer to the same prompt would tell too much.
+    """
+    prompt = sequence.input_ids[: int(sequence.supervised.int().argmax())]
+    digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT == 0
 
 
 def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
@@ -81,7 +91,7 @@ def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{output}: {store.record.tokens:,} tokens of {texts:,} answers")
     if not held_out:
-        console.print(f"fewer than {HELD_OUT} answers: how well it guesses was not measured")
+        console.print("too few prompts to leave one out: how well it guesses was not measured")
         return
     console.print(f"tokens a pass (tau), on {held_out} answers that are not in it:")
     table = Table()
