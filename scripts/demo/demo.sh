@@ -14,7 +14,8 @@ if ! target=$(drafthead fetch smollm2); then
 fi
 [ -d "$run/said" ] || drafthead build-datastore --data assets/smollm2_answers/answers.parquet \
     --tokenizer "$target" --output "$run/said"
-drafthead generate --target "$target" --head $shipped --datastore "$run/said" --compile --max-new-tokens 128 \
+# Uncompiled, for an answer at once; what follows is compiled, which takes minutes the first time.
+drafthead generate --target "$target" --head $shipped --datastore "$run/said" --max-new-tokens 128 \
     --prompt "How do I write a good commit message? Give me an example."
 drafthead distill --target "$target" --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
     --max-new-tokens 256 --batch-size 64 --compile
