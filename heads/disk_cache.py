@@ -8,7 +8,7 @@ import logging
 import os
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from drafthead.heads.files import write_text
 
@@ -50,6 +50,17 @@ def usable_cache_folder(name: str) -> Path | None:
         return folder
     log_unusable(folder, reason)
     return None
+
+
+def cache_or_scratch(name: str) -> Path:
+    """`usable_cache_folder`, or a folder for this process alone where there is none."""
+    return usable_cache_folder(name) or Path(scratch_folder(name).name)
+
+
+@cache
+def scratch_folder(name: str) -> TemporaryDirectory[str]:
+    """A folder that is removed when the process ends."""
+    return TemporaryDirectory(prefix=f"drafthead-{name}-")
 
 
 def reason_against(folder: Path) -> str | None:

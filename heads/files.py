@@ -1,8 +1,13 @@
-"""Writing files atomically."""
+"""Writing files and folders atomically."""
 
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+from drafthead.heads.errors import UserError
 
 
 def write_text(path: Path, text: str) -> None:
@@ -21,3 +26,23 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextmanager
+def fresh_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `folder` at the end, or removed after an error.
+
+    Raises UserError when `folder` is a file or is not empty.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder} exists and is not a folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose another --output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp makes it readable for its owner only
+        temporary.replace(folder)
+    finally:
+        rmtree(temporary, ignore_errors=True)

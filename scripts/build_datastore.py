@@ -14,6 +14,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.files import fresh_folder
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.static import TREE_SIZES
 from drafthead.infer.drafters.datastore import Datastore
@@ -42,27 +43,28 @@ def main(
     more of its own answers there are, the better. The answers to one prompt of 50 are left out, and
     show how many tokens a pass the others would have brought for them.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists and is not empty: choose another folder")
-    loaded = load_tokenizer(tokenizer)
-    table = token_table(Reading(data, None, WHOLE, None), loaded)
-    left: list[list[int]] = []
-    held_out: list[list[int]] = []
-    for sequence in table:
-        (held_out if is_held_out(sequence) else left).extend(answers(sequence))
-    if not left:
-        raise UserError(f"{data} holds no answers to index: add some")
-    held_out = held_out[:MEASURED]
-    store = Datastore.of(left, vocabulary_of(loaded))
-    measured: dict[int, list[float]] = {}
-    for nodes in tqdm(TREE_SIZES, desc="measuring", unit="size", disable=not held_out):
-        if held_out:
-            measured |= reached(StoreLookup(store), held_out, [nodes])
-    store.record = replace(store.record, reached=measured)
-    if output.exists():
-        output.rmdir()
-    store.save(output)
+    with fresh_folder(output) as folder:
+        loaded = load_tokenizer(tokenizer)
+        table = token_table(Reading(data, None, WHOLE, None), loaded)
+        left: list[list[int]] = []
+        held_out: list[list[int]] = []
+        for sequence in table:
+            (held_out if is_held_out(sequence) else left).extend(answers(sequence))
+        if not left:
+            raise UserError(f"{data} holds no answers to index: add some")
+        held_out = held_out[:MEASURED]
+        store = measured(Datastore.of(left, vocabulary_of(loaded)), held_out)
+        store.save(folder)
     show(store, len(left), len(held_out), output)
+
+
+def measured(store: Datastore, held_out: list[list[int]]) -> Datastore:
+    """The datastore, which now knows how well it guesses texts that are not in it, if any."""
+    shares: dict[int, list[float]] = {}
+    for nodes in tqdm(TREE_SIZES if held_out else (), desc="measuring", unit="size", delay=1):
+        shares |= reached(StoreLookup(store), held_out, [nodes])
+    store.record = replace(store.record, reached=shares)
+    return store
 
 
 def answers(sequence: TokenSequence) -> Iterator[list[int]]:

@@ -80,7 +80,7 @@ def own_token_cache(monkeypatch, tmp_path_factory) -> None:
     """Data sets of the tests stay out of the user's cache."""
     folder = tmp_path_factory.getbasetemp() / "tokens"
     folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(token_table, "usable_cache_folder", lambda _: folder)
+    monkeypatch.setattr(token_table, "cache_or_scratch", lambda _: folder)
 
 
 @pytest.fixture(scope="session")

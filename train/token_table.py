@@ -5,17 +5,13 @@ later runs share. A file is known by what it was made of: the content of the sou
 and the settings.
 """
 
-import atexit
 import hashlib
 import json
 import logging
 import random
-import secrets
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import overload
@@ -28,8 +24,8 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.disk_cache import usable_cache_folder
-from drafthead.heads.files import write_text
+from drafthead.heads.disk_cache import cache_or_scratch
+from drafthead.heads.files import fresh_folder, write_text
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.train.conversations import Conversation, Writer, iter_conversations, source_digest
 from drafthead.train.supervision import LeftOut, SupervisedTokens, supervised_rows
@@ -169,24 +165,18 @@ def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTa
 
     Raises UserError for data that cannot be read or has nothing to learn.
     """
-    folder = (usable_cache_folder("tokens") or scratch_folder()) / key_of(reading, tokenizer)
+    folder = cache_or_scratch("tokens") / key_of(reading, tokenizer)
     # One process reads; the others of a run wait, and find what it has made.
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             make(folder, reading, tokenizer)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     for sentence in record["left_out"]:
-        logger.warning("%s: %s", reading.source, sentence)
+        # The same content may have been read under another name.
+        here = sentence.replace(record["source"], reading.source)
+        logger.warning("%s: %s", reading.source, here)
     writers = frozenset(None if writer is None else Writer(*writer) for writer in record["writers"])
     return TokenTable(Dataset.from_file(str(folder / ROWS)), record["digest"], writers)
-
-
-@cache
-def scratch_folder() -> Path:
-    """A folder for this process alone, where no cache can be kept."""
-    folder = tempfile.TemporaryDirectory(prefix="drafthead-tokens-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
 
 
 def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -202,8 +192,6 @@ def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def make(folder: Path, reading: Reading, tokenizer: PreTrainedTokenizerBase) -> None:
     """Read the source into a folder, which appears whole or not at all."""
-    temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}.tmp")
-    temporary.mkdir()
     writers: set[Writer | None] = set()
 
     def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
@@ -214,19 +202,17 @@ def make(folder: Path, reading: Reading, tokenizer: PreTrainedTokenizerBase) -> 
                 bar.update()
                 yield conversation
 
-    try:
+    with fresh_folder(folder) as temporary:
         conversations = iter_conversations(reading.source, reading.prompt_column, reading.limit)
         left_out = LeftOut()
         rows = supervised_rows(tokenizer, noted(conversations), reading.max_length, left_out)
         record = {
+            "source": reading.source,
             "digest": write_rows(temporary / ROWS, rows),
             "writers": sorted((w and (w.name, w.weights) for w in writers), key=repr),
             "left_out": left_out.sentences(reading.max_length),
         }
         write_text(temporary / RECORD, json.dumps(record))
-        temporary.replace(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_rows(path: Path, rows: Iterator[SupervisedTokens]) -> str:

@@ -13,14 +13,11 @@ import os
 import pickletools
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from shutil import rmtree
 from stat import S_ISLNK, S_ISREG
-from tempfile import mkdtemp
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -428,23 +425,3 @@ def first_line(error: BaseException) -> str:
     """
     message = str(error).strip() or repr(error)
     return message.rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0]
-
-
-@contextmanager
-def fresh_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `folder` at the end, or removed after an error.
-
-    Raises UserError when `folder` is a file or is not empty.
-    """
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise UserError(f"{folder} exists and is not a folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose another --output")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes it readable for its owner only
-        temporary.replace(folder)
-    finally:
-        rmtree(temporary, ignore_errors=True)

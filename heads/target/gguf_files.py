@@ -7,9 +7,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from drafthead.heads.disk_cache import usable_cache_folder
+from drafthead.heads.disk_cache import cache_or_scratch
 from drafthead.heads.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ def gguf_file(path: Path) -> Path | None:
 
 def dequantised_folder(file: Path) -> Path:
     """The folder of a file's copy, from the cache or written now; UserError as `model_folder`."""
-    base = usable_cache_folder("gguf") or Path(folder_of_this_process().name)
+    base = cache_or_scratch("gguf")
     folder = base / f"{file.stem}-{fingerprint(file)}"
     if folder.is_dir():
         return folder
@@ -72,12 +70,6 @@ def dequantised_folder(file: Path) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
-
-
-@cache
-def folder_of_this_process() -> TemporaryDirectory[str]:
-    """Where copies are kept when the cache cannot be written; removed when the process ends."""
-    return TemporaryDirectory(prefix="drafthead-gguf-")
 
 
 def move_whole(unfinished: Path, folder: Path) -> None:

@@ -7,8 +7,6 @@ a look-up is two searches.
 """
 
 import json
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,17 +95,11 @@ class Datastore:
         )
 
     def save(self, folder: Path) -> None:
-        """Write all files into a folder, which appears whole or not at all."""
-        temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}.tmp")
-        temporary.mkdir(parents=True)
-        try:
-            tables = [self.tokens, *self.hashes.values(), *self.places.values()]
-            for name, table in zip(table_names(), tables, strict=True):
-                np.save(temporary / name, table)
-            write_text(temporary / RECORD, json.dumps(asdict(self.record), indent=1) + "\n")
-            temporary.replace(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        """Write all files into a folder."""
+        tables = [self.tokens, *self.hashes.values(), *self.places.values()]
+        for name, table in zip(table_names(), tables, strict=True):
+            np.save(folder / name, table)
+        write_text(folder / RECORD, json.dumps(asdict(self.record), indent=1) + "\n")
 
     def continuations(self, past: Sequence[int]) -> Iterator[tuple[float, list[int]]]:
         """Weights and texts of up to `DEPTH` tokens that followed what `past` ends with.
@@ -159,7 +151,7 @@ def ngram_numbers(tokens: np.ndarray, length: int) -> np.ndarray:
 
 
 def ngram_number(tokens: Sequence[int]) -> int:
-    """The number of one n-gram, as `ngram_numbers` has it."""
+    """The number of one n-gram, as `ngram_numbers` has it; NumPy is slow with a few numbers."""
     number = 0
     for token in tokens:
         number = (number * int(FACTOR) + token + int(OFFSET)) & 0xFFFF_FFFF_FFFF_FFFF

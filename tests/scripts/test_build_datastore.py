@@ -64,7 +64,7 @@ def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path: Path) -> Non
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").write_text("")
     status, _, err = run(3, tmp_path / "full")
-    assert status == 2 and "is not empty: choose another folder" in err
+    assert status == 2 and "is not empty: choose another --output" in err
 
 
 def test_answers_are_the_supervised_runs() -> None:

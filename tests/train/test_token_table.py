@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import byte_tokenizer, write_conversations
 
+from drafthead.heads import disk_cache
 from drafthead.heads.errors import UserError
 from drafthead.train import token_table as module
 from drafthead.train.conversations import Writer, read_conversations
@@ -20,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch) -> Path:
     """An empty cache folder."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr(module, "usable_cache_folder", lambda _: folder)
+    monkeypatch.setattr(module, "cache_or_scratch", lambda _: folder)
     return folder
 
 
@@ -124,8 +125,20 @@ def test_a_source_that_breaks_off_leaves_nothing(cache, source, readings) -> Non
     assert len(token_table(reading(source), byte_tokenizer())) == 30
 
 
+def test_what_is_left_out_has_the_name_that_the_file_has_now(cache, tmp_path, caplog) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": messages}, {"messages": messages[:1]}]
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text("\n".join(map(json.dumps, rows)))
+    token_table(reading(old), byte_tokenizer())
+    caplog.clear()
+    token_table(reading(old.rename(new)), byte_tokenizer())
+    assert f"row 2 of {new}" in caplog.text and str(old) not in caplog.text
+
+
 def test_without_a_cache_the_table_is_the_same(source, monkeypatch) -> None:
-    monkeypatch.setattr(module, "usable_cache_folder", lambda _: None)
+    monkeypatch.setattr(disk_cache, "usable_cache_folder", lambda _: None)
+    monkeypatch.setattr(module, "cache_or_scratch", disk_cache.cache_or_scratch)
     table = token_table(reading(source), byte_tokenizer())
     assert len(table) == 30
 

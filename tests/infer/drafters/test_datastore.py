@@ -85,8 +85,8 @@ def test_many_places_are_sampled_evenly() -> None:
 
 def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
     store = store_of("abcdefg", "abcdxyz")
-    store.save(tmp_path / "new" / "store")
-    loaded = Datastore.load(tmp_path / "new" / "store", "v")
+    store.save(tmp_path)
+    loaded = Datastore.load(tmp_path, "v")
     assert isinstance(loaded.tokens, np.memmap)
     assert found(loaded, "abcd") == found(store, "abcd")
     assert loaded.record == store.record and loaded.record.tokens == 14
@@ -94,6 +94,7 @@ def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
 
 def damaged(folder: Path, what: str) -> None:
     """A datastore in which something is wrong."""
+    folder.mkdir()
     store_of("abcdefg").save(folder)
     if what == "record":
         (folder / "datastore.json").write_text("{}")
@@ -113,9 +114,9 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    store_of("abc").save(tmp_path / "store")
+    store_of("abc").save(tmp_path)
     with pytest.raises(UserError, match="another tokenizer"):
-        Datastore.load(tmp_path / "store", "w")
+        Datastore.load(tmp_path, "w")
 
 
 def grown(first: str, texts: dict[str, float], nodes: int, depth: int = 9) -> list[str]:
@@ -201,6 +202,7 @@ def saved(tmp_path_factory) -> Path:
     answers = decoder.generate([[30, 31, n] for n in range(40, 60)], max_new_tokens=40).sequences
     from drafthead.heads.target.vocabulary import vocabulary_of
 
+    (folder / "store").mkdir()
     Datastore.of(answers, vocabulary_of(tokenizer)).save(folder / "store")
     return folder
 
