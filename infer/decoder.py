@@ -146,7 +146,8 @@ class Decoder:
         """
         if head is not None and draft_model is not None:
             raise UserError("choose one of head and draft_model; prompt_lookup goes with both")
-        for name, value in (("head", head), ("draft_model", draft_model)):
+        names = {"head": head, "draft_model": draft_model, "datastore": datastore}
+        for name, value in names.items():
             if not isinstance(value, str | Path | None):
                 raise UserError(f"{name} must be a path or a name, got {value!r}")
         if draft_tokens is None:
@@ -488,10 +489,12 @@ def store_lookup(
     """
     if folder is None and not learn_answers:
         return None
-    if folder is not None and target.tokenizer is None:
-        raise UserError("a datastore needs the target's tokenizer: load the target by its name")
-    store = folder and Datastore.load(Path(folder), vocabulary_of(target.tokenizer))
-    return StoreLookup(store or None, Earlier() if learn_answers else None)
+    store = None
+    if folder is not None:
+        if target.tokenizer is None:
+            raise UserError("a datastore needs the target's tokenizer: load the target by its name")
+        store = Datastore.load(Path(folder), vocabulary_of(target.tokenizer))
+    return StoreLookup(store, Earlier() if learn_answers else None)
 
 
 def lookup_drafter(drafter: Drafter | None, stored: StoreLookup | None, depth: int) -> Drafter:

@@ -75,7 +75,8 @@ def main(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
         compile=compile, datastore=datastore,
     )  # fmt: skip
-    name = head.name if head else "draft model" if draft_model else "lookup"
+    kinds = {"draft model": draft_model, "datastore": datastore, "prompt lookup": prompt_lookup}
+    name = head.name if head else next((kind for kind, given in kinds.items() if given), "none")
     ids = profiled_prompts(prompts, limit, decoder, max_new_tokens)
     workload = Workload(ids, batch, max_new_tokens, temperature, seed)
     profile = measured_profile(decoder, name, workload, size_of_interest(decoder, tree_nodes))

@@ -2,10 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.host import to_host
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.trees.tree import Budget
 
 MAX_NGRAM = 3
 
@@ -54,18 +58,41 @@ class Past:
         return []
 
 
-class Pasts(DraftSession):
+class Lookup(Drafter):
+    """A drafter that reads nothing but its rows' pasts."""
+
+    features = FeatureSpec(layers=(), last=False)
+    session: ClassVar[type["Pasts"]]
+
+    @abstractmethod
+    def knows(self, past: Past) -> bool:
+        """Whether there is anything to propose after a row's past."""
+
+    def measured_chances(self, budget: Budget) -> tuple[float, ...]:
+        """As `chances`, where they were measured; otherwise nothing, as they depend on the text."""
+        return ()
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> "Pasts":
+        """A session with the first tokens of prompts [B, T]; the others come with commits."""
+        return self.session(self, to_host(prompts[:, 0]))
+
+
+LookupDrafter = TypeVar("LookupDrafter", bound=Lookup)
+
+
+class Pasts(DraftSession, Generic[LookupDrafter]):
     """A session that knows its rows' pasts: an index of n-grams, kept up to date token by token."""
 
     row_state = ("pasts",)
 
-    def __init__(self, first_tokens: Sequence[int]):
+    def __init__(self, drafter: LookupDrafter, first_tokens: Sequence[int]):
+        self.drafter = drafter
         self.pasts = [Past(token) for token in first_tokens]
         self.device = torch.device("cpu")
 
-    @abstractmethod
     def offers(self) -> bool:
         """Whether there is anything to propose for any row."""
+        return any(map(self.drafter.knows, self.pasts))
 
     def commit(self, committed: Committed) -> None:
         """Add the committed tokens to each row's past."""

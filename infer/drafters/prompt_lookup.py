@@ -4,51 +4,22 @@ It needs no model and pays where answers repeat their prompt, as in editing and 
 (Saxena, 2023; transformers calls it `prompt_lookup_num_tokens`).
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from drafthead.heads.coupling import Choice
-from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape
-from drafthead.infer.drafters.past import Pasts
+from drafthead.infer.drafters.past import Lookup, Past, Pasts
 
 chain = cache(TreeShape.chain)  # a shape keeps its tables
 
 
-class PromptLookup(Drafter):
-    """A chain of up to `depth` tokens copied from the row's own past."""
-
-    features = FeatureSpec(layers=(), last=False)
-
-    def __init__(self, depth: int, least: int = 1):
-        """N-grams of fewer than `least` tokens do not count. Raises UserError for a depth of 0."""
-        if depth < 1:
-            raise UserError(f"prompt lookup must draft at least 1 token, got {depth}")
-        self.least = least
-        self.budgets = chain_budgets(depth)
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> "PromptLookupSession":
-        """A session with the first tokens of prompts [B, T]; the others come with commits."""
-        return PromptLookupSession(self, to_host(prompts[:, 0]))
-
-
-class PromptLookupSession(Pasts):
+class PromptLookupSession(Pasts["PromptLookup"]):
     """Prompt lookup at work."""
-
-    def __init__(self, drafter: PromptLookup, first_tokens: Sequence[int]):
-        super().__init__(first_tokens)
-        self.drafter = drafter
-
-    def offers(self) -> bool:
-        """Whether there is anything to propose for any row."""
-        return any(past.continuation(1, self.drafter.least) for past in self.pasts)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A chain as long as the longest continuation; the root alone if no row has one."""
@@ -60,3 +31,20 @@ class PromptLookupSession(Pasts):
         tokens = torch.tensor(rows, device=self.device)
         # Copied tokens are not drawn, so the tree has no draft distribution.
         return TokenTree.from_shape(chain(depth), tokens)
+
+
+class PromptLookup(Lookup):
+    """A chain of up to `depth` tokens copied from the row's own past."""
+
+    session = PromptLookupSession
+
+    def __init__(self, depth: int, least: int = 1):
+        """N-grams of fewer than `least` tokens do not count. Raises UserError for a depth of 0."""
+        if depth < 1:
+            raise UserError(f"prompt lookup must draft at least 1 token, got {depth}")
+        self.least = least
+        self.budgets = chain_budgets(depth)
+
+    def knows(self, past: Past) -> bool:
+        """Whether the row's last tokens have occurred before."""
+        return bool(past.continuation(1, self.least))

@@ -11,79 +11,21 @@ import numpy as np
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, Drafter
-from drafthead.heads.host import to_host
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
 from drafthead.infer.drafters.datastore import DEPTH, Datastore
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GuessTree
-from drafthead.infer.drafters.past import Past, Pasts
+from drafthead.infer.drafters.past import Lookup, Past, Pasts
 
 OWN = 8  # tokens that the row's own past proposes
 LEAST_NGRAM = 2  # tokens that must have occurred in it before; one alone says too little
 
 
-class StoreLookup(Drafter):
-    """Trees from the row's own past and from a datastore."""
-
-    features = FeatureSpec(layers=(), last=False)
-    depth = DEPTH
-    budgets = tree_budgets(DEPTH)
-
-    def __init__(self, store: Datastore | None, earlier: Earlier | None = None):
-        """`earlier` is what this process has said, which sessions add to."""
-        self.store, self.earlier = store, earlier
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it is known how well the datastore guesses."""
-        return self.store is not None and bool(self.store.record.reached)
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured when the datastore was built, on texts that are not in it."""
-        reached = self.store.record.reached if self.store is not None else {}
-        sizes = [nodes for nodes in reached if nodes <= budget.nodes]
-        if not sizes:
-            return super().chances(budget)
-        return tuple(reached[max(sizes)][: budget.depth])
-
-    def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
-        """The tree of up to `nodes` nodes, the root not counted, after a row's past.
-
-        Under rules that do not follow the target's own tokens, the text of a seed depends on what
-        is drafted. It must not depend on earlier answers, which are then left out.
-        """
-        counted = Counted.of(self.continuations(past, follows))
-        own = past.continuation(OWN, LEAST_NGRAM)
-        return GuessTree.grown(own, counted, nodes, depth)
-
-    def knows(self, past: Past) -> bool:
-        """Whether anything is known to have followed the end of a past."""
-        if self.store is not None and self.store.knows(past.tokens):
-            return True
-        return self.earlier is not None and any(self.earlier.continuations(past.tokens))
-
-    def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
-        """Weights and texts of what followed the end of a past, in the datastore and earlier."""
-        if self.store is not None:
-            yield from self.store.continuations(past.tokens)
-        if self.earlier is not None and follows:
-            yield from self.earlier.continuations(past.tokens)
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> "StoreLookupSession":
-        """A session with the first tokens of prompts [B, T]; the others come with commits."""
-        return StoreLookupSession(self, to_host(prompts[:, 0]))
-
-
-class StoreLookupSession(Pasts):
+class StoreLookupSession(Pasts["StoreLookup"]):
     """A datastore at work."""
-
-    def __init__(self, drafter: StoreLookup, first_tokens: Sequence[int]):
-        super().__init__(first_tokens)
-        self.drafter = drafter
 
     def commit(self, committed: Committed) -> None:
         """Add the committed tokens to each row's past, and to what the process remembers."""
@@ -103,11 +45,51 @@ class StoreLookupSession(Pasts):
         roots = [past.tokens[-1] for past in self.pasts]
         return token_tree(roots, trees, self.device)
 
-    def offers(self) -> bool:
-        """Whether there is anything to propose for any row."""
-        return any(
-            past.continuation(1, LEAST_NGRAM) or self.drafter.knows(past) for past in self.pasts
+
+class StoreLookup(Lookup):
+    """Trees from the row's own past and from a datastore."""
+
+    session = StoreLookupSession
+    budgets = tree_budgets(DEPTH)
+
+    def __init__(self, store: Datastore | None, earlier: Earlier | None = None):
+        """`earlier` is what this process has said, which sessions add to."""
+        self.store, self.earlier = store, earlier
+
+    def measured_chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured when the datastore was built, on texts that are not in it."""
+        reached = self.store.record.reached if self.store is not None else {}
+        sizes = [nodes for nodes in reached if nodes <= budget.nodes]
+        return tuple(reached[max(sizes)][: budget.depth]) if sizes else ()
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured; as for all drafters where nothing was."""
+        return self.measured_chances(budget) or super().chances(budget)
+
+    def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
+        """The tree of up to `nodes` nodes, the root not counted, after a row's past.
+
+        Under rules that do not follow the target's own tokens, the text of a seed depends on what
+        is drafted. It must not depend on earlier answers, which are then left out.
+        """
+        counted = Counted.of(self.continuations(past, follows))
+        own = past.continuation(OWN, LEAST_NGRAM)
+        return GuessTree.grown(own, counted, nodes, depth)
+
+    def knows(self, past: Past) -> bool:
+        """Whether the row's last tokens have occurred in its past, the datastore or earlier."""
+        return (
+            bool(past.continuation(1, LEAST_NGRAM))
+            or (self.store is not None and self.store.knows(past.tokens))
+            or (self.earlier is not None and any(self.earlier.continuations(past.tokens)))
         )
+
+    def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
+        """Weights and texts of what followed the end of a past, in the datastore and earlier."""
+        if self.store is not None:
+            yield from self.store.continuations(past.tokens)
+        if self.earlier is not None and follows:
+            yield from self.earlier.continuations(past.tokens)
 
 
 def token_tree(roots: Sequence[int], trees: Sequence[GuessTree], device: torch.device) -> TokenTree:

@@ -14,6 +14,7 @@ from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.drafters.past import Lookup
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 
@@ -32,20 +33,18 @@ class WithLookup(Drafter):
         self.own_budgets = {with_branch(budget, least): budget for budget in drafter.budgets}
         self.budgets = tuple(self.own_budgets)
         longest = max(1, max(map(branch_nodes, drafter.budgets)))
-        self.lookup = PromptLookup(longest, LEAST_NGRAM) if stored is None else stored
+        self.lookup: Lookup = stored or PromptLookup(longest, LEAST_NGRAM)
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """Those of the drafter, or of a measured datastore where these are higher.
 
         What prompt lookup adds depends on the text alone.
         """
-        own = self.drafter.chances(self.own_budget(budget))
-        branch = branch_nodes(self.own_budget(budget))
-        lookup = self.lookup
-        if not branch or not isinstance(lookup, StoreLookup) or not lookup.is_measured:
-            return own
-        stored = lookup.chances(Budget(branch + 1, min(branch, lookup.depth)))
-        return tuple(max(pair) for pair in zip_longest(own, stored, fillvalue=0.0))
+        own = self.own_budget(budget)
+        branch = branch_nodes(own)
+        measured = self.lookup.measured_chances(Budget(branch + 1, branch)) if branch else ()
+        pairs = zip_longest(self.drafter.chances(own), measured, fillvalue=0.0)
+        return tuple(max(pair) for pair in pairs)
 
     def own_budget(self, budget: Budget) -> Budget:
         """What the drafter may use of a budget where there is no branch."""
