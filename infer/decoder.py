@@ -268,8 +268,7 @@ class Decoder:
         for rows in batch_sizes:
             logger.info("warming up for %d prompts at a time", rows)
             tokens = min(TIMING_SETTINGS.prompt_tokens, (self.max_length or sys.maxsize) // 2)
-            generator = torch.Generator().manual_seed(0)
-            prompts = torch.randint(self.target.vocab_size, (rows, tokens), generator=generator)
+            prompts = random_prompts(self.target.vocab_size, rows, tokens)
             there = replace(settings, attention_mask=torch.ones_like(prompts))
             # Answers that do not end before everything was timed.
             endless = replace(self._request(prompts, there), end_ids=frozenset(), stops=())
@@ -478,6 +477,13 @@ def decoder_for(
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
+
+
+def random_prompts(vocab_size: int, rows: int, length: int) -> torch.Tensor:  # [rows, length]
+    """Prompts that say the same twice, so that lookup has something to find."""
+    half = -(-length // 2)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (rows, half), generator=generator).repeat(1, 2)[:, :length]
 
 
 def store_lookup(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.errors import UserError
 from drafthead.heads.files import fresh_folder
 from drafthead.heads.target.vocabulary import vocabulary_of
@@ -60,10 +61,11 @@ def main(
 
 def measured(store: Datastore, held_out: list[list[int]]) -> Datastore:
     """The datastore, which now knows how well it guesses texts that are not in it, if any."""
-    shares: dict[int, list[float]] = {}
+    found: dict[int, dict[int, list[float]]] = {}
     for nodes in tqdm(TREE_SIZES if held_out else (), desc="measuring", unit="size", delay=1):
-        shares |= reached(StoreLookup(store), held_out, [nodes])
-    store.record = replace(store.record, reached=shares)
+        for outlook, shares in reached(StoreLookup(store), held_out, nodes).items():
+            found.setdefault(outlook, {})[nodes] = shares
+    store.record = replace(store.record, reached=found)
     return store
 
 
@@ -99,6 +101,6 @@ def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
     table = Table()
     for name in ("nodes of a tree", "tau"):
         table.add_column(name, justify="right")
-    for nodes, shares in store.record.reached.items():
+    for nodes, shares in store.record.reached[NO_OUTLOOK].items():
         table.add_row(str(nodes), f"{1 + sum(shares):.2f}")
     console.print(table)

@@ -19,6 +19,8 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
 
+# The outlook of sessions that cannot tell their next proposal from any other.
+NO_OUTLOOK = -1
 # Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
 UNMEASURED_ALPHA = 0.6
 
@@ -153,6 +155,14 @@ class DraftSession(RowState, ABC):
         """`propose` as a part of the step's graph, for drafters that can; None otherwise."""
         return None
 
+    def outlook(self) -> int:
+        """What kind of proposal comes next, as far as that can be told without making it.
+
+        One of a few numbers. Proposals of one kind are accepted alike, those of different kinds
+        maybe not: lookup tells how much of the end of the text it has found again.
+        """
+        return NO_OUTLOOK
+
     @abstractmethod
     def commit(self, committed: Committed) -> None:
         """Record what the target committed; called after the prompt pass and after every step.
@@ -165,7 +175,7 @@ class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
     features: FeatureSpec
-    budgets: tuple[Budget, ...]  # those that it can use, from small to large
+    budgets: tuple[Budget, ...]  # those that it can use, from small to large, its main ones last
     # The lossless rule above temperature 0 that accepts most of its trees, as measured by
     # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
     # the graph of a step, and its trees cannot change their size from step to step.
@@ -178,6 +188,10 @@ class Drafter(ABC):
         UNMEASURED_ALPHA of the cases in which the depth before is.
         """
         return tuple(UNMEASURED_ALPHA**depth for depth in range(1, budget.depth + 1))
+
+    def chances_at(self, outlook: int, budget: Budget) -> tuple[float, ...]:
+        """`chances` for proposals of a kind, see `DraftSession.outlook`."""
+        return self.chances(budget)
 
     def identity(self) -> str:
         """A name for what the time of a proposal depends on, besides its budget and the target."""

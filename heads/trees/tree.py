@@ -45,11 +45,13 @@ def ancestor_mask(parents: torch.Tensor, max_depth: int | None = None) -> torch.
 class Budget:
     """The most that one step's tree may have: nodes, the root included, and drafted tokens a path.
 
+    A drafter that has another `source` of trees beside its main one, such as lookup, names it.
     Raises UserError for a tree that would propose nothing.
     """
 
     nodes: int
     depth: int
+    source: str = ""
 
     def __post_init__(self) -> None:
         if self.nodes < 2 or self.depth < 1:

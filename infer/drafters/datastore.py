@@ -31,8 +31,9 @@ class Record:
 
     vocabulary: str  # a hash of the tokenizer's tokens
     tokens: int
-    # By nodes of a tree: how often it was accepted to depth 1, 2, ... on texts that are not in it.
-    reached: dict[int, list[float]]
+    # How often trees were accepted to depth 1, 2, ... on texts that are not in it: by outlook (see
+    # `StoreLookup`, and NO_OUTLOOK for all steps), and by nodes.
+    reached: dict[int, dict[int, list[float]]]
 
 
 class Datastore:
@@ -70,7 +71,10 @@ class Datastore:
         """
         try:
             fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-            reached = {int(nodes): shares for nodes, shares in fields["reached"].items()}
+            reached = {
+                int(outlook): {int(nodes): shares for nodes, shares in sizes.items()}
+                for outlook, sizes in fields["reached"].items()
+            }
             record = Record(fields["vocabulary"], fields["tokens"], reached)
             tables = [mapped(folder / name) for name in table_names()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -125,10 +129,12 @@ class Datastore:
             if found >= MATCHES:
                 return
 
-    def knows(self, past: Sequence[int]) -> bool:
-        """Whether there is any continuation: longer n-grams end with the shortest."""
-        shortest = min(LEVELS)
-        return len(past) >= shortest and len(self._places_after(past, shortest)) > 0
+    def matched(self, past: Sequence[int]) -> int:
+        """Tokens of the longest n-gram at the end of `past` that the texts hold; 0 for none."""
+        for length in LEVELS:
+            if length <= len(past) and len(self._places_after(past, length)):
+                return length
+        return 0
 
     def _places_after(self, past: Sequence[int], length: int) -> np.ndarray:
         """The places [m] after the n-gram of a length with which the past ends."""

@@ -44,10 +44,18 @@ class Earlier:
     def continuations(self, past: Sequence[int]) -> Iterator[tuple[float, list[int]]]:
         """As `Datastore.continuations`, of the texts that are remembered but the past itself."""
         for length, weight in LEVELS.items():
-            if length > len(past):
-                continue
-            key = hash(tuple(past[-length:]))
-            places = [*self.young.get(key, ()), *self.old.get(key, ())]
-            texts = [text[place : place + DEPTH] for text, place in places if text is not past]
+            texts = [text[place : place + DEPTH] for text, place in self._places(past, length)]
             for text in texts:
                 yield weight / len(texts), text
+
+    def matched(self, past: Sequence[int]) -> int:
+        """As `Datastore.matched`."""
+        return next((length for length in LEVELS if self._places(past, length)), 0)
+
+    def _places(self, past: Sequence[int], length: int) -> list[Place]:
+        """The places after the n-gram of a length with which the past ends, but its own."""
+        if length > len(past):
+            return []
+        key = hash(tuple(past[-length:]))
+        places = [*self.young.get(key, ()), *self.old.get(key, ())]
+        return [(text, place) for text, place in places if text is not past]

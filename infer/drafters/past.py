@@ -6,12 +6,13 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.tree import Budget
 
 MAX_NGRAM = 3
+TYPICAL_ROWS = 8  # rows by which the outlook of a batch is told, because each takes time
 
 
 class Past:
@@ -20,6 +21,7 @@ class Past:
     def __init__(self, first: int):
         self.tokens = [first]
         self.followed_at: dict[tuple[int, ...], int] = {}
+        self.outlook: int | None = None  # of what comes next, once it was asked for
 
     def append(self, token: int) -> None:
         """Add a token: it follows every n-gram that ends just before it."""
@@ -27,6 +29,7 @@ class Past:
         for size in range(1, min(MAX_NGRAM, place) + 1):
             self.followed_at[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
+        self.outlook = None
 
     def __copy__(self) -> "Past":
         """A past that goes on by itself."""
@@ -50,12 +53,19 @@ class Past:
         ``a b`` was followed by ``c d a b`` before. What follows those is not there yet: it is taken
         to be what followed them before, so the text goes on in a circle, ``c d a b c d``.
         """
+        size = self.matched(least)
+        if size == 0:
+            return []
+        place = self.followed_at[tuple(self.tokens[-size:])]
+        found = self.tokens[place : place + count]
+        return [found[i % len(found)] for i in range(count)]
+
+    def matched(self, least: int = 1) -> int:
+        """Tokens of the longest n-gram at the row's end that occurred before; 0 if none did."""
         for size in range(min(MAX_NGRAM, len(self.tokens)), least - 1, -1):
-            place = self.followed_at.get(tuple(self.tokens[-size:]))
-            if place is not None:
-                found = self.tokens[place : place + count]
-                return [found[i % len(found)] for i in range(count)]
-        return []
+            if tuple(self.tokens[-size:]) in self.followed_at:
+                return size
+        return 0
 
 
 class Lookup(Drafter):
@@ -65,12 +75,18 @@ class Lookup(Drafter):
     session: ClassVar[type["Pasts"]]
 
     @abstractmethod
-    def knows(self, past: Past) -> bool:
-        """Whether there is anything to propose after a row's past."""
+    def outlook(self, past: Past) -> int:
+        """How much of the end of a row's past was found again: more is better, 0 is nothing."""
 
-    def measured_chances(self, budget: Budget) -> tuple[float, ...]:
-        """As `chances`, where they were measured; otherwise nothing, as they depend on the text."""
-        return ()
+    @abstractmethod
+    def chances_found(self, outlook: int, budget: Budget) -> tuple[float, ...]:
+        """As `chances`, where something was found: `outlook` is not 0."""
+
+    def chances_at(self, outlook: int, budget: Budget) -> tuple[float, ...]:
+        """None at all where nothing was found."""
+        if outlook == NO_OUTLOOK:
+            return self.chances(budget)
+        return self.chances_found(outlook, budget) if outlook else (0.0,) * budget.depth
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> "Pasts":
         """A session with the first tokens of prompts [B, T]; the others come with commits."""
@@ -92,7 +108,18 @@ class Pasts(DraftSession, Generic[LookupDrafter]):
 
     def offers(self) -> bool:
         """Whether there is anything to propose for any row."""
-        return any(map(self.drafter.knows, self.pasts))
+        return any(self.outlook_of(past) > 0 for past in self.pasts)
+
+    def outlook(self) -> int:
+        """That of a typical row."""
+        rows = self.pasts[:TYPICAL_ROWS]
+        return round(sum(map(self.outlook_of, rows)) / len(rows))
+
+    def outlook_of(self, past: Past) -> int:
+        """That of one row, looked for once a step."""
+        if past.outlook is None:
+            past.outlook = self.drafter.outlook(past)
+        return past.outlook
 
     def commit(self, committed: Committed) -> None:
         """Add the committed tokens to each row's past."""

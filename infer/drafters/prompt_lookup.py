@@ -15,6 +15,10 @@ from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape
 from drafthead.infer.drafters.past import Lookup, Past, Pasts
 
+# Acceptance of each depth, given the depth before, that is assumed where so many tokens were found
+# again.
+FOUND_ALPHA = {1: 0.4, 2: 0.65, 3: 0.85}
+
 chain = cache(TreeShape.chain)  # a shape keeps its tables
 
 
@@ -45,6 +49,10 @@ class PromptLookup(Lookup):
         self.least = least
         self.budgets = chain_budgets(depth)
 
-    def knows(self, past: Past) -> bool:
-        """Whether the row's last tokens have occurred before."""
-        return bool(past.continuation(1, self.least))
+    def outlook(self, past: Past) -> int:
+        """How many of the row's last tokens have occurred before, in a row."""
+        return past.matched(self.least)
+
+    def chances_found(self, outlook: int, budget: Budget) -> tuple[float, ...]:
+        """Depends on the text; this is what it is before anything is known of it."""
+        return tuple(FOUND_ALPHA[outlook] ** depth for depth in range(1, budget.depth + 1))

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
-from drafthead.infer.drafters.datastore import DEPTH, Datastore
+from drafthead.infer.drafters.datastore import DEPTH, LEVELS, Datastore
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GuessTree
 from drafthead.infer.drafters.past import Lookup, Past, Pasts
@@ -56,15 +56,18 @@ class StoreLookup(Lookup):
         """`earlier` is what this process has said, which sessions add to."""
         self.store, self.earlier = store, earlier
 
-    def measured_chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured when the datastore was built, on texts that are not in it."""
-        reached = self.store.record.reached if self.store is not None else {}
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """As measured on texts that are not in the datastore; if none were, as for any drafter."""
+        return self._measured(NO_OUTLOOK, budget) or super().chances(budget)
+
+    def chances_found(self, outlook: int, budget: Budget) -> tuple[float, ...]:
+        """The same at an outlook."""
+        return self._measured(outlook, budget) or self.chances(budget)
+
+    def _measured(self, outlook: int, budget: Budget) -> tuple[float, ...]:
+        reached = self.store.record.reached.get(outlook, {}) if self.store is not None else {}
         sizes = [nodes for nodes in reached if nodes <= budget.nodes]
         return tuple(reached[max(sizes)][: budget.depth]) if sizes else ()
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured; as for all drafters where nothing was."""
-        return self.measured_chances(budget) or super().chances(budget)
 
     def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
         """The tree of up to `nodes` nodes, the root not counted, after a row's past.
@@ -76,13 +79,16 @@ class StoreLookup(Lookup):
         own = past.continuation(OWN, LEAST_NGRAM)
         return GuessTree.grown(own, counted, nodes, depth)
 
-    def knows(self, past: Past) -> bool:
-        """Whether the row's last tokens have occurred in its past, the datastore or earlier."""
-        return (
-            bool(past.continuation(1, LEAST_NGRAM))
-            or (self.store is not None and self.store.knows(past.tokens))
-            or (self.earlier is not None and any(self.earlier.continuations(past.tokens)))
-        )
+    def outlook(self, past: Past) -> int:
+        """How many of the row's last tokens were found again: in its past, or else elsewhere.
+
+        What a text repeats of itself is copied surest, so two tokens found there are more than any
+        number found elsewhere.
+        """
+        if own := past.matched(LEAST_NGRAM):
+            return max(LEVELS) + own
+        found = (place.matched(past.tokens) for place in (self.store, self.earlier) if place)
+        return max(found, default=0)
 
     def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
         """Weights and texts of what followed the end of a past, in the datastore and earlier."""

@@ -2,7 +2,9 @@
 
 A head cannot know long names and numbers of the prompt, and prompt lookup knows nothing else. Half
 of a tree's nodes cost a head little; they buy a chain as long as the text that is repeated, or the
-best of what a datastore knows.
+best of what a datastore knows. And where lookup has found much again, a tree of lookup alone costs
+no pass of a head at all: the planner learns when that is better (suffix decoding, Oliaro et al.,
+2024, arXiv 2411.04975, decides it by a threshold).
 """
 
 from itertools import zip_longest
@@ -10,20 +12,23 @@ from itertools import zip_longest
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.static import TREE_SIZES
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.drafters.past import Lookup
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 
+LOOKUP = "lookup"  # the source of trees of lookup alone
+
 
 class WithLookup(Drafter):
     """A drafter, and lookup beside it: in the row's own past, and in a datastore if there is one.
 
-    Only under rules that follow the target's own tokens is there a branch: copied tokens are not
-    drawn, and whether there are any depends on the other rows of a batch.
+    Only under rules that follow the target's own tokens does lookup take part: copied tokens are
+    not drawn, and whether there are any depends on the other rows of a batch.
     """
 
     def __init__(self, drafter: Drafter, stored: StoreLookup | None = None):
@@ -31,20 +36,28 @@ class WithLookup(Drafter):
         self.features = drafter.features
         least = drafter.budgets[0].nodes
         self.own_budgets = {with_branch(budget, least): budget for budget in drafter.budgets}
-        self.budgets = tuple(self.own_budgets)
-        longest = max(1, max(map(branch_nodes, drafter.budgets)))
-        self.lookup: Lookup = stored or PromptLookup(longest, LEAST_NGRAM)
+        most = max(budget.nodes for budget in self.own_budgets)
+        self.lookup: Lookup = stored or PromptLookup(most - 1, LEAST_NGRAM)
+        deepest = self.lookup.budgets[-1].depth
+        alone = [Budget(n, min(n - 1, deepest), LOOKUP) for n in TREE_SIZES if n <= most]
+        self.budgets = (*alone, *self.own_budgets)
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
-        """Those of the drafter, or of a measured datastore where these are higher.
+        """Those of the drafter, as what lookup adds depends on the text; or those of lookup."""
+        if budget.source == LOOKUP:
+            return self.lookup.chances(budget)
+        return self.drafter.chances(self.own_budget(budget))
 
-        What prompt lookup adds depends on the text alone.
-        """
-        own = self.own_budget(budget)
-        branch = branch_nodes(own)
-        measured = self.lookup.measured_chances(Budget(branch + 1, branch)) if branch else ()
-        pairs = zip_longest(self.drafter.chances(own), measured, fillvalue=0.0)
-        return tuple(max(pair) for pair in pairs)
+    def chances_at(self, outlook: int, budget: Budget) -> tuple[float, ...]:
+        """Those of the drafter or of the branch, whichever is higher at a depth."""
+        if budget.source == LOOKUP:
+            return self.lookup.chances_at(outlook, budget)
+        own = self.chances(budget)
+        nodes = branch_nodes(self.own_budget(budget))
+        if outlook == NO_OUTLOOK or nodes == 0:
+            return own
+        branch = self.lookup.chances_at(outlook, Budget(nodes + 1, nodes))
+        return tuple(max(pair) for pair in zip_longest(own, branch, fillvalue=0.0))
 
     def own_budget(self, budget: Budget) -> Budget:
         """What the drafter may use of a budget where there is no branch."""
@@ -81,13 +94,15 @@ class LookupBranch(DraftSession):
         self.lookup.commit(committed)
 
     def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
-        """The drafter's own, where there is nothing to graft."""
-        if self.has_branch(budget):
+        """The drafter's own, where lookup has no part in the tree."""
+        if budget.source == LOOKUP or self.has_branch(budget):
             return None
         return self.session.recipe(self.drafter.own_budget(budget), draws)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """The drafter's tree, half of it replaced by the branch if there is one."""
+        """The drafter's tree, half of it replaced by the branch if there is one, or lookup's."""
+        if budget.source == LOOKUP:
+            return self.lookup.propose(budget, sampling, random)
         follows = sampling.greedy or isinstance(random, NextDraws)
         own = self.drafter.own_budget(budget)
         if not follows or not self.has_branch(budget):
@@ -97,6 +112,10 @@ class LookupBranch(DraftSession):
         left = budget.nodes - tree.num_nodes
         branch = self.lookup.propose(Budget(left + 1, left), sampling, random)
         return grafted(tree, branch)
+
+    def outlook(self) -> int:
+        """That of lookup."""
+        return self.lookup.outlook()
 
     def has_branch(self, budget: Budget) -> bool:
         """Whether the budget has room for a branch, and lookup something to offer for any row."""

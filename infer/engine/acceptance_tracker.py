@@ -1,11 +1,60 @@
 """Acceptance while decoding, against what was expected of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+
+
+class Expectations:
+    """What a step of each size brings where proposals are of one kind, as drafts teach it."""
+
+    def __init__(
+        self,
+        sizes: Sequence[Budget | None],
+        chances: Mapping[Budget, Sequence[float]],
+        settings: PlannerSettings = DEFAULT_SETTINGS,
+    ):
+        """`chances[budget][d]` is the probability, as far as known before decoding, that a draft
+        within the budget is accepted to depth d + 1.
+        """
+        self.chances = chances
+        deepest = max(map(len, chances.values()))
+        self.table = np.zeros((len(sizes), deepest))  # chances [S, depths]
+        self.places: dict[str, list[int]] = {}  # of the sizes of each source
+        for place, size in enumerate(sizes):
+            if size is not None:
+                self.table[place, : len(chances[size])] = chances[size]
+                self.places.setdefault(size.source, []).append(place)
+        # What one source guesses well another may not.
+        self.trackers = {}
+        for source in self.places:
+            of_source = [chance for size, chance in chances.items() if size.source == source]
+            self.trackers[source] = AcceptanceTracker(max(of_source, key=len), settings)
+
+    def tokens(self) -> NDArray[np.float64]:
+        """Tokens that a step of each size commits, the bonus included [S]."""
+        found = np.ones(len(self.table))
+        for source, tracker in self.trackers.items():
+            places = self.places[source]
+            found[places] = tracker.tokens(self.table[places, : len(tracker.expected)])
+        return found
+
+    def hopeless(self) -> NDArray[np.bool_]:
+        """Sizes that were not expected to bring anything even before decoding [S]."""
+        return np.asarray(self.table.max(axis=1) == 0)
+
+    def add(self, budget: Budget, accept_lengths: Sequence[int]) -> None:
+        """Record one step with a draft: the tokens that each row committed."""
+        self.trackers[budget.source].add(self.chances[budget], accept_lengths)
+
+    def age(self) -> None:
+        """Halve the weight of everything observed so far."""
+        for tracker in self.trackers.values():
+            tracker.age()
 
 
 class AcceptanceTracker:

@@ -50,7 +50,7 @@ def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emit
     """One step of the size that the planner chooses."""
     run = stepper.run
     with run.stats.step() as elapsed:
-        budget = planner.choose()
+        budget = planner.choose(session.outlook())
         emitted = stepper.step(session, budget)
         planner.learn(budget, run.last_lengths, elapsed())
         if not run.batch.running:

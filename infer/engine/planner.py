@@ -2,8 +2,12 @@
 
 A tree of N nodes is worth its time when the tokens that it is expected to bring outweigh the longer
 pass. Both are beliefs that every step corrects: seconds in `StepCosts`, tokens in
-`AcceptanceTracker`, which begins with the acceptance that was measured when the drafter was
-trained. Nothing is timed before decoding.
+`Expectations`, which begin with the acceptance that was measured when the drafter was trained.
+Nothing is timed before decoding.
+
+A drafter may know that a proposal is better than others before it makes it: lookup that has found
+the last six tokens again guesses more than lookup that has found two. Steps of one such outlook
+have expectations of their own, and so their own size.
 
 Steps are made in runs of one size. Most runs have the size that is best by what is known. Some are
 trials of another one: a size that may be better, or, while plain decoding is best, any draft, since
@@ -21,20 +25,23 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
+from drafthead.infer.engine.acceptance_tracker import Expectations
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from drafthead.infer.engine.step_costs import Size, StepCosts, Table
 
 Marks = NDArray[np.bool_]
+# Of an outlook, how likely a draft within each budget is accepted to depth 1, 2, ...
+Chances = Callable[[int], Mapping[Budget, Sequence[float]]]
 
 
 class Planner(ABC):
     """Chooses the budget of each step of one decoding and learns from the step's result."""
 
     @abstractmethod
-    def choose(self) -> Budget | None:
-        """The budget of the next step; None for a step without a draft."""
+    def choose(self, outlook: int) -> Budget | None:
+        """The budget of the next step, see `DraftSession.outlook`; None for one without a draft."""
 
     @abstractmethod
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
@@ -50,7 +57,7 @@ class FixedPlan(Planner):
     def __init__(self, budget: Budget | None):
         self.budget = budget
 
-    def choose(self) -> Budget | None:
+    def choose(self, outlook: int) -> Budget | None:
         """Always the budget it was made with."""
         return self.budget
 
@@ -60,11 +67,12 @@ class FixedPlan(Planner):
 
 @dataclass
 class Run:
-    """Several steps of one size in one decoding, and what came of them."""
+    """Several steps of one size and one outlook in one decoding, and what came of them."""
 
+    outlook: int
     size: Size
     is_trial: bool  # another size is believed to be better
-    continued: bool  # the run before was of the same size
+    continued: bool  # the run of this outlook before was of the same size
     seconds: list[float] = field(default_factory=list)  # of each step
     accept_lengths: list[Sequence[int]] = field(default_factory=list)  # of each step, by row
 
@@ -84,47 +92,47 @@ class AdaptivePlan:
     def __init__(
         self,
         costs: StepCosts,
-        chances: Mapping[Budget, Sequence[float]],
+        chances: Chances,
         settings: PlannerSettings = DEFAULT_SETTINGS,
     ):
-        """`chances[budget][d]` is the probability, as far as known before decoding, that a draft
-        within the budget is accepted to depth d + 1. `costs` may be shared with other plans.
-        """
+        """`chances` are what is known before decoding. `costs` may be shared with other plans."""
         self.costs, self.chances, self.settings = costs, chances, settings
         self.sizes = costs.sizes
-        longest = max(chances.values(), key=len)
-        self.acceptance = AcceptanceTracker(longest, settings)
-        self.table = np.zeros((len(self.sizes), len(longest)))  # chances [S, depths]
-        for place, size in enumerate(self.sizes):
-            if size is not None:
-                self.table[place, : len(chances[size])] = chances[size]
+        self.expectations: dict[int, Expectations] = {}  # by outlook
         # Plain steps that may still be lost: by drafts against plain decoding, and by trials
         # against the best size.
         self.draft_account = self.trial_account = settings.first_loss
 
-    def best(self) -> Size:
+    def best(self, outlook: int = NO_OUTLOOK) -> Size:
         """The smallest size that promises nearly as many tokens per second as the best."""
         with self.costs.lock:
-            return self.sizes[self._smallest_good(self.log_rates())]
+            return self.sizes[self._smallest_good(self.log_rates(outlook))]
 
-    def tokens(self, size: Size) -> float:
+    def expected(self, outlook: int) -> Expectations:
+        """What steps of an outlook are expected to bring."""
+        if outlook not in self.expectations:
+            chances = self.chances(outlook)
+            self.expectations[outlook] = Expectations(self.sizes, chances, self.settings)
+        return self.expectations[outlook]
+
+    def tokens(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
         """Tokens that a step is expected to bring a row."""
-        return float(self.acceptance.tokens(self.table[self.costs.places[size]]))
+        return float(self.expected(outlook).tokens()[self.costs.places[size]])
 
-    def rate(self, size: Size) -> float:
+    def rate(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
         """Expected tokens per second of a row."""
-        return self.tokens(size) / self.costs.seconds(size)
+        return self.tokens(size, outlook) / self.costs.seconds(size)
 
-    def log_rates(self) -> Table:
+    def log_rates(self, outlook: int) -> Table:
         """Logarithm of the expected tokens per second of a row, for each size [S]."""
-        return np.asarray(np.log(self.acceptance.tokens(self.table)) - self.costs.log_seconds)
+        return np.asarray(np.log(self.expected(outlook).tokens()) - self.costs.log_seconds)
 
-    def next_run(self, last: Run | None) -> Run:
-        """What to do after a run of the same decoding; `last` is None at its beginning."""
+    def next_run(self, outlook: int, last: Run | None) -> Run:
+        """What to do at an outlook after a run of it in the same decoding, if there was one."""
         with self.costs.lock:
             # What drafts are compared with comes first where nothing is known.
-            size, is_trial = (None, False) if self.costs.is_guess else self._choice()
-            return Run(size, is_trial, continued=last is not None and last.size == size)
+            size, is_trial = (None, False) if self.costs.is_guess else self._choice(outlook)
+            return Run(outlook, size, is_trial, continued=last is not None and last.size == size)
 
     def record(self, run: Run) -> None:
         """Learn from a run, which the end of an answer may have cut short."""
@@ -132,28 +140,32 @@ class AdaptivePlan:
             settled = run.seconds[0 if run.continued else self.settings.settling_steps :]
             if run.size is not None:
                 for lengths in run.accept_lengths:
-                    self.acceptance.add(self.chances[run.size], lengths)
+                    self.expected(run.outlook).add(run.size, lengths)
             if settled:
                 self.costs.add(run.size, settled, run.continued)
             self._settle_accounts(run)
 
-    def _choice(self) -> tuple[Size, bool]:
+    def _choice(self, outlook: int) -> tuple[Size, bool]:
         """The best size that can be paid for, or one that is worth a trial, and whether it is."""
-        settings, rates = self.settings, self.log_rates()
+        settings, rates = self.settings, self.log_rates(outlook)
+        expected = self.expected(outlook)
         ratios = np.exp(self.costs.log_seconds - self.costs.log_seconds[0])  # to a plain step
         dearest = ratios * np.exp(settings.caution * self.costs.deviations_from(None))
         # A run loses as much if its steps are that dear and half as much is accepted.
-        brings = (1 + self.acceptance.tokens(self.table)) / 2
+        brings = (1 + expected.tokens()) / 2
         can_be_paid = settings.run_steps * (dearest - brings) <= self.draft_account
         can_be_paid[0] = True
         best = self._smallest_good(np.where(can_be_paid, rates, -math.inf))
         lost = np.maximum(1 - np.exp(rates - rates[best]), settings.least_loss)
         can_be_paid &= settings.run_steps * ratios * lost <= self.trial_account
         can_be_paid[best] = False
-        tried = self._worth_a_trial(rates, best, can_be_paid)
+        can_be_paid[1:] &= ~expected.hopeless()[1:]
+        tried = self._worth_a_trial(expected, rates, best, can_be_paid)
         return self.sizes[best if tried is None else tried], tried is not None
 
-    def _worth_a_trial(self, rates: Table, best: int, can_be_paid: Marks) -> int | None:
+    def _worth_a_trial(
+        self, expected: Expectations, rates: Table, best: int, can_be_paid: Marks
+    ) -> int | None:
         """The place of a size that may well be better than the best; None if there is none."""
         settings = self.settings
         hoped = rates + settings.optimism * self.costs.lessons(self.sizes[best])
@@ -166,7 +178,7 @@ class AdaptivePlan:
             return None
         if best == 0:
             # Acceptance may have changed since the last draft: what is old must not outvote it.
-            self.acceptance.age()
+            expected.age()
         return int(np.argmax(np.where(worth, hoped, -math.inf)))
 
     def _smallest_good(self, log_rates: Table) -> int:
@@ -186,7 +198,7 @@ class AdaptivePlan:
         if run.size is not None:
             drafts += run.tokens - seconds / plain
         if run.is_trial:
-            lost = seconds - run.tokens / self.rate(self.best())
+            lost = seconds - run.tokens / self.rate(self.best(run.outlook), run.outlook)
             trials -= max(lost, settings.least_loss * seconds) / plain
         least = -settings.first_loss  # what is lost beyond that is forgiven, or drafts never return
         self.draft_account = max(least, min(drafts, settings.most_for_drafts))
@@ -199,10 +211,13 @@ class PlannedDecoding(Planner):
     def __init__(self, plan: AdaptivePlan, on_finish: Callable[[], object] = lambda: None):
         """`on_finish` is called after the last step."""
         self.plan, self.on_finish = plan, on_finish
-        self.run = plan.next_run(None)
+        self.runs: dict[int, Run] = {}  # the current one of each outlook
 
-    def choose(self) -> Budget | None:
-        """The size of the current run."""
+    def choose(self, outlook: int) -> Budget | None:
+        """The size of the current run of this outlook."""
+        if outlook not in self.runs:
+            self.runs[outlook] = self.plan.next_run(outlook, None)
+        self.run = self.runs[outlook]
         return self.run.size
 
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
@@ -212,10 +227,11 @@ class PlannedDecoding(Planner):
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:
             self.plan.record(run)
-            self.run = self.plan.next_run(run)
+            self.runs[run.outlook] = self.plan.next_run(run.outlook, run)
 
     def finish(self) -> None:
-        """Learn from the run that the end has cut short."""
-        if self.run.seconds:
-            self.plan.record(self.run)
+        """Learn from the runs that the end has cut short."""
+        for run in self.runs.values():
+            if run.seconds:
+                self.plan.record(run)
         self.on_finish()

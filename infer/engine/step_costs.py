@@ -122,12 +122,14 @@ def guessed_covariance(sizes: Sequence[Size], settings: CostSettings) -> Table:
     It grows with the nodes as a random walk does: 8 and 16 nodes share what makes 8 dear, and each
     doubling adds something of its own. Likewise for levels.
     """
+    sources = np.array([size.source if size else None for size in sizes], dtype=object)
     drafts = np.array([size is not None for size in sizes], float)
+    same = np.equal.outer(sources, sources).astype(float)  # drafts of one source cost alike
     doublings = np.log2([size.nodes if size else 1 for size in sizes])
     levels = np.array([size.depth if size else 0 for size in sizes], float)
     return np.asarray(
         settings.all_deviation**2
-        + settings.draft_deviation**2 * np.outer(drafts, drafts)
+        + settings.draft_deviation**2 * np.outer(drafts, drafts) * same
         + settings.doubling_deviation**2 * np.minimum.outer(doublings, doublings)
         + settings.level_deviation**2 * np.minimum.outer(levels, levels)
         + settings.size_deviation**2 * np.eye(len(sizes))

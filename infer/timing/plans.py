@@ -36,10 +36,10 @@ class Plans:
         """Where costs are kept for later processes."""
         return costs_file(self.target, self.drafter)
 
-    @cached_property
-    def chances(self) -> dict[Budget, tuple[float, ...]]:
+    def chances(self, outlook: int) -> dict[Budget, tuple[float, ...]]:
         """How likely a draft of each size is accepted to each depth, before any is made."""
-        return {budget: self.drafter.chances(budget) for budget in self.drafter.budgets}
+        drafter = self.drafter
+        return {budget: drafter.chances_at(outlook, budget) for budget in drafter.budgets}
 
     @cached_property
     def by_kind(self) -> dict[StepKind, StepCosts]:
@@ -52,9 +52,11 @@ class Plans:
     def fixed_budget(self) -> Budget | None:
         """A size that depends on no clock: by the drafter's measured acceptance and guessed costs.
 
-        For rules under which the text of a seed depends on the tree.
+        For rules under which the text of a seed depends on the tree: the main source's alone.
         """
-        return AdaptivePlan(StepCosts(self.drafter.budgets), self.chances).best()
+        own = [budget for budget in self.drafter.budgets if not budget.source]
+        chances = {budget: self.drafter.chances(budget) for budget in own}
+        return AdaptivePlan(StepCosts(own), lambda outlook: chances).best()
 
     def costs(self, kind: StepKind) -> StepCosts:
         """What is known of a kind; at first what is known of the most similar one, if any is."""

@@ -78,7 +78,7 @@ class Round(Planner):
         """Steps of the whole round."""
         return self.settings.visit_steps * len(self.visits)
 
-    def choose(self) -> Budget | None:
+    def choose(self, outlook: int) -> Budget | None:
         """The budget of the current visit."""
         return self.visits[self.steps_done // self.settings.visit_steps].budget
 
@@ -163,8 +163,10 @@ def monotone(ratios: Mapping[Budget, float]) -> dict[Budget, float]:
 
 
 def _within(small: Budget, large: Budget) -> bool:
-    """Whether a budget is at most as large as another, in nodes and in depth."""
-    return small.nodes <= large.nodes and small.depth <= large.depth
+    """Whether a budget is at most as large as another of its source, in nodes and in depth."""
+    return (
+        small.source == large.source and small.nodes <= large.nodes and small.depth <= large.depth
+    )
 
 
 def time_steps(target: Target, drafter: Drafter, request: Request, rule: Verifier) -> StepSeconds:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import byte_tokenizer, tiny_llama
 
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import PADDING, Budget, ancestor_mask
@@ -70,7 +71,13 @@ def test_a_number_of_one_ngram_is_that_of_many() -> None:
 def test_what_has_a_continuation_is_known() -> None:
     store = store_of("abcdef", "xbcy")
     for past in ("zbc", "ef", "fx", "c", ""):
-        assert store.knows(letters(past)) == bool(found(store, past))
+        assert bool(store.matched(letters(past))) == bool(found(store, past))
+
+
+def test_the_longest_ngram_that_is_found_again_counts() -> None:
+    store = store_of("abcdefgX")
+    for past, length in (("abcdef", 6), ("xbcdef", 4), ("xxcde", 3), ("fg", 2), ("g", 0), ("", 0)):
+        assert store.matched(letters(past)) == length
 
 
 def test_ngrams_do_not_reach_over_the_end_of_a_text() -> None:
@@ -166,18 +173,24 @@ def test_accepted_tokens_are_a_path_from_the_root() -> None:
 def test_decoding_is_played_again() -> None:
     """``ab`` is known after two letters; from then on the text is in the datastore."""
     lookup = StoreLookup(store_of("abcdefgh"))
-    assert replayed(lookup, letters("xabcdefgh"), nodes=16) == [0, 0, 6]
-    shares = reached(lookup, [letters("xabcdefgh")], [16])[16]
-    assert shares == [1 / 3] * 6 + [0.0] * (DEPTH - 6)
+    assert replayed(lookup, letters("xabcdefgh"), nodes=16) == [(0, 0), (0, 0), (2, 6)]
+    shares = reached(lookup, [letters("xabcdefgh")], 16)
+    assert shares[NO_OUTLOOK] == [1 / 3] * 6 + [0.0] * (DEPTH - 6)
+    assert shares[0] == [0.0] * DEPTH
+    assert shares[2] == [1.0] * 6 + [0.0] * (DEPTH - 6)
 
 
 def test_the_planner_is_told_what_was_measured() -> None:
     store = store_of("abc")
     lookup = StoreLookup(store)
     assert lookup.chances(Budget(4, 2)) == (0.6, pytest.approx(0.36))
-    store.record.reached.update({4: [0.5, 0.25, 0.1], 8: [0.7, 0.4, 0.2]})
+    store.record.reached[NO_OUTLOOK] = {4: [0.5, 0.25, 0.1], 8: [0.7, 0.4, 0.2]}
+    store.record.reached[6] = {4: [0.9, 0.8, 0.7]}
     assert lookup.chances(Budget(6, 2)) == (0.5, 0.25)
     assert lookup.chances(Budget(16, 3)) == (0.7, 0.4, 0.2)
+    assert lookup.chances_at(6, Budget(4, 2)) == (0.9, 0.8)
+    assert lookup.chances_at(3, Budget(4, 2)) == (0.5, 0.25)  # not met while it was measured
+    assert lookup.chances_at(0, Budget(4, 2)) == (0.0, 0.0)
 
 
 def test_the_own_past_is_tried_before_the_datastore() -> None:

@@ -11,7 +11,7 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.with_lookup import WithLookup, branch_nodes, grafted
+from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup, branch_nodes, grafted
 
 GREEDY = SamplingConfig()
 
@@ -93,17 +93,20 @@ def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(
 def test_a_branch_comes_on_top_of_a_tree_that_is_fixed(target, make_drafter) -> None:
     own = BUSHY.num_nodes
     drafter = make_drafter("medusa:tree+lookup", target)
-    assert drafter.budgets == (Budget(own + own // 2, max(BUSHY.depth, own // 2)),)
-    assert drafter.own_budget(drafter.budgets[0]) == BUSHY.budget
+    budgets = [budget for budget in drafter.budgets if budget.source != LOOKUP]
+    assert budgets == [Budget(own + own // 2, max(BUSHY.depth, own // 2))]
+    assert drafter.own_budget(budgets[0]) == BUSHY.budget
 
 
 def test_the_planner_expects_the_better_of_head_and_datastore(target, make_drafter) -> None:
     drafter = make_drafter("parallel:own+store", target)
     budget = Budget(16, 10)
     own = drafter.drafter.chances(drafter.own_budget(budget))
-    drafter.lookup.store.record.reached[8] = [own[0] / 2, *[own[1] + 0.1] * 9]
-    assert drafter.chances(budget)[0] == own[0]
-    assert drafter.chances(budget)[1:] == pytest.approx([own[1] + 0.1] * 7)
+    drafter.lookup.store.record.reached[3] = {8: [own[0] / 2, *[own[1] + 0.1] * 9]}
+    assert drafter.chances_at(3, budget)[0] == own[0]
+    assert drafter.chances_at(3, budget)[1:] == pytest.approx([own[1] + 0.1] * 7)
+    assert drafter.chances_at(0, budget)[: len(own)] == own  # nothing was found
+    assert drafter.chances_at(3, Budget(8, 7, LOOKUP)) == drafter.lookup.chances_at(3, Budget(8, 7))
 
 
 def test_a_head_and_a_draft_model_at_once_are_refused(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ from operator import mul
 import numpy as np
 import pytest
 
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.trees.static import StaticTrees, chain_budgets, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
@@ -36,12 +38,12 @@ def timed_plan(took: Seconds, chances: Mapping[Budget, Sequence[float]]) -> Adap
     """A plan that knows what steps take."""
     costs = StepCosts(tuple(chances))
     costs.set_timed(took)
-    return AdaptivePlan(costs, chances)
+    return AdaptivePlan(costs, lambda outlook: chances)
 
 
 def new_plan(chances: Mapping[Budget, Sequence[float]] = CHANCES) -> AdaptivePlan:
     """A plan that has seen nothing."""
-    return AdaptivePlan(StepCosts(tuple(chances)), chances)
+    return AdaptivePlan(StepCosts(tuple(chances)), lambda outlook: chances)
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Text:
         done, time, decoding = 0, 0.0, PlannedDecoding(self.plan)
         answer = 0
         while done < tokens:
-            size = decoding.choose()
+            size = decoding.choose(NO_OUTLOOK)
             length = self.accept_length(size, alpha)
             if len(self.choices) % 8 == 0:
                 self.slower = 1 + self.coin.random() * self.drift
@@ -176,9 +178,9 @@ def test_drafts_return_after_steps_that_something_else_has_held_up() -> None:
     plan = new_plan({budget: (0.7, 0.49, 0.34)})
     decoding = PlannedDecoding(plan)
     for _ in range(4):
-        decoding.learn(decoding.choose(), [1], 1.0)
+        decoding.learn(decoding.choose(NO_OUTLOOK), [1], 1.0)
     for seconds in (1.2, 1.2, 1.2, 100.0):
-        assert decoding.choose() == budget
+        assert decoding.choose(NO_OUTLOOK) == budget
         decoding.learn(budget, [1], seconds)
     text = Text(plan, took)
     text.decode(300, alpha=0.7)
@@ -189,11 +191,12 @@ def test_trials_in_answers_that_are_too_short_to_time_are_paid_for_too() -> None
     """Answers of two steps, none of which is timed."""
     took = seconds(0.1)
     plan, drafted = timed_plan(took, CHANCES), 0
-    plan.acceptance.observed = [0.0] * len(plan.acceptance.observed)  # plain decoding is best
+    tracker = plan.expected(NO_OUTLOOK).trackers[""]
+    tracker.observed = [0.0] * len(tracker.observed)  # plain decoding is best
     for _ in range(500):
         decoding = PlannedDecoding(plan)
         for _ in range(2):
-            size = decoding.choose()
+            size = decoding.choose(NO_OUTLOOK)
             drafted += size is not None
             decoding.learn(size, [1], took[size])
         decoding.finish()
@@ -231,6 +234,45 @@ def test_larger_trees_must_promise_clearly_more_than_smaller_ones(step: float, n
     small, large = Budget(2, 1), Budget(4, 1)
     plan = timed_plan({None: 1.0, small: 1.04, large: step}, {small: (0.4,), large: (0.6,)})
     assert plan.best().nodes == nodes
+
+
+def test_steps_of_each_outlook_find_their_own_size() -> None:
+    """Nothing tells them apart before decoding: drafts are all right at one, all wrong at one."""
+    took = seconds(0.05)
+    plan = timed_plan(took, CHANCES)
+    decoding, chosen = PlannedDecoding(plan), defaultdict(list)
+    for step in range(2000):
+        outlook = step % 2
+        size = decoding.choose(outlook)
+        decoding.learn(size, [1 + (size.depth if size and outlook else 0)], took[size])
+        chosen[outlook].append(size)
+    assert plan.best(0) is None and plan.best(1).depth == 3
+    assert chosen[0][-500:].count(None) > 380  # the others are trials
+    assert chosen[1][-500:].count(plan.best(1)) > 400
+
+
+def test_where_nothing_can_be_proposed_no_draft_is_tried() -> None:
+    took = seconds(0.0)
+    costs = StepCosts(BUDGETS)
+    costs.set_timed(took)
+    nothing = {budget: (0.0,) * budget.depth for budget in BUDGETS}
+    decoding = PlannedDecoding(AdaptivePlan(costs, lambda outlook: CHANCES if outlook else nothing))
+    for step in range(2000):
+        size = decoding.choose(step % 2)
+        assert size is None or step % 2
+        decoding.learn(size, [1], took[size])
+
+
+def test_sources_of_trees_are_learnt_about_apart() -> None:
+    """Two of one size and cost, of which the one that was expected to be better never is."""
+    head, lookup = Budget(4, 3), Budget(4, 3, "lookup")
+    took = {None: 1.0, head: 1.2, lookup: 1.2}
+    plan = timed_plan(took, {lookup: (0.7, 0.5, 0.3), head: (0.6, 0.4, 0.2)})
+    assert plan.best() == lookup
+    text = Text(plan, took)
+    text.decode(3000, alpha=lambda size, depth: 0.0 if size.source else 0.7)
+    assert plan.best() == head
+    assert text.choices[-500:].count(lookup) < 50
 
 
 def test_drafts_that_become_good_are_used_again() -> None:
@@ -345,7 +387,7 @@ def test_a_first_step_that_compiles_counts_as_nobodys_loss() -> None:
     decoding = PlannedDecoding(plan)
     account = plan.draft_account
     for took in (60.0, 60.0, 1.1, 1.1):
-        decoding.learn(decoding.choose(), [2], took)
+        decoding.learn(decoding.choose(NO_OUTLOOK), [2], took)
     assert plan.draft_account >= account and plan.costs.seconds(None) < 1.3
 
 

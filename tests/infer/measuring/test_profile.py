@@ -135,7 +135,7 @@ def plan(plain: float, small: float, large: float) -> AdaptivePlan:
     chances = {SMALL: (0.6, 0.3), LARGE: (0.65, 0.3, 0.15)}
     costs = StepCosts(tuple(chances))
     costs.set_timed({None: plain, SMALL: small, LARGE: large})
-    return AdaptivePlan(costs, chances)
+    return AdaptivePlan(costs, lambda outlook: chances)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from drafthead.heads import disk_cache
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
@@ -52,7 +53,7 @@ def decode(plans: Plans, drafted: float, kind: StepKind = KIND, steps: int = 200
     """An answer whose plain steps take 1 and whose drafted ones take `drafted`; all is accepted."""
     planner = plans.planner(kind, 0.0)
     for _ in range(steps):
-        size = planner.choose()
+        size = planner.choose(NO_OUTLOOK)
         planner.learn(size, [1 + (size.depth if size else 0)], drafted if size else 1.0)
     planner.finish()
 
@@ -107,8 +108,8 @@ def test_a_new_batch_size_begins_where_the_nearest_one_is(target) -> None:
     assert ratios(plans, two) == pytest.approx(ratios(plans, one))
     four = StepKind("greedy", 4, False, False)
     assert ratios(plans, four) == pytest.approx(ratios(plans, eight))
-    assert plans.planner(four, 0.0).choose() is not None, "drafts from the first step on"
-    assert plans.planner(two, 0.0).choose() is None
+    assert plans.planner(four, 0.0).choose(NO_OUTLOOK) is not None, "drafts from the first step on"
+    assert plans.planner(two, 0.0).choose(NO_OUTLOOK) is None
 
 
 def test_a_new_rule_begins_with_the_costs_of_the_same_rows() -> None:
@@ -126,7 +127,7 @@ def test_what_an_answer_has_taught_serves_the_next_process(target, file) -> None
     later = Plans(target, DRAFTER)
     assert ratios(later) == pytest.approx(ratios(plans), rel=1e-6)
     assert ratios(later)[1:].max() == pytest.approx(1.4, rel=0.1)
-    assert later.planner(KIND, 0.0).choose() is not None
+    assert later.planner(KIND, 0.0).choose(NO_OUTLOOK) is not None
     assert not later.costs(KIND).was_timed
 
 

@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.timing.step_timing import (
@@ -31,7 +32,7 @@ def timed_visits(
 
     def run_round(this_round: Round) -> None:
         for _ in range(this_round.steps):
-            budget = this_round.choose()
+            budget = this_round.choose(NO_OUTLOOK)
             this_round.learn(budget, [1], took(budget, next(steps)))
 
     return time_in_rounds(tokens, run_round, TIMING)
