@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 ROWS, RECORD = "rows.arrow", "record.json"
 BATCH = 1024  # sequences that are written at a time
-VERSION = 1  # of the files; raise it when supervision changes what it makes of a conversation
+# Of the files; raise it when supervision changes what it makes of a conversation, or the record has
+# other fields.
+VERSION = 2
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),

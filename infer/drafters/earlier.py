@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from drafthead.infer.drafters.datastore import DEPTH, LEVELS
 
 PLACES = 4  # of one n-gram that are remembered, the latest
-LIMIT = 200_000  # tokens that are remembered, at most; up to half a kilobyte each
+LIMIT = 200_000  # tokens that are remembered, at most
 
 Place = tuple[list[int], int]  # a text, which may still grow, and a position in it
 Index = dict[int, list[Place]]  # by hash of an n-gram: where the token after it is
