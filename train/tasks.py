@@ -7,19 +7,22 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
+from typing import Annotated
 
 import yaml
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
 
 from drafthead.heads.errors import UserError
 from drafthead.train.conversations import Conversation
 from drafthead.train.message_filter import repeated_share
+from drafthead.train.run_config import one_line
 
 LEAST_WORDS, MOST_WORDS = 50, 260  # of a text
 GREATEST_REPEATED = 0.15  # share of runs of three words of a text that occurred before in it
 SENTENCES = 3  # of an opening, at most
 QUESTION_LETTERS = 300  # of a question, at most
-NAMES = {"text", "other", "opening", "question"}
+NAMES = ("text", "other", "opening", "question")
 
 
 @dataclass(frozen=True)
@@ -30,39 +33,44 @@ class Text:
     question: str
 
 
-@dataclass(frozen=True)
+def known_names_only(template: str) -> str:
+    """The template itself; ValueError where it cannot be filled in."""
+    try:
+        template.format_map(dict.fromkeys(NAMES, ""))
+    except (ValueError, LookupError, AttributeError) as error:
+        names = ", ".join(f"{{{name}}}" for name in NAMES)
+        raise ValueError(f"a task may name {names} and nothing else ({error!r})") from error
+    return template
+
+
+Templates = Annotated[
+    tuple[Annotated[str, AfterValidator(known_names_only)], ...], Field(min_length=1)
+]
+
+
+@validated(frozen=True, config=ConfigDict(extra="forbid"))
 class Tasks:
     """What is asked of texts, as templates for `str.format`."""
 
-    about_one: tuple[str, ...]
-    about_two: tuple[str, ...]
+    about_one: Templates
+    about_two: Templates
 
     @classmethod
     def read(cls, path: Path) -> "Tasks":
         """The templates of a YAML file; UserError when it holds anything else."""
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-            lists = [content[name] for name in ("about_one", "about_two")]
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+            return TypeAdapter(cls).validate_python(content)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"{path} cannot be read as YAML: {one_line(error)}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            reason = first["msg"].removeprefix("Value error, ")
             raise UserError(
-                f"{path} is no file of tasks, lists about_one and about_two of texts: {error}"
+                f"{path}: {place}: {reason} (wanted: lists of texts about_one and about_two, "
+                f"found: {first['input']!r:.80})"
             ) from error
-        for template in (entry for entries in lists for entry in entries):
-            check_template(path, template)
-        return cls(*(tuple(entries) for entries in lists))
-
-
-def check_template(path: Path, template: object) -> None:
-    """Raise UserError for what is no template with the known names."""
-    try:
-        fields = {name for _, name, _, _ in Formatter().parse(str(template)) if name is not None}
-    except ValueError as error:
-        raise UserError(f"{path}: {template!r} is no template ({error})") from error
-    if unknown := fields - NAMES or not isinstance(template, str):
-        raise UserError(
-            f"{path}: {template!r} must be a text with {', '.join(f'{{{n}}}' for n in NAMES)}, "
-            f"and has {unknown}"
-        )
 
 
 def texts_of(conversations: Iterable[Conversation]) -> list[Text]:

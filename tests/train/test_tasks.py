@@ -76,11 +76,17 @@ def test_the_tasks_that_are_shipped_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("about_one: ['{text']\nabout_two: []", "is no template"),
-        ("about_one: ['{texts}']\nabout_two: []", "has {'texts'}"),
-        ("about_one: [3]\nabout_two: []", "must be a text"),
-        ("about_one: ['{text}']", "lists about_one and about_two"),
-        ("nothing", "lists about_one and about_two"),
+        ("about_one: ['{text']\nabout_two: [a]", r"about_one\.0: a task may name \{text\}"),
+        ("about_one: ['{texts}']\nabout_two: [a]", "KeyError"),
+        ("about_one: ['{text:d}']\nabout_two: [a]", "nothing else"),
+        ("about_one: ['{}']\nabout_two: [a]", "nothing else"),
+        ("about_one: [3]\nabout_two: [a]", "valid string .*found: 3"),
+        ("about_one: [a]\nabout_two: []", "about_two: .*at least 1 item"),
+        ("about_one: null\nabout_two: [a]", "about_one: .*valid tuple"),
+        ("about_one: ['{text}']", "about_two: Field required"),
+        ("about_one: [a]\nabout_two: [a]\nabout_three: [a]", "about_three"),
+        ("nothing", "lists of texts about_one and about_two"),
+        ("a: [", "cannot be read as YAML"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
