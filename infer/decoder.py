@@ -129,7 +129,7 @@ class Decoder:
 
         That is a head or a draft model, prompt lookup, or one of the former with a branch from
         prompt lookup in its trees (`WithLookup`); with none of them, decoding is plain. With a
-        `datastore` of `drafthead build-datastore`, lookup also proposes what the target has said
+        `datastore` of `drafthead build-datastore`, lookup also proposes what the target has written
         before, alone or beside a head or a draft model; with `learn_answers` it also proposes what
         this decoder reads and says from now on, up to the last 200,000 tokens.
 

@@ -1,4 +1,4 @@
-"""`drafthead build-datastore`: an index of what a target has said, for lookup while decoding."""
+"""`drafthead build-datastore`: an index of what a target has written, for lookup while decoding."""
 
 import hashlib
 from collections.abc import Iterator
@@ -32,7 +32,8 @@ MEASURED = 64  # of these are measured on, at most
 
 def main(
     data: Annotated[
-        str, typer.Option(help="What the target has said: answers of `drafthead distill`, or logs.")
+        str,
+        typer.Option(help="What the target has written: answers of `drafthead distill`, or logs."),
     ],
     tokenizer: Annotated[str, typer.Option(help="The target, whose tokens they become.")],
     output: options.NewFolder,

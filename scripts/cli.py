@@ -21,7 +21,7 @@ VERBS = {
     "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
     "profile": "How the time of a step is spent, and what memory bandwidth allows.",
     "plan-tree": "The cost and the gain of each token tree size on this machine; which is chosen.",
-    "build-datastore": "Index what a target has said, to look it up while decoding: no training.",
+    "build-datastore": "Index what a target has written, to draft from it without training.",
     "import": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
     "export": "Write a head for other software, checked against that software's arithmetic.",
     "info": "Show what a head's checkpoint holds, ours or another's.",

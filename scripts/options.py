@@ -25,7 +25,7 @@ PromptLookupSwitch = Annotated[
 ]
 DatastoreFolder = Annotated[
     Path | None,
-    typer.Option(help="Folder of build-datastore: draft what the target has said before."),
+    typer.Option(help="Folder of build-datastore: draft what the target has written before."),
 ]
 PromptLimit = Annotated[
     int, typer.Option(help="Use this many prompts, from the first.", callback=at_least_one)

@@ -76,7 +76,7 @@ class Threads:
 def openmp() -> Callable[[int], object] | None:
     """The function that sets the number of threads of torch's own OpenMP, where that is known.
 
-    torch's own, `set_num_threads`, would also set up the libraries for products anew.
+    torch's own, `set_num_threads`, would also set up the libraries for products again.
     """
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         return ctypes.CDLL(str(path)).omp_set_num_threads

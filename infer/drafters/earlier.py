@@ -1,4 +1,4 @@
-"""What was said in this process: an index that grows with every committed token.
+"""What was written in this process: an index that grows with every committed token.
 
 A server that gets similar requests drafts the next answers from the last ones (suffix decoding,
 Oliaro et al., 2024, arXiv 2411.04975, keeps such an index as a suffix tree).

@@ -1,4 +1,4 @@
-"""What a row has said so far, and what followed its last few tokens when they occurred before."""
+"""The tokens of a row so far, and what followed its last few tokens when they occurred before."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Lookup in a datastore: trees of what the target has said before after the same words.
+"""Lookup in a datastore: trees of what the target has written before after the same words.
 
 The row's own past goes first, as in prompt lookup; the rest of the tree is for what followed in the
-datastore, and in what this process has said. It needs no training and next to no time, so it pays
-wherever a target answers many requests of a kind.
+datastore, and in what this process has written. It needs no training and next to no time, so it
+pays wherever a target answers many requests of a kind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class StoreLookup(Lookup):
     budgets = tree_budgets(DEPTH)
 
     def __init__(self, store: Datastore | None, earlier: Earlier | None = None):
-        """`earlier` is what this process has said, which sessions add to."""
+        """`earlier` is what this process has written, which sessions add to."""
         self.store, self.earlier = store, earlier
 
     def chances(self, budget: Budget) -> tuple[float, ...]:

@@ -155,7 +155,7 @@ class TranslatedRow:
                 self._waiting = []
 
     def cut(self, count: int) -> None:
-        """Keep the first `count` tokens; what has been read beyond is read anew."""
+        """Keep the first `count` tokens; what has been read beyond is read again."""
         if count < len(self.tokens):
             del self.tokens[count:]
             self._restart()

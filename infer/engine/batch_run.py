@@ -126,7 +126,7 @@ class Batch:
     def join(self, other: "Batch", order: Sequence[int]) -> None:
         """Go on with running rows of both, see `RowState.join_rows`; other rows are forgotten.
 
-        They are numbered anew.
+        They are numbered again.
         """
         both = self.running_rows() + other.running_rows()
         self.rows = [both[row] for row in order]
@@ -204,7 +204,7 @@ class BatchRun:
         return places
 
     def join(self, other: "BatchRun", order: Sequence[int]) -> None:
-        """Go on with running rows of both, numbered anew; both have the same sampling."""
+        """Go on with running rows of both, numbered again; both have the same sampling."""
         self.batch.join(other.batch, order)
         self._count_rows()
         if self.random is not None and other.random is not None:

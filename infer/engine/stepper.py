@@ -199,7 +199,7 @@ class Stepper(ABC):
         session.keep_rows(rows)
 
     def join(self, other: "Stepper", order: Sequence[int]) -> None:
-        """Go on with rows of both, see `RowState.join_rows`; they are numbered anew.
+        """Go on with rows of both, see `RowState.join_rows`; they are numbered again.
 
         `other` has read its prompts and must not step again.
         """

@@ -1,4 +1,4 @@
-"""An index of what a target has said, and trees of what followed the same words there."""
+"""An index of what a target has written, and trees of what followed the same words there."""
 
 import json
 from pathlib import Path
@@ -254,7 +254,7 @@ def test_the_record_is_for_people_too(saved: Path) -> None:
     assert record["tokens"] == 20 * 40
 
 
-# ---- what this process has said -----------------------------------------------------------------
+# ---- what this process has written --------------------------------------------------------------
 
 
 def said(*texts: str, limit: int = 1000) -> Earlier:
