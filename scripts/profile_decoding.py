@@ -120,7 +120,7 @@ def size_of_interest(decoder: Decoder, tree_nodes: int | None) -> Budget | None:
     """The tree size whose step is split: the user's, or near 16 nodes; None without a drafter."""
     if decoder.drafter is None or tree_nodes:
         return decoder.budget
-    budgets = decoder.drafter.budgets
+    budgets = decoder.drafter.main_budgets
     return min(budgets, key=lambda budget: abs(budget.nodes - SIZE_OF_INTEREST))
 
 

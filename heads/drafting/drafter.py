@@ -175,11 +175,16 @@ class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
     features: FeatureSpec
-    budgets: tuple[Budget, ...]  # those that it can use, from small to large, its main ones last
+    budgets: tuple[Budget, ...]  # those that it can use, from small to large, the main ones last
     # The lossless rule above temperature 0 that accepts most of its trees, as measured by
     # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
     # the graph of a step, and its trees cannot change their size from step to step.
     sampling_rule: ClassVar[str] = "match"
+
+    @property
+    def main_budgets(self) -> tuple[Budget, ...]:
+        """Those of its main source of trees."""
+        return tuple(budget for budget in self.budgets if not budget.source)
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """How likely a proposal within the budget is accepted to depth 1, 2, ...

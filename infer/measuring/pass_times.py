@@ -73,7 +73,7 @@ def time_passes(
     prompt, _ = stepper.prefill()
     passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
     verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
-    draft: dict[Budget, list[float]] = {b: [] for b in (drafter.budgets if drafter else ())}
+    draft: dict[Budget, list[float]] = {b: [] for b in (drafter.main_budgets if drafter else ())}
     for _ in range(WARM_UP + rounds):
         for nodes, call in passes.items():
             verify[nodes].append(seconds_of(call, target.device))
@@ -88,10 +88,10 @@ def time_proposals(drafter: Drafter, stepper: Stepper, prompt: Committed) -> dic
     """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
     session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     session.commit(prompt)
-    session.propose(drafter.budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
+    session.propose(drafter.main_budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
     one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
     taken = {}
-    for budget in drafter.budgets:
+    for budget in drafter.main_budgets:
         session.commit(one)
         propose = partial(session.propose, budget, GREEDY, None)
         taken[budget] = seconds_of(propose, stepper.target.device)

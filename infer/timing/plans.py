@@ -54,9 +54,8 @@ class Plans:
 
         For rules under which the text of a seed depends on the tree: the main source's alone.
         """
-        own = [budget for budget in self.drafter.budgets if not budget.source]
-        chances = {budget: self.drafter.chances(budget) for budget in own}
-        return AdaptivePlan(StepCosts(own), lambda outlook: chances).best()
+        chances = {budget: self.drafter.chances(budget) for budget in self.drafter.main_budgets}
+        return AdaptivePlan(StepCosts(tuple(chances)), lambda outlook: chances).best()
 
     def costs(self, kind: StepKind) -> StepCosts:
         """What is known of a kind; at first what is known of the most similar one, if any is."""

@@ -72,6 +72,18 @@ def test_trees_of_rules_that_draw_have_no_branch(target, make_drafter) -> None:
     assert tree.draft_probs is not None
 
 
+def test_trees_of_lookup_alone_ask_the_drafter_for_nothing(target, make_drafter) -> None:
+    drafter = make_drafter("self+lookup", target)
+    session = session_after(drafter, [10, 11, 12, 13, 14, 10, 11])
+    session.session.propose = None  # whoever calls it fails
+    budget = Budget(4, 3, LOOKUP)
+    assert budget in drafter.budgets and budget not in drafter.main_budgets
+    tree = session.propose(budget, GREEDY, None)
+    assert tree.tokens.tolist() == [[11, 12, 13, 14]]
+    assert session.recipe(budget, None) is None
+    assert session.outlook() == 2
+
+
 def test_small_trees_have_no_branch() -> None:
     assert [branch_nodes(Budget(nodes, 1)) for nodes in (2, 3, 4, 16)] == [0, 0, 2, 8]
 
@@ -93,9 +105,9 @@ def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(
 def test_a_branch_comes_on_top_of_a_tree_that_is_fixed(target, make_drafter) -> None:
     own = BUSHY.num_nodes
     drafter = make_drafter("medusa:tree+lookup", target)
-    budgets = [budget for budget in drafter.budgets if budget.source != LOOKUP]
-    assert budgets == [Budget(own + own // 2, max(BUSHY.depth, own // 2))]
-    assert drafter.own_budget(budgets[0]) == BUSHY.budget
+    [budget] = drafter.main_budgets
+    assert budget == Budget(own + own // 2, max(BUSHY.depth, own // 2))
+    assert drafter.own_budget(budget) == BUSHY.budget
 
 
 def test_the_planner_expects_the_better_of_head_and_datastore(target, make_drafter) -> None:

@@ -65,7 +65,7 @@ def test_every_drafter_is_timed_alone_and_in_its_step(drafter_name, target, make
     drafter = make_drafter(drafter_name, target)
     passes = time_passes(target, drafter, batch=2, sizes=(1, 4), rounds=1)
     assert passes.columns == 256 and list(passes.verify) == [1, 4]
-    assert list(passes.draft) == list(drafter.budgets)
+    assert list(passes.draft) == list(drafter.main_budgets)
     assert min(*passes.verify.values(), *passes.draft.values()) > 0
     overhead = step_overhead(target, drafter, drafter.budgets[-1], PROMPTS, steps=2)
     assert 1 <= overhead.nodes <= drafter.budgets[-1].nodes
