@@ -183,7 +183,7 @@ class Drafter(ABC):
 
     @property
     def main_budgets(self) -> tuple[Budget, ...]:
-        """Those of its main source of trees."""
+        """Those of its main source of trees, the only one under rules that draw children."""
         return tuple(budget for budget in self.budgets if not budget.source)
 
     def chances(self, budget: Budget) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import byte_tokenizer
 
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer.drafters.datastore import Datastore
 from drafthead.scripts import cli
@@ -48,7 +49,7 @@ def test_answers_are_indexed_and_measured(run, tmp_path: Path) -> None:
     assert indexed + measured == 2 * prompts, "few are left out"
     assert 0 < measured < 20 and measured % 2 == 0, "both answers to a prompt"
     store = Datastore.load(tmp_path / "store", vocabulary_of(byte_tokenizer()))
-    assert store.record.reached[8][0] > 0.5, "the answers repeat a word"
+    assert store.record.reached[NO_OUTLOOK][8][0] > 0.5, "the answers repeat a word"
     past = byte_tokenizer().encode("abcd ab", add_special_tokens=False)
     _, following = next(store.continuations(past))
     assert byte_tokenizer().decode(following[:2]) == "cd"

@@ -248,7 +248,7 @@ def test_proposals_keep_to_the_budget_and_say_where_their_children_come_from(
     session = start(drafter, target, [0, 1, 2], PLACES[0])
     roots = IDS.gather(1, PLACES[0][:, None])[:, 0]
     random = None if sampling.greedy else RowRandom([1, 2, 3], torch.device("cpu"))
-    for budget in drafter.budgets:
+    for budget in drafter.budgets if random is None else drafter.main_budgets:
         tree = session.propose(budget, sampling, random)
         assert tree.num_nodes <= budget.nodes
         assert int(tree.depths.max()) <= tree.max_depth <= budget.depth

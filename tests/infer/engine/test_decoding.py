@@ -63,7 +63,7 @@ class Alternating(Planner):
     def __init__(self, drafter: Drafter):
         self.budgets, self.step = drafter.budgets, -1
 
-    def choose(self) -> Budget | None:
+    def choose(self, outlook: int) -> Budget | None:
         self.step += 1
         place, drafts = divmod(self.step, 2)
         return self.budgets[place % len(self.budgets)] if drafts else None
