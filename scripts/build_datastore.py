@@ -18,8 +18,8 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.files import fresh_folder
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.static import TREE_SIZES
-from drafthead.infer.drafters.datastore import Datastore
-from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.datastore import LEVELS, Datastore
+from drafthead.infer.drafters.store_lookup import OWN_OUTLOOK, StoreLookup
 from drafthead.infer.measuring.replayed_lookup import reached
 from drafthead.scripts import options
 from drafthead.scripts.inspect_data import load_tokenizer
@@ -28,6 +28,14 @@ from drafthead.train.token_table import Reading, TokenSequence, token_table
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
 HELD_OUT = 50  # the answers to one prompt of so many are left out
 MEASURED = 64  # of these are measured on, at most
+
+# What steps are told apart by, and the name of its column.
+OUTLOOKS = {
+    NO_OUTLOOK: "all",
+    0: "none",
+    **{length: str(length) for length in sorted(LEVELS)},
+    **{outlook: f"text {length}" for length, outlook in OWN_OUTLOOK.items()},
+}
 
 
 def main(
@@ -98,10 +106,18 @@ def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
     if not held_out:
         console.print("too few prompts to leave one out: how well it guesses was not measured")
         return
-    console.print(f"tokens a pass (tau), on {held_out} answers that are not in it:")
+    console.print(
+        f"tokens a pass (tau), on {held_out} answers that are not in it. Columns: all steps,"
+    )
+    console.print(
+        "and those of which nothing or so many last tokens were found, in it or in the text"
+    )
+    found = store.record.reached
+    outlooks = [outlook for outlook in OUTLOOKS if outlook in found]
     table = Table()
-    for name in ("nodes of a tree", "tau"):
+    for name in ("nodes", *(OUTLOOKS[outlook] for outlook in outlooks)):
         table.add_column(name, justify="right")
-    for nodes, shares in store.record.reached[NO_OUTLOOK].items():
-        table.add_row(str(nodes), f"{1 + sum(shares):.2f}")
+    for nodes in found[NO_OUTLOOK]:
+        shares = (found[outlook].get(nodes) for outlook in outlooks)
+        table.add_row(str(nodes), *(f"{1 + sum(some):.2f}" if some else "-" for some in shares))
     console.print(table)

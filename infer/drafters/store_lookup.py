@@ -15,13 +15,16 @@ from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
-from drafthead.infer.drafters.datastore import DEPTH, LEVELS, Datastore
+from drafthead.infer.drafters.datastore import DEPTH, Datastore
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GuessTree
 from drafthead.infer.drafters.past import Lookup, Past, Pasts
 
 OWN = 8  # tokens that the row's own past proposes
 LEAST_NGRAM = 2  # tokens that must have occurred in it before; one alone says too little
+# Outlooks where so many tokens were found in the row's own past; elsewhere it is their number. What
+# `build-datastore` shows for SmolLM2-135M's answers puts them around six tokens found elsewhere.
+OWN_OUTLOOK = {2: 5, 3: 7}
 
 
 class StoreLookupSession(Pasts["StoreLookup"]):
@@ -61,8 +64,10 @@ class StoreLookup(Lookup):
         return self._measured(NO_OUTLOOK, budget) or super().chances(budget)
 
     def chances_found(self, outlook: int, budget: Budget) -> tuple[float, ...]:
-        """The same at an outlook."""
-        return self._measured(outlook, budget) or self.chances(budget)
+        """The same at an outlook, or at the next lower one that was met."""
+        record = {} if self.store is None else self.store.record.reached
+        known = max((met for met in record if 0 < met <= outlook), default=NO_OUTLOOK)
+        return self._measured(known, budget) or self.chances(budget)
 
     def _measured(self, outlook: int, budget: Budget) -> tuple[float, ...]:
         reached = self.store.record.reached.get(outlook, {}) if self.store is not None else {}
@@ -80,15 +85,11 @@ class StoreLookup(Lookup):
         return GuessTree.grown(own, counted, nodes, depth)
 
     def outlook(self, past: Past) -> int:
-        """How many of the row's last tokens were found again: in its past, or else elsewhere.
-
-        What a text repeats of itself is copied surest, so two tokens found there are more than any
-        number found elsewhere.
-        """
+        """How much of the row's end was found again: in its past, or else elsewhere."""
         if own := past.matched(LEAST_NGRAM):
-            return max(LEVELS) + own
-        found = (place.matched(past.tokens) for place in (self.store, self.earlier) if place)
-        return max(found, default=0)
+            return OWN_OUTLOOK[own]
+        elsewhere = [place for place in (self.store, self.earlier) if place is not None]
+        return max((place.matched(past.tokens) for place in elsewhere), default=0)
 
     def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
         """Weights and texts of what followed the end of a past, in the datastore and earlier."""

@@ -29,6 +29,8 @@ class Expectations:
             if size is not None:
                 self.table[place, : len(chances[size])] = chances[size]
                 self.places.setdefault(size.source, []).append(place)
+        # Drafts that cannot bring anything [S], as nothing was found to propose.
+        self.hopeless = (self.table.max(axis=1) == 0) & [size is not None for size in sizes]
         # What one source guesses well another may not.
         self.trackers = {}
         for source in self.places:
@@ -42,10 +44,6 @@ class Expectations:
             places = self.places[source]
             found[places] = tracker.tokens(self.table[places, : len(tracker.expected)])
         return found
-
-    def hopeless(self) -> NDArray[np.bool_]:
-        """Sizes that were not expected to bring anything even before decoding [S]."""
-        return np.asarray(self.table.max(axis=1) == 0)
 
     def add(self, budget: Budget, accept_lengths: Sequence[int]) -> None:
         """Record one step with a draft: the tokens that each row committed."""

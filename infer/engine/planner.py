@@ -159,7 +159,7 @@ class AdaptivePlan:
         lost = np.maximum(1 - np.exp(rates - rates[best]), settings.least_loss)
         can_be_paid &= settings.run_steps * ratios * lost <= self.trial_account
         can_be_paid[best] = False
-        can_be_paid[1:] &= ~expected.hopeless()[1:]
+        can_be_paid &= ~expected.hopeless
         tried = self._worth_a_trial(expected, rates, best, can_be_paid)
         return self.sizes[best if tried is None else tried], tried is not None
 
@@ -212,17 +212,18 @@ class PlannedDecoding(Planner):
         """`on_finish` is called after the last step."""
         self.plan, self.on_finish = plan, on_finish
         self.runs: dict[int, Run] = {}  # the current one of each outlook
+        self.outlook = NO_OUTLOOK  # of the current step
 
     def choose(self, outlook: int) -> Budget | None:
         """The size of the current run of this outlook."""
         if outlook not in self.runs:
             self.runs[outlook] = self.plan.next_run(outlook, None)
-        self.run = self.runs[outlook]
-        return self.run.size
+        self.outlook = outlook
+        return self.runs[outlook].size
 
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record a step; after the last one of a run the plan chooses again."""
-        run = self.run
+        run = self.runs[self.outlook]
         run.seconds.append(seconds)
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:

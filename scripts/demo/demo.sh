@@ -12,10 +12,10 @@ if ! target=$(drafthead fetch smollm2); then
     echo "SmolLM2 is not to be had, so this is the demo on the small model of the tests (make demo-offline)." >&2
     exec sh scripts/demo/offline.sh
 fi
-[ -d "$run/said" ] || drafthead build-datastore --data assets/smollm2_answers/answers.parquet \
-    --tokenizer "$target" --output "$run/said"
+[ -d "$run/datastore" ] || drafthead build-datastore --data assets/smollm2_answers/answers.parquet \
+    --tokenizer "$target" --output "$run/datastore"
 # Uncompiled, for an answer at once; what follows is compiled, which takes minutes the first time.
-drafthead generate --target "$target" --head $shipped --datastore "$run/said" --max-new-tokens 128 \
+drafthead generate --target "$target" --head $shipped --datastore "$run/datastore" --max-new-tokens 128 \
     --prompt "How do I write a good commit message? Give me an example."
 drafthead distill --target "$target" --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
     --max-new-tokens 256 --batch-size 64 --compile
@@ -24,5 +24,5 @@ drafthead distill --target "$target" --prompts $prompts/validation.jsonl --outpu
 accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     train/train_heads.py --config configs/demo_smollm2.yaml target.name="$target" \
     data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" train.output="$run/parallel"
-drafthead compare --target "$target" --head $shipped --head "$run/parallel" --datastore "$run/said" --compile \
+drafthead compare --target "$target" --head $shipped --head "$run/parallel" --datastore "$run/datastore" --compile \
     --prompts $prompts/test.jsonl --output "$run/comparison" --limit 6 --rounds 1 --max-new-tokens 96

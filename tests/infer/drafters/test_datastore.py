@@ -189,14 +189,29 @@ def test_the_planner_is_told_what_was_measured() -> None:
     assert lookup.chances(Budget(6, 2)) == (0.5, 0.25)
     assert lookup.chances(Budget(16, 3)) == (0.7, 0.4, 0.2)
     assert lookup.chances_at(6, Budget(4, 2)) == (0.9, 0.8)
+    assert lookup.chances_at(7, Budget(4, 2)) == (0.9, 0.8)  # the next lower one that was met
     assert lookup.chances_at(3, Budget(4, 2)) == (0.5, 0.25)  # not met while it was measured
     assert lookup.chances_at(0, Budget(4, 2)) == (0.0, 0.0)
 
 
-def test_the_own_past_is_tried_before_the_datastore() -> None:
-    past = Past(ord("a"))
-    for token in letters("bXYab"):
+def past_of(text: str) -> Past:
+    past = Past(ord(text[0]))
+    for token in letters(text[1:]):
         past.append(token)
+    return past
+
+
+@pytest.mark.parametrize(
+    ("text", "outlook"),
+    [("xy", 0), ("xab", 2), ("xabc", 3), ("xabcdef", 6), ("xyxy", 5), ("xyzxyz", 7), ("abxab", 5)],
+)
+def test_the_outlook_is_what_was_found_again(text: str, outlook: int) -> None:
+    """Tokens found in the datastore; what the text repeats of itself goes first, as in a draft."""
+    assert StoreLookup(store_of("abcdefg")).outlook(past_of(text)) == outlook
+
+
+def test_the_own_past_is_tried_before_the_datastore() -> None:
+    past = past_of("abXYab")
     tree = StoreLookup(store_of("abZ")).guess(past, nodes=OWN + 1, depth=DEPTH)
     text = "".join(map(chr, tree.tokens))
     assert text == "XYabXYabZ"  # in a circle, then what the datastore knows
