@@ -107,10 +107,8 @@ def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
         console.print("too few prompts to leave one out: how well it guesses was not measured")
         return
     console.print(
-        f"tokens a pass (tau), on {held_out} answers that are not in it. Columns: all steps,"
-    )
-    console.print(
-        "and those of which nothing or so many last tokens were found, in it or in the text"
+        f"tokens a pass (tau), on {held_out} answers that are not in it: in all steps, and where "
+        "none or so many of the last tokens were found, in the datastore or before in the text"
     )
     found = store.record.reached
     outlooks = [outlook for outlook in OUTLOOKS if outlook in found]
