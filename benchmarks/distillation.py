@@ -23,7 +23,7 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
-from drafthead.train.conversations import read_conversations
+from drafthead.train.data.conversations import read_conversations
 
 
 def served(decoder: Decoder, prompts: list[list[int]], tokens: int, rows: int) -> int:

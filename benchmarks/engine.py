@@ -40,7 +40,7 @@ from drafthead.infer.measuring.bandwidth import copy_bandwidth, weight_bytes
 from drafthead.infer.measuring.contestants import Transformers
 from drafthead.infer.measuring.pass_times import step_overhead, time_passes
 from drafthead.infer.request.prompts import encode_one
-from drafthead.train.conversations import read_conversations
+from drafthead.train.data.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)
 PASSES = (1, 16, 64)  # nodes of the passes that are timed alone

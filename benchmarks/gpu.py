@@ -18,7 +18,7 @@ import typer
 
 from drafthead.heads.files import write_text
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.train.run_summary import summarize
+from drafthead.train.run.summary import summarize
 
 FAMILIES = ("medusa", "eagle3", "parallel")
 LINES_KEPT = 30  # of the output of a stage that failed

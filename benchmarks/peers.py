@@ -32,7 +32,7 @@ from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import load_tokenizer
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
-from drafthead.train.conversations import read_conversations
+from drafthead.train.data.conversations import read_conversations
 from workers.protocol import MARK, Job
 
 HERE = Path(__file__).parent

@@ -20,7 +20,7 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.infer.verifiers import VERIFIERS
-from drafthead.train.conversations import read_conversations
+from drafthead.train.data.conversations import read_conversations
 
 RULES = sorted(name for name, rule in VERIFIERS.items() if rule.lossless and not rule.greedy)
 CHAIN, TREE = 4, 8  # drafted tokens of the draft model, nodes of the head's tree

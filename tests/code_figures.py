@@ -71,6 +71,7 @@ class Module:
         self.lines, self.tree = text.splitlines(), ast.parse(text)
         parts = path.with_suffix("").parts
         self.name = ".".join(["drafthead", *(parts[:-1] if path.stem == "__init__" else parts)])
+        self.room = "/".join(parts[:2]) if len(parts) > 2 else ""  # "heads/trees"
 
     @cached_property
     def imports(self) -> list[tuple[str, ...]]:
@@ -130,13 +131,29 @@ def upward_imports(modules: list[Module]) -> list[str]:
 def import_circles(modules: list[Module]) -> list[list[str]]:
     """Names of modules that import each other, directly or through others: [["a", "b"], ...]."""
     names = {module.name for module in modules}
-    reached = {module.name: module.imported(names) | {module.name} for module in modules}
-    for middle in names:  # Warshall: paths through one more module
-        for name in names:
+    return circles({module.name: module.imported(names) for module in modules})
+
+
+def room_circles(modules: list[Module]) -> list[list[str]]:
+    """The same of rooms, the folders in a layer; modules that are in none are not counted."""
+    names = {module.name for module in modules}
+    rooms = {module.name: module.room for module in modules if module.room}
+    reached: dict[str, set[str]] = {room: set() for room in rooms.values()}
+    for module in modules:
+        if module.room:
+            reached[module.room] |= {rooms[n] for n in module.imported(names) if n in rooms}
+    return circles(reached)
+
+
+def circles(reached: dict[str, set[str]]) -> list[list[str]]:
+    """Which names reach each other, by one step each or by several: [["a", "b"], ...]."""
+    reached = {name: others | {name} for name, others in reached.items()}
+    for middle in reached:  # Warshall: paths through one more name
+        for name in reached:
             if middle in reached[name]:
                 reached[name] |= reached[middle]
-    circles = {tuple(sorted(m for m in reached[n] if n in reached[m])) for n in names}
-    return sorted(list(circle) for circle in circles if len(circle) > 1)
+    found = {tuple(sorted(m for m in reached[n] if n in reached[m])) for n in reached}
+    return sorted(list(circle) for circle in found if len(circle) > 1)
 
 
 def functions_without_shape(modules: list[Module]) -> list[Function]:

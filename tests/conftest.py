@@ -23,7 +23,7 @@ from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.train import token_table
+from drafthead.train.data import token_table
 
 
 class ScriptedRandom(RowRandom):

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from code_figures import ROOT, Module, all_modules, import_circles, upward_imports
+from code_figures import (
+    ROOT,
+    Module,
+    all_modules,
+    import_circles,
+    room_circles,
+    upward_imports,
+)
 
 MODULES = all_modules()
 FILES = [ROOT / module.path for module in MODULES]
@@ -46,6 +53,23 @@ def test_circles_are_found(imports: dict[str, str]) -> None:
     alone = Module(Path("heads/alone.py"), "from drafthead.heads import a")
     assert import_circles([*modules, alone]) == [[f"drafthead.heads.{name}" for name in imports]]
     assert not import_circles(modules[1:])
+
+
+def test_no_rooms_import_each_other() -> None:
+    """So each folder can be read after those that it builds on."""
+    assert not room_circles(MODULES)
+
+
+def test_circles_of_rooms_are_found() -> None:
+    texts = {
+        "train/a/x": "from drafthead.train.b import y",
+        "train/b/y": "",
+        "train/b/z": "from drafthead.train import c\nfrom drafthead.train.a import x",
+        "train/c": "from drafthead.train.b import z",
+    }
+    modules = [Module(Path(f"{name}.py"), text) for name, text in texts.items()]
+    assert room_circles(modules) == [["train/a", "train/b"]]
+    assert not room_circles(modules[:2])
 
 
 def test_functions_fit_a_screen() -> None:

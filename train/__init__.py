@@ -1,1 +1,1 @@
-"""Training of draft heads: conversations, distillation, features, the loop and its entry point."""
+"""Training of draft heads: prompts, conversations, features, the loop and its entry point."""

@@ -20,19 +20,19 @@ from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.train.data_checks import check_held_out, check_writers
-from drafthead.train.engines import build_accelerator
-from drafthead.train.features import load_target
-from drafthead.train.full_disk import full_disk_named
-from drafthead.train.kept_features import FeatureSource, KeptFeatures
-from drafthead.train.loop import Trainer
-from drafthead.train.packing import PackedData, load_packed
-from drafthead.train.run_config import RunConfig, load_run_config
-from drafthead.train.run_folder import RunFolder
-from drafthead.train.saved_states import Sources
-from drafthead.train.starting_config import write_starting_config
-from drafthead.train.step import TrainingTask
-from drafthead.train.weights import weights_fingerprint
+from drafthead.train.data.checks import check_held_out, check_writers
+from drafthead.train.data.packing import PackedData, load_packed
+from drafthead.train.features.kept import FeatureSource, KeptFeatures
+from drafthead.train.features.reading import load_target
+from drafthead.train.jobs.full_disk import full_disk_named
+from drafthead.train.jobs.weights import weights_fingerprint
+from drafthead.train.learning.engines import build_accelerator
+from drafthead.train.learning.loop import Trainer
+from drafthead.train.learning.step import TrainingTask
+from drafthead.train.run.config import RunConfig, load_run_config
+from drafthead.train.run.folder import RunFolder
+from drafthead.train.run.saved_states import Sources
+from drafthead.train.run.starting_config import write_starting_config
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from drafthead.heads.errors import UserError
 from drafthead.infer.decoder import DEFAULT_CHAIN
-from drafthead.scripts.racing import RaceTerms
-from drafthead.train.run_config import (
+from drafthead.scripts.measuring.racing import RaceTerms
+from drafthead.train.run.config import (
     Given,
     RunConfig,
     build_section,

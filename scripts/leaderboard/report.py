@@ -15,11 +15,11 @@ from drafthead.heads.files import write_text
 from drafthead.infer.measuring.comparison import PLAIN, ComparisonRow
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.speedup_model import speedup_bound
-from drafthead.scripts.racing import DRAFT_MODEL, LOOKUP
+from drafthead.scripts.measuring.racing import DRAFT_MODEL, LOOKUP
 from drafthead.scripts.reports.comparison import SPEED_COLUMNS, speed_cells
 from drafthead.scripts.reports.figures import OURS, THEIRS, save_figure
 from drafthead.scripts.reports.tables import markdown_table, number, print_table
-from drafthead.train.run_summary import RunSummary
+from drafthead.train.run.summary import RunSummary
 
 RESULT = "leaderboard.json"
 

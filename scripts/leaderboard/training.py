@@ -15,9 +15,9 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.drafters.other_vocabulary import model_drafter
 from drafthead.scripts.leaderboard.config import Board, Entry
-from drafthead.scripts.measuring import prompt_ids
-from drafthead.train.conversations import read_conversations
-from drafthead.train.features import check_row_length
+from drafthead.scripts.measuring.record import prompt_ids
+from drafthead.train.data.conversations import read_conversations
+from drafthead.train.features.reading import check_row_length
 
 STOPPED = 130  # exit status of a training that was stopped and can be continued
 

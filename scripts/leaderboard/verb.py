@@ -18,9 +18,9 @@ from drafthead.scripts.leaderboard.report import (
     write_board,
 )
 from drafthead.scripts.leaderboard.training import check_board, train_entries
-from drafthead.scripts.measuring import describe_run, prompt_ids
-from drafthead.scripts.racing import Drafters, run_races
-from drafthead.train.run_summary import summarize
+from drafthead.scripts.measuring.racing import Drafters, run_races
+from drafthead.scripts.measuring.record import describe_run, prompt_ids
+from drafthead.train.run.summary import summarize
 
 
 def main(

@@ -50,8 +50,9 @@ def run(models_folder, monkeypatch, capsys):
 def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
     status, out, _ = run("--help")
     assert status == 0
-    assert all(verb in out for verb in cli.VERBS)
-    for verb in cli.VERBS:
+    verbs = [cli.name_of(module) for module in cli.VERBS]
+    assert all(verb in out for verb in verbs)
+    for verb in verbs:
         status, out, _ = run(verb, "--help")
         assert status == 0 and "Usage" in out and len(out) > 300
 
@@ -218,7 +219,7 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
 def test_verify_exactness_says_so_in_one_line_and_its_status(
     run, tmp_path, monkeypatch, options, verifier, verdict
 ) -> None:
-    monkeypatch.setattr("drafthead.scripts.verify_exactness.BATCHES", 1)
+    monkeypatch.setattr("drafthead.scripts.measuring.verify_exactness.BATCHES", 1)
     status, out, _ = run(
         "verify-exactness", "--target", "@target", "--draft-model", "@draft", "--limit", "2",
         "--samples", "200", "--answers", "8", "--max-new-tokens", "24",
@@ -328,7 +329,7 @@ def test_a_full_disk_is_said_in_one_sentence(run, monkeypatch, tmp_path) -> None
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device", "comparison.json")
 
-    monkeypatch.setattr("drafthead.scripts.compare.write_report", no_space)
+    monkeypatch.setattr("drafthead.scripts.measuring.compare.write_report", no_space)
     output = ("--output", str(tmp_path / "race"), "--rounds", "1", "--max-new-tokens", "4")
     status, _, err = run("compare", *TARGET, "--prompts", "@prompts.jsonl", *output)
     assert status == 1

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.train.duration import Duration
+from drafthead.train.learning.duration import Duration
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
     lr_share,
     set_learning_rates,
 )
-from drafthead.train.run_config import TrainConfig
-from drafthead.train.run_folder import Progress
+from drafthead.train.run.config import TrainConfig
+from drafthead.train.run.folder import Progress
 
 
 def small_net() -> nn.ModuleDict:

@@ -28,11 +28,7 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train import loop
-from drafthead.train.evaluation import Evaluation, evaluate, measure
-from drafthead.train.features import check_row_length, positions_in_segments, read_features
-from drafthead.train.loop import Trainer
-from drafthead.train.packing import (
+from drafthead.train.data.packing import (
     DataConfig,
     RowOrder,
     TokenBatch,
@@ -41,10 +37,14 @@ from drafthead.train.packing import (
     pack,
     pack_sequences,
 )
-from drafthead.train.ranks import RankedAnchors, count_paths
-from drafthead.train.run_config import load_run_config
-from drafthead.train.run_folder import RunFolder, cut_log, first_difference
-from drafthead.train.token_table import TokenSequence, TokenTable
+from drafthead.train.data.token_table import TokenSequence, TokenTable
+from drafthead.train.features.reading import check_row_length, positions_in_segments, read_features
+from drafthead.train.learning import loop
+from drafthead.train.learning.evaluation import Evaluation, evaluate, measure
+from drafthead.train.learning.loop import Trainer
+from drafthead.train.learning.ranks import RankedAnchors, count_paths
+from drafthead.train.run.config import load_run_config
+from drafthead.train.run.folder import RunFolder, cut_log, first_difference
 from drafthead.train.train_heads import new_head, train
 
 ROOT = Path(__file__).parents[2]

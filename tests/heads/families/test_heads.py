@@ -23,7 +23,7 @@ from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TokenTree, TreeShape
-from drafthead.train.ranks import chain_lengths
+from drafthead.train.learning.ranks import chain_lengths
 
 GREEDY, WARM = SamplingConfig(), SamplingConfig(temperature=1.0, top_k=20)
 

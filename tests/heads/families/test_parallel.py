@@ -23,7 +23,7 @@ from drafthead.heads.trees.best_first import best_first_tree
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.measuring.oracle import OracleDecoder
-from drafthead.train.features import positions_in_segments, segment_mask
+from drafthead.train.features.reading import positions_in_segments, segment_mask
 
 GREEDY = SamplingConfig()
 KINDS = ["none", "markov", "gated", "recurrent"]

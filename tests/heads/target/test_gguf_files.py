@@ -15,7 +15,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target import gguf_files
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
-from drafthead.scripts.inspect_data import load_tokenizer
+from drafthead.scripts.data.inspect_data import load_tokenizer
 
 TEXT = "Größe <|user|> of 12 abacus"
 # Our names of a layer's weights and those of GGUF.

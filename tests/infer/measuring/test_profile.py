@@ -25,7 +25,7 @@ from drafthead.infer.measuring.bandwidth import (
 from drafthead.infer.measuring.ledger import HOST, ledger_of, measure_ledgers
 from drafthead.infer.measuring.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
 from drafthead.infer.measuring.plan_table import plan_rows, reason
-from drafthead.scripts import profile_decoding
+from drafthead.scripts.measuring import profile_decoding
 from drafthead.scripts.reports.plan import write_plan
 
 PROMPTS = [[9, 10, 11], [20, 21]]

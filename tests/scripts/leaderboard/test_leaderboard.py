@@ -12,7 +12,7 @@ from drafthead.heads.errors import UserError
 from drafthead.scripts import cli
 from drafthead.scripts.leaderboard.config import Board, load_board
 from drafthead.scripts.leaderboard.training import check_board
-from drafthead.train.run_summary import summarize
+from drafthead.train.run.summary import summarize
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from drafthead.infer import Decoder
 from drafthead.infer.engine.tracing import Trace
-from drafthead.scripts import trace_decoding
+from drafthead.scripts.decoding import trace_decoding
 from drafthead.scripts.reports.trace_page import as_page, as_text, spans
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -1,0 +1,3 @@
+"""drafthead.scripts.data: verbs that write, answer and show the prompts that heads are trained
+on.
+"""

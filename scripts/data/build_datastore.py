@@ -1,0 +1,121 @@
+"""`drafthead build-datastore`: an index of what a target has written, for lookup while decoding."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
+from drafthead.heads.errors import UserError
+from drafthead.heads.files import fresh_folder
+from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.trees.static import TREE_SIZES
+from drafthead.infer.drafters.datastore import LEVELS, Datastore
+from drafthead.infer.drafters.store_lookup import OWN_OUTLOOK, StoreLookup
+from drafthead.infer.measuring.replayed_lookup import reached
+from drafthead.scripts import options
+from drafthead.scripts.data.inspect_data import load_tokenizer
+from drafthead.train.data.token_table import Reading, TokenSequence, token_table
+
+WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
+HELD_OUT = 50  # the answers to one prompt of so many are left out
+MEASURED = 64  # of these are measured on, at most
+
+# What steps are told apart by, and the name of its column.
+OUTLOOKS = {
+    NO_OUTLOOK: "all",
+    0: "none",
+    **{length: str(length) for length in sorted(LEVELS)},
+    **{outlook: f"text {length}" for length, outlook in OWN_OUTLOOK.items()},
+}
+
+
+def main(
+    data: Annotated[
+        str,
+        typer.Option(help="What the target has written: answers of `drafthead distill`, or logs."),
+    ],
+    tokenizer: Annotated[str, typer.Option(help="The target, whose tokens they become.")],
+    output: options.NewFolder,
+) -> None:
+    """Index a target's earlier answers, so that decoding can look up what followed the same words.
+
+    No model is trained: --datastore FOLDER of generate, chat, compare and others proposes what came
+    next before, for next to no time. Good where a target answers many requests of a kind, and the
+    more of its own answers there are, the better. The answers to one prompt of 50 are left out, and
+    show how many tokens a pass the others would have brought for them.
+    """
+    with fresh_folder(output) as folder:
+        loaded = load_tokenizer(tokenizer)
+        table = token_table(Reading(data, None, WHOLE, None), loaded)
+        left: list[list[int]] = []
+        held_out: list[list[int]] = []
+        for sequence in table:
+            (held_out if is_held_out(sequence) else left).extend(answers(sequence))
+        if not left:
+            raise UserError(f"{data} holds no answers to index: add some")
+        held_out = held_out[:MEASURED]
+        store = measured(Datastore.of(left, vocabulary_of(loaded)), held_out)
+        store.save(folder)
+    show(store, len(left), len(held_out), output)
+
+
+def measured(store: Datastore, held_out: list[list[int]]) -> Datastore:
+    """The datastore, which now knows how well it guesses texts that are not in it, if any."""
+    found: dict[int, dict[int, list[float]]] = {}
+    for nodes in tqdm(TREE_SIZES if held_out else (), desc="measuring", unit="size", delay=1):
+        for outlook, shares in reached(StoreLookup(store), held_out, nodes).items():
+            found.setdefault(outlook, {})[nodes] = shares
+    store.record = replace(store.record, reached=found)
+    return store
+
+
+def answers(sequence: TokenSequence) -> Iterator[list[int]]:
+    """The runs of tokens that the target wrote.
+
+    Tokens 5 6 7 8 9, of which 6 7 and 9 are supervised, hold the answers 6 7 and 9.
+    """
+    learnt = sequence.supervised.numpy().astype(np.int8)
+    borders = np.flatnonzero(np.diff(learnt, prepend=0, append=0)).tolist()
+    for start, end in list(pairwise(borders))[::2]:
+        yield sequence.input_ids[start:end].tolist()
+
+
+def is_held_out(sequence: TokenSequence) -> bool:
+    """Whether a conversation is left out, to measure on; so are all others with the same prompt.
+
+    Another answer to the same prompt would tell too much.
+    """
+    prompt = sequence.input_ids[: int(sequence.supervised.int().argmax())]
+    digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT == 0
+
+
+def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
+    """Print what the datastore holds and how well it guesses."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{output}: {store.record.tokens:,} tokens of {texts:,} answers")
+    if not held_out:
+        console.print("too few prompts to leave one out: how well it guesses was not measured")
+        return
+    console.print(
+        f"tokens a pass (tau), on {held_out} answers that are not in it: in all steps, and where "
+        "none or so many of the last tokens were found, in the datastore or before in the text"
+    )
+    found = store.record.reached
+    outlooks = [outlook for outlook in OUTLOOKS if outlook in found]
+    table = Table()
+    for name in ("nodes", *(OUTLOOKS[outlook] for outlook in outlooks)):
+        table.add_column(name, justify="right")
+    for nodes in found[NO_OUTLOOK]:
+        shares = (found[outlook].get(nodes) for outlook in outlooks)
+        table.add_row(str(nodes), *(f"{1 + sum(some):.2f}" if some else "-" for some in shares))
+    console.print(table)

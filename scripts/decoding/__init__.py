@@ -1,0 +1,1 @@
+"""drafthead.scripts.decoding: verbs that decode."""

@@ -1,0 +1,3 @@
+"""drafthead.scripts.measuring: verbs that measure: how fast, where the time goes, and whether
+answers are exact.
+"""

@@ -1,0 +1,74 @@
+"""`drafthead compare`: which way of decoding is fastest here, and by how much."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import DEFAULT_CHAIN, store_lookup
+from drafthead.scripts import options
+from drafthead.scripts.measuring.racing import Drafters, RaceTerms, run_races
+from drafthead.scripts.measuring.record import describe_run, prompt_ids
+from drafthead.scripts.reports.comparison import (
+    divergence_notes,
+    predictions,
+    print_report,
+    write_report,
+)
+
+
+def main(
+    target: options.TargetName,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="JSONL, Parquet or data set; Spec-Bench's question file works unchanged."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for comparison.json, .md and .png.")],
+    head: Annotated[list[Path] | None, typer.Option(help="Trained head; repeatable.")] = None,
+    draft_model: options.DraftModelName = None,
+    datastore: options.DatastoreFolder = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="0 is greedy; repeatable.")
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    limit: options.PromptLimit = 20,
+    rounds: Annotated[int, typer.Option(help="Times that every prompt is decoded.")] = 3,
+    tree_nodes: options.TreeNodes = None,
+    draft_tokens: options.DraftTokens = None,
+    compile: options.CompileSwitch = False,
+    verifier: Annotated[
+        str,
+        typer.Option(
+            help="auto is lossless; typical and lenient are lossy and need a temperature."
+        ),
+    ] = "auto",
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = "auto",
+    seed: options.Seed = 0,
+) -> None:
+    """Time plain decoding, transformers' generate, draft model, lookup and heads.
+
+    All decode the same prompts, in turns. "speedup" is over plain decoding on this engine, "over
+    generate" over transformers' model.generate; "bound" is the speedup that tau and the measured
+    phases allow. On a CPU bfloat16 is faster only if the processor computes in it.
+    """
+    terms = RaceTerms(tuple(temperature or [0.0]), max_new_tokens, rounds, verifier, seed)
+    loaded = Target.from_pretrained(target, dtype, device)
+    assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
+    chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
+    stored = store_lookup(datastore, False, loaded)
+    drafters = Drafters(
+        loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True, stored=stored
+    )
+    ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
+    rows, differing = run_races(drafters, ids, terms, assisted=True)
+    notes = [*predictions(rows), *divergence_notes(differing, len(ids))]
+    print_report(rows, notes)
+    about = {
+        **describe_run(target, loaded), "prompts": len(ids), "max_new_tokens": max_new_tokens,
+        "rounds": rounds, "divergences": [vars(divergence) for divergence in differing],
+    }  # fmt: skip
+    write_report(rows, notes, about, output)

@@ -1,0 +1,216 @@
+"""`drafthead verify-exactness`: are decoded answers distributed as the target's own?"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.measuring.divergence import Divergence
+from drafthead.infer.measuring.exactness import (
+    Evidence,
+    LaterTokens,
+    SampledPair,
+    Start,
+    greedy_differences,
+    later_tokens,
+    sampled_start,
+)
+from drafthead.infer.measuring.goodness_of_fit import Fit
+from drafthead.infer.measuring.rule_law import fit_of_rule
+from drafthead.infer.measuring.target_law import LENGTH
+from drafthead.infer.request.prompts import encode_one
+from drafthead.infer.verifiers import Verifier, verifier_for
+from drafthead.scripts import options
+from drafthead.scripts.measuring.record import describe_run, prompt_ids
+from drafthead.scripts.reports.exactness import report_evidence
+
+PROMPTS = (
+    "Tell me about the sea.",
+    "What is 17 times 23?",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""',
+    "Translate to French: Where is the station?",
+)
+TABLES, BATCHES = 4, 8  # random tables, and batches of ROWS samples for each
+
+
+def main(
+    target: options.TargetName,
+    head: options.HeadFolder = None,
+    draft_model: options.DraftModelName = None,
+    prompt_lookup: options.PromptLookupSwitch = False,
+    datastore: options.DatastoreFolder = None,
+    temperature: Annotated[
+        float, typer.Option(help="Of sampled answers; 0 tests only greedy answers.")
+    ] = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Of sampled answers; 1 is none.")] = 1.0,
+    verifier: Annotated[
+        str,
+        typer.Option(
+            help="Rule for sampled answers. auto is what decoding uses: match, or traversal with a "
+            "draft model that is not compiled. typical and lenient are lossy and fail."
+        ),
+    ] = "auto",
+    prompts: Annotated[
+        str | None, typer.Option(help="JSONL, Parquet or data set; a few short prompts by default.")
+    ] = None,
+    limit: options.PromptLimit = 4,
+    samples: Annotated[
+        int, typer.Option(help="Times that the first tokens after each prompt are sampled.")
+    ] = 256,
+    answers: Annotated[int, typer.Option(help="Whole sampled answers per prompt.")] = 32,
+    max_new_tokens: options.MaxNewTokens = 48,
+    tree_nodes: Annotated[int, typer.Option(help="Nodes of every proposal, root included.")] = 16,
+    draft_tokens: options.DraftTokens = None,
+    compile: Annotated[
+        bool, typer.Option(help="Test compiled passes; the reference is never compiled.")
+    ] = False,
+    false_alarm: Annotated[
+        float, typer.Option(help="Chance that exact decoding is called inexact.")
+    ] = 1e-3,
+    output: Annotated[Path | None, typer.Option(help="JSON file for all measurements.")] = None,
+    seed: options.Seed = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16, float16 or auto. In 16 bits the target's own distribution "
+            "changes with the shape of a pass, which blurs the test."
+        ),
+    ] = "float32",
+    device: options.DeviceName = "auto",
+) -> None:
+    """Test whether decoding with a drafter gives the answers of the target alone.
+
+    Four tests: the acceptance rule on random tables whose distribution is known; the first tokens
+    of sampled answers, and all later ones, against the target's distribution, which is computed by
+    plain passes; greedy answers against plain decoding. "Found in 90%" is the power: the least
+    total variation that is noticed with that chance. One of --head, --draft-model, --prompt-lookup,
+    --datastore is needed. The exit status is 0 for PASS and 1 for FAIL.
+    """
+    effort = Effort(samples, answers, max_new_tokens, false_alarm)
+    if not (head or draft_model or prompt_lookup or datastore):
+        raise UserError("choose a head, draft_model, prompt_lookup or datastore: it is tested")
+    beside = prompt_lookup or datastore is not None
+    drafted = Drafter if draft_model is None or beside or compile else DraftModel
+    rule = verifier_for(verifier, temperature, drafted.sampling_rule)
+    decoder = Decoder.from_pretrained(
+        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
+        compile=compile, datastore=datastore,
+    )  # fmt: skip
+    sampling = SamplingConfig(temperature, top_k, top_p)
+    pair = TestedPair(decoder, rule, sampling, seed, repetition_penalty)
+    ids = tested_prompts(prompts, limit, decoder, max_new_tokens)
+    evidence = pair.evidence(ids, effort)
+    tested = {"prompts": len(ids), "max_new_tokens": max_new_tokens}
+    about = {**describe_run(target, pair.reference), **pair.settings, **tested}
+    report_evidence(evidence, pair.sampling, about, output)
+    if evidence.failures():
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is sampled; raises UserError for numbers that test nothing."""
+
+    samples: int  # of the first tokens, per prompt
+    answers: int  # whole ones, per prompt
+    max_new_tokens: int
+    false_alarm: float  # chance that exact decoding is called inexact
+
+    def __post_init__(self) -> None:
+        if self.samples < 100 or self.answers < 1 or self.max_new_tokens < LENGTH:
+            raise UserError(
+                f"at least 100 samples, 1 answer and {LENGTH} new tokens are needed, got "
+                f"{self.samples}, {self.answers} and {self.max_new_tokens}"
+            )
+        if not 0 < self.false_alarm < 1:
+            raise UserError(f"false_alarm is a chance between 0 and 1, got {self.false_alarm}")
+
+
+class TestedPair:
+    """A target and a drafter, and the tests of them with their progress bars."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rule: Verifier,
+        sampling: SamplingConfig,
+        seed: int,
+        repetition_penalty: float = 1.0,
+    ):
+        self.decoder, self.rule, self.sampling, self.seed = decoder, rule, sampling, seed
+        # The model as it is loaded, never compiled.
+        self.reference = Target(decoder.target.model, decoder.tokenizer)
+        self.sampled = SampledPair(decoder, self.reference, sampling, rule.name, repetition_penalty)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What decides what is drawn and verified."""
+        assert self.decoder.budget is not None
+        return {
+            "verifier": self.rule.name,
+            "sampling": asdict(self.sampling),
+            "repetition_penalty": self.sampled.repetition_penalty,
+            "tree_nodes": self.decoder.budget.nodes,
+            "compile": isinstance(self.decoder.target, CompiledTarget),
+            "seed": self.seed,
+        }
+
+    def evidence(self, prompts: list[list[int]], effort: Effort) -> Evidence:
+        """All tests, one after the other; at temperature 0 greedy answers alone."""
+        drawn, length = not self.sampling.greedy, effort.max_new_tokens
+        return Evidence(
+            self.reference.dtype,
+            effort.false_alarm,
+            rule=self.test_rule() if drawn else [],
+            starts=self.test_starts(prompts, effort.samples) if drawn else [],
+            later=self.test_later(prompts, effort.answers, length) if drawn else None,
+            greedy=self.test_greedy(prompts, length),
+        )
+
+    def test_rule(self) -> list[Fit]:
+        """The acceptance rule alone, on random tables."""
+        with tqdm(total=TABLES * BATCHES, desc="rule on tables", unit="batch") as bar:
+            return [
+                fit_of_rule(self.rule, self.seed + table, BATCHES, bar.update)
+                for table in range(TABLES)
+            ]
+
+    def test_starts(self, prompts: list[list[int]], samples: int) -> list[Start]:
+        """The first tokens after each prompt."""
+        with tqdm(total=len(prompts) * samples, desc="first tokens", unit="answer") as bar:
+            return [
+                sampled_start(
+                    self.sampled, prompt, samples, self.seed + number * samples, bar.update
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+
+    def test_later(self, prompts: list[list[int]], answers: int, length: int) -> LaterTokens:
+        """All tokens of longer answers."""
+        with tqdm(total=len(prompts) * answers, desc="later tokens", unit="answer") as bar:
+            return later_tokens(self.sampled, prompts, answers, length, self.seed, bar.update)
+
+    def test_greedy(self, prompts: list[list[int]], length: int) -> list[Divergence]:
+        """Greedy answers."""
+        with tqdm(total=len(prompts), desc="greedy answers", unit="answer") as bar:
+            return greedy_differences(self.decoder, self.reference, prompts, length, bar.update)
+
+
+def tested_prompts(
+    source: str | None, limit: int, decoder: Decoder, length: int
+) -> list[list[int]]:
+    """Token ids of the user's prompts, or of a few short ones."""
+    if source is None:
+        return [encode_one(text, decoder.tokenizer) for text in PROMPTS[:limit]]
+    return prompt_ids(source, limit, decoder, length)

@@ -1,0 +1,3 @@
+"""drafthead.scripts.models: verbs that bring models, and train, convert and describe draft
+heads.
+"""

@@ -1,0 +1,74 @@
+"""`drafthead build-datastore`."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import byte_tokenizer
+
+from drafthead.heads.drafting.drafter import NO_OUTLOOK
+from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.infer.drafters.datastore import Datastore
+from drafthead.scripts import cli
+from drafthead.scripts.data.build_datastore import HELD_OUT, answers
+from drafthead.train.data.token_table import TokenSequence
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run the verb on conversations; returns status, output and errors."""
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+
+    def run(prompts: int, output: Path) -> tuple[int, str, str]:
+        """Two answers to each prompt."""
+        with (tmp_path / "data.jsonl").open("w") as file:
+            for number in range(2 * prompts):
+                question = {"role": "user", "content": f"count {number // 2}"}
+                answer = {"role": "assistant", "content": "abcd " * (2 + number % 7)}
+                file.write(json.dumps({"messages": [question, answer]}) + "\n")
+        words = ["--data", f"{tmp_path}/data.jsonl", "--tokenizer", f"{tmp_path}/target"]
+        words += ["--output", str(output)]
+        monkeypatch.setattr(sys, "argv", ["drafthead", "build-datastore", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        shown = capsys.readouterr()
+        return stop.value.code or 0, shown.out, shown.err
+
+    return run
+
+
+def test_answers_are_indexed_and_measured(run, tmp_path: Path) -> None:
+    prompts = 3 * HELD_OUT
+    status, out, _ = run(prompts, tmp_path / "store")
+    assert status == 0
+    indexed = int(re.search(r"tokens of (\d+) answers", out)[1])
+    measured = int(re.search(r"on (\d+) answers that are not in it", out)[1])
+    assert indexed + measured == 2 * prompts, "few are left out"
+    assert 0 < measured < 20 and measured % 2 == 0, "both answers to a prompt"
+    store = Datastore.load(tmp_path / "store", vocabulary_of(byte_tokenizer()))
+    assert store.record.reached[NO_OUTLOOK][8][0] > 0.5, "the answers repeat a word"
+    past = byte_tokenizer().encode("abcd ab", add_special_tokens=False)
+    _, following = next(store.continuations(past))
+    assert byte_tokenizer().decode(following[:2]) == "cd"
+
+
+def test_few_answers_are_indexed_without_a_measurement(run, tmp_path: Path) -> None:
+    status, out, _ = run(2, tmp_path / "store")
+    assert status == 0 and "was not measured" in out
+    assert Datastore.load(tmp_path / "store", vocabulary_of(byte_tokenizer())).record.reached == {}
+
+
+def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("")
+    status, _, err = run(3, tmp_path / "full")
+    assert status == 2 and "is not empty: choose another --output" in err
+
+
+def test_answers_are_the_supervised_runs() -> None:
+    ids = torch.tensor([5, 6, 7, 8, 9], dtype=torch.int32)
+    sequence = TokenSequence(ids, torch.tensor([False, True, True, False, True]))
+    assert list(answers(sequence)) == [[6, 7], [9]]

@@ -1,0 +1,96 @@
+"""`drafthead chat`: what it prints, and how a conversation goes on."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny import write_target
+from typer import Typer
+from typer.testing import CliRunner
+
+from drafthead.infer import Decoder
+from drafthead.scripts.decoding import chat
+
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_target(folder, max_position_embeddings=512, initializer_range=0.02)
+    return folder
+
+
+def decoder(folder: Path) -> Decoder:
+    return Decoder.from_pretrained(folder, prompt_lookup=True, dtype="float32", device="cpu")
+
+
+def talk(folder: Path, *lines: str) -> str:
+    """What the verb prints for lines of standard input."""
+    app = Typer()
+    app.command()(chat.main)
+    options = ["--target", str(folder), "--prompt-lookup", "--max-new-tokens", "40"]
+    result = CliRunner().invoke(app, [*options, "--dtype", "float32"], "\n".join(lines))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_answers_are_those_of_generate_each_with_its_speed(folder: Path):
+    said = talk(folder, "hello", "", "and then?")
+    session = decoder(folder).chat(max_new_tokens=40)
+    for message in ("hello", "and then?"):
+        text = chat.visible(session.say(message))
+        found, _, said = said.partition("\n[")
+        assert found == text
+        figures, _, said = said.partition("]\n")
+        assert "tokens/s, tau" in figures and f"{session.reused} positions" in figures
+    assert said == ""
+
+
+def test_a_new_conversation_knows_nothing_of_the_old_one(folder: Path):
+    once = talk(folder, "hello").split("\n[")[0]
+    answers = talk(folder, "hello", "/new", "hello", "/quit", "never asked").split("]\n")
+    assert [each.split("\n[")[0] for each in answers] == [once, once, ""]
+    assert "0 positions of the prompt reused" in answers[1]
+
+
+def test_drafted_text_is_coloured_and_the_text_is_the_same(folder: Path):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, color_system="standard", soft_wrap=True)
+    session = decoder(folder).chat(max_new_tokens=40)
+    chat.answer(session, "hello", console, show_drafts=True)
+    shown = output.getvalue().rpartition("\n\x1b[2m[")[0]
+    assert shown.replace(GREEN, "").replace(RESET, "") == chat.visible(
+        session.messages[-1]["content"]
+    )
+    stats = decoder(folder).generate(
+        [{"role": "user", "content": "hello"}], max_new_tokens=40
+    ).stats  # fmt: skip
+    drafted = sum(length - 1 for length in stats.accept_lengths[0])
+    assert drafted > 0 and 0 < shown.count(GREEN) <= drafted
+
+
+def test_an_answer_that_is_interrupted_stays_and_the_conversation_goes_on(
+    folder: Path, monkeypatch
+):
+    session = decoder(folder).chat(max_new_tokens=40)
+    pieces = []
+
+    def interrupt(text: str) -> str:
+        pieces.append(text)
+        if len(pieces) == 6:
+            raise KeyboardInterrupt
+        return text
+
+    monkeypatch.setattr(chat, "visible", interrupt)
+    console = Console(file=io.StringIO())
+    chat.answer(session, "hello", console, show_drafts=False)
+    assert session.messages[-1]["content"].startswith("".join(pieces[:5]))
+    monkeypatch.undo()
+    chat.answer(session, "go on", console, show_drafts=False)
+    assert len(session.messages) == 4
+
+
+def test_control_characters_of_an_answer_do_not_reach_the_terminal():
+    assert chat.visible("a\x1b[2Jb\tc\nd\u202e") == "a\\x1b[2Jb\tc\nd\\u202e"

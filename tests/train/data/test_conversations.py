@@ -1,0 +1,541 @@
+"""Reading conversations of every shape, and the loss mask under real-world chat templates."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+from typer import Typer
+from typer.testing import CliRunner
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.scripts.data import inspect_data
+from drafthead.train.data import conversations as module
+from drafthead.train.data.conversations import (
+    Conversation,
+    Message,
+    read_conversations,
+)
+from drafthead.train.data.supervision import (
+    LeftOut,
+    SupervisedTokens,
+    encode_prompt,
+    supervise,
+    supervised_rows,
+)
+
+SPECIALS = [
+    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"),
+    *("<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|User|>", "<|Assistant|>", "<|EOS|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    *("<|endoftext|>", "[INST]", "[/INST]", "<|start|>", "<|channel|>", "<|message|>"),
+    "<|return|>",
+]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_2 = (  # trims contents, folds the system text into the first user message
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\\n' + messages[0].content + "
+    "'\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + "
+    "m.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+GEMMA = (  # refuses a system message, renames the assistant
+    "<bos>{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (  # writes the system text into the last user message
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}"
+    "{% endif %}{% set last = namespace(user=0) %}{% for m in turns %}"
+    "{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in turns %}{% if m.role == 'user' %}[INST] "
+    "{{ (system if loop.index0 == last.user else '') + m.content }}[/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+QWEN_3 = (  # writes thoughts only after the last user message, an empty thought if there is none
+    "{% set last = namespace(user=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > last.user %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEEPSEEK_R1 = (  # asks for a thought, then shows no thought
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "<|Assistant|>{{ m.content.split('</think>')[-1] }}<|EOS|>"
+    "{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+PHI_3 = (  # ends a finished conversation with another token
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+HARMONY = (  # the last answer ends with another token than earlier ones
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant<|channel|>final"
+    "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+VICUNA = (  # no control token in front of the answer
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What of a two-turn conversation a template lets the assistant emit."""
+
+    template: str
+    answers: tuple[str, ...]
+
+
+CASES = {
+    "chatml": Case(CHATML, ("It is four.<|im_end|>", "Yes, twice.<|im_end|>")),
+    "llama-2": Case(LLAMA_2, (" It is four. </s>", " Yes, twice. </s>")),
+    "llama-3": Case(LLAMA_3, ("It is four.<|eot_id|>", "Yes, twice.<|eot_id|>")),
+    "gemma": Case(GEMMA, ("It is four.<end_of_turn>", "Yes, twice.<end_of_turn>")),
+    "mistral": Case(MISTRAL, (" It is four.</s>", " Yes, twice.</s>")),
+    "qwen-3": Case(QWEN_3, ("<think>\n\n</think>\n\nYes, twice.<|im_end|>",)),
+    "deepseek-r1": Case(DEEPSEEK_R1, ("It is four.<|EOS|>", "Yes, twice.<|EOS|>")),
+    "zephyr": Case(ZEPHYR, ("It is four.</s>", "Yes, twice.</s>")),
+    "phi-3": Case(PHI_3, ("It is four.<|end|>", "Yes, twice.<|end|>")),
+    "harmony": Case(
+        HARMONY,
+        (
+            "<|channel|>final<|message|>It is four.",
+            "<|channel|>final<|message|>Yes, twice.<|return|>",
+        ),
+    ),
+    "vicuna": Case(VICUNA, (" It is four.</s>", " Yes, twice.</s>")),
+}
+SYSTEM: Message = {"role": "system", "content": "Be brief. It is four."}
+TWO_TURNS: list[Message] = [
+    {"role": "user", "content": "What is two and two? It is four."},
+    {"role": "assistant", "content": "It is four."},
+    {"role": "user", "content": "Sure? Yes, twice."},
+    {"role": "assistant", "content": "Yes, twice."},
+]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    """Byte-level BPE that adds <s> by itself and reports offsets without leading spaces."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words = "What is two and two? It is four. Sure? Yes, twice. USER ASSISTANT: assistant model"
+    tokenizer.train_from_iterator([words, words], trainer)
+    begin = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
+    return tokenizer
+
+
+def with_template(bpe: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+
+
+def supervised_pieces(tokenizer: PreTrainedTokenizerFast, marked: SupervisedTokens) -> list[str]:
+    return [
+        tokenizer.decode(ids, skip_special_tokens=False)
+        for ids, kept in inspect_data.runs(marked, token_by_token=False)
+        if kept
+    ]
+
+
+def write_rows(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# ------------------------------------------------------------------------------------- marking
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exactly_the_answers_and_their_ends_are_supervised(bpe: Tokenizer, name: str) -> None:
+    tokenizer = with_template(bpe, CASES[name].template)
+    marked = supervise(tokenizer, TWO_TURNS)
+    assert supervised_pieces(tokenizer, marked) == list(CASES[name].answers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ids_are_those_of_the_chat_template(bpe: Tokenizer, name: str) -> None:
+    tokenizer = with_template(bpe, CASES[name].template)
+    marked = supervise(tokenizer, TWO_TURNS)
+    assert marked.input_ids == tokenizer.apply_chat_template(TWO_TURNS, return_dict=False)
+    assert len(marked.mask) == len(marked.input_ids)
+    assert marked.input_ids.count(tokenizer.bos_token_id) <= 2  # llama-2 has one a user turn
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"gemma", "mistral"}))
+def test_a_system_message_changes_nothing_about_the_answers(bpe: Tokenizer, name: str) -> None:
+    tokenizer = with_template(bpe, CASES[name].template)
+    marked = supervise(tokenizer, [SYSTEM, *TWO_TURNS])
+    assert supervised_pieces(tokenizer, marked) == list(CASES[name].answers)
+
+
+def test_a_template_that_moves_the_system_text_keeps_the_last_answer(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, MISTRAL)
+    marked = supervise(tokenizer, [SYSTEM, *TWO_TURNS])
+    assert supervised_pieces(tokenizer, marked) == [" Yes, twice.</s>"]
+
+
+def test_thoughts_that_the_template_shows_are_supervised(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, QWEN_3)
+    thought: Message = {**TWO_TURNS[1], "reasoning_content": "two"}
+    marked = supervise(tokenizer, [TWO_TURNS[0], thought])
+    assert supervised_pieces(tokenizer, marked) == [
+        "<think>\ntwo\n</think>\n\nIt is four.<|im_end|>"
+    ]
+
+
+def test_an_answer_cut_before_its_end_does_not_teach_to_stop(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, CHATML)
+    cut: Message = {**TWO_TURNS[1], "finished": False}
+    marked = supervise(tokenizer, [TWO_TURNS[0], cut, *TWO_TURNS[2:]])
+    assert supervised_pieces(tokenizer, marked) == ["It is four.", "Yes, twice.<|im_end|>"]
+
+
+def test_an_empty_answer_supervises_its_end(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, LLAMA_3)
+    marked = supervise(tokenizer, [TWO_TURNS[0], {"role": "assistant", "content": ""}])
+    assert supervised_pieces(tokenizer, marked) == ["<|eot_id|>"]
+
+
+def test_a_token_that_holds_prompt_and_answer_is_not_supervised(bpe: Tokenizer) -> None:
+    """The prompt ends with a space, which the tokenizer merges with the answer's first word."""
+    tokenizer = with_template(bpe, VICUNA.replace("ASSISTANT:{%", "ASSISTANT: {%"))
+    marked = supervise(tokenizer, TWO_TURNS[:2])
+    assert supervised_pieces(tokenizer, marked) == [" is four.</s>"]
+
+
+def test_a_token_that_holds_answer_and_template_is_not_supervised(bpe: Tokenizer) -> None:
+    """The template joins messages by "o ", which makes the token "two" of the answer's "tw"."""
+    joining = VICUNA.replace("eos_token if", "('' if loop.last else 'o ') if")
+    tokenizer = with_template(bpe, joining)
+    answer: Message = {"role": "assistant", "content": "four tw"}
+    marked = supervise(tokenizer, [TWO_TURNS[0], answer, TWO_TURNS[2], TWO_TURNS[1]])
+    assert "two" in [tokenizer.decode(i).strip() for i in marked.input_ids]
+    assert supervised_pieces(tokenizer, marked)[0] == " four"
+
+
+def test_an_earlier_answer_that_is_shortened_later_is_not_supervised(bpe: Tokenizer) -> None:
+    shortening = CHATML.replace(
+        "m.content }}", "m.content if loop.last or m.role == 'user' else m.content[:6] }}"
+    )
+    tokenizer = with_template(bpe, shortening)
+    assert supervised_pieces(tokenizer, supervise(tokenizer, TWO_TURNS)) == [
+        "Yes, twice.<|im_end|>"
+    ]
+
+
+def test_a_prompt_unlike_the_full_text_supervises_nothing(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, "{% if add_generation_prompt %}Think. {% endif %}" + CHATML)
+    with pytest.raises(UserError, match="0 supervised tokens"):
+        supervise(tokenizer, TWO_TURNS)
+
+
+def test_characters_of_several_tokens_stay_whole(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, CHATML)
+    answer: Message = {"role": "assistant", "content": "日本 🎉"}
+    marked = supervise(tokenizer, [{"role": "user", "content": "é🎉"}, answer])
+    kept = [i for i, k in zip(marked.input_ids, marked.mask, strict=True) if k]
+    assert kept == tokenizer("日本 🎉<|im_end|>", add_special_tokens=False)["input_ids"]
+
+
+def test_the_prompt_is_encoded_without_a_second_bos(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, MISTRAL)
+    ids = encode_prompt(tokenizer, TWO_TURNS[:1], "the prompt")
+    assert ids == tokenizer.apply_chat_template(
+        TWO_TURNS[:1], add_generation_prompt=True, return_dict=False
+    )
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_no_chat_template_names_the_fix(bpe: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"no chat template: use the instruction-tuned model"):
+        supervise(with_template(bpe, None), TWO_TURNS)
+
+
+def test_a_refused_system_role_says_so(bpe: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"row 3 of f.jsonl: .*System role not supported"):
+        supervise(with_template(bpe, GEMMA), [SYSTEM, *TWO_TURNS], "row 3 of f.jsonl")
+
+
+def test_roles_that_must_alternate_say_so(bpe: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"roles user, user .*must alternate"):
+        supervise(with_template(bpe, LLAMA_2), [TWO_TURNS[0], TWO_TURNS[0]])
+
+
+def test_a_template_without_answers_is_refused(bpe: Tokenizer) -> None:
+    silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="0 supervised tokens in row 17 of FILE: the template"):
+        supervise(with_template(bpe, silent), TWO_TURNS, "row 17 of FILE")
+
+
+def test_a_conversation_without_answers_is_refused(bpe: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"0 supervised tokens in .*no assistant answers"):
+        supervise(with_template(bpe, CHATML), TWO_TURNS[:1])
+
+
+def test_truncation_drops_rows_without_an_answer_and_counts(bpe: Tokenizer) -> None:
+    tokenizer = with_template(bpe, CHATML)
+    long: Message = {"role": "user", "content": "two " * 60}
+    rows = [
+        Conversation("a", TWO_TURNS, "f.jsonl:1"),
+        Conversation("b", [long, TWO_TURNS[1]], "f.jsonl:2"),
+    ]
+    left_out = LeftOut()
+    kept = list(supervised_rows(tokenizer, rows, 40, left_out))
+    assert [len(row.input_ids) for row in kept] == [40]
+    assert left_out.sentences(40) == [
+        "2 of 2 rows cut to 40 tokens, 1 of them dropped because no answer was left (the first is "
+        "row 2 of f.jsonl)"
+    ]
+    with pytest.raises(UserError, match="within 2 tokens"):
+        list(supervised_rows(tokenizer, rows, 2, LeftOut()))
+
+
+# ------------------------------------------------------------------------------------- reading
+
+USER_A: Message = {"role": "user", "content": "a"}
+ASSISTANT_B: Message = {"role": "assistant", "content": "b"}
+SHAPES: dict[str, tuple[dict[str, object], list[Message]]] = {
+    "messages": ({"messages": [USER_A, ASSISTANT_B]}, [USER_A, ASSISTANT_B]),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        [USER_A, ASSISTANT_B],
+    ),
+    "turns": ({"turns": ["a", "c"]}, [USER_A, {"role": "user", "content": "c"}]),
+    "question and answer": ({"question": "a", "answer": "b"}, [USER_A, ASSISTANT_B]),
+    "prompt": ({"prompt": "a"}, [USER_A]),
+    "text": ({"text": "a"}, [USER_A]),
+    "instruction and input": (
+        {"instruction": "a", "input": "c", "output": "b"},
+        [{"role": "user", "content": "a\n\nc"}, ASSISTANT_B],
+    ),
+    "prompt and completion": (
+        {"prompt": [USER_A], "completion": [ASSISTANT_B]},
+        [USER_A, ASSISTANT_B],
+    ),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        [USER_A],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_every_shape_is_read_from_every_file_type(tmp_path: Path, shape: str, suffix: str) -> None:
+    values, expected = SHAPES[shape]
+    path = tmp_path / f"data{suffix}"
+    if suffix == ".parquet":
+        Dataset.from_list([values]).to_parquet(path)
+    else:
+        path.write_text(json.dumps([values] if suffix == ".json" else values), encoding="utf-8")
+    [conversation] = read_conversations(path)
+    assert conversation == Conversation(f"data{suffix}:1", expected, f"{path}:1")
+
+
+def test_places_are_line_numbers_and_blank_lines_count(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"id": 7, "prompt": "b"}\n', encoding="utf-8")
+    rows = read_conversations(str(path))
+    assert [(row.id, row.where) for row in rows] == [
+        ("data.jsonl:1", f"row 1 of {path}"),
+        ("7", f"row 3 of {path}"),
+    ]
+
+
+def test_repeated_ids_become_unique(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "data.jsonl", [{"id": "x", "prompt": "a"}] * 3)
+    assert [row.id for row in read_conversations(path)] == ["x", "x#2", "x#3"]
+
+
+def test_a_named_prompt_column_comes_first(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "data.jsonl", [{"prompt": "a", "task": "b"}])
+    assert read_conversations(path, prompt_column="task")[0].messages[0]["content"] == "b"
+
+
+def test_the_limit_stops_reading_before_a_later_fault(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "data.jsonl", [{"prompt": "a"}, {"prompt": "b"}, 3])
+    assert len(read_conversations(path, limit=2)) == 2
+
+
+def test_rows_without_messages_are_skipped(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "data.jsonl", [{"messages": []}, {"messages": [USER_A]}])
+    assert [row.source for row in read_conversations(path)] == [f"{path}:2"]
+
+
+def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
+    write_rows(tmp_path / "2.jsonl", [{"prompt": "b"}])
+    write_rows(tmp_path / "1.jsonl", [{"prompt": "a"}])
+    (tmp_path / "README.md").write_text("not data")
+    assert [row.id for row in read_conversations(tmp_path)] == ["1.jsonl:1", "2.jsonl:1"]
+
+
+def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
+    Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "saved")
+    assert read_conversations(tmp_path / "saved")[0].messages == [USER_A]
+
+
+def test_hub_names_carry_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def load(*names: str, split: str) -> list[dict[str, str]]:
+        asked.append((*names, split))
+        return [{"question": "a", "answer": "b"}]
+
+    monkeypatch.setattr(module, "load_dataset", load)
+    for source in ("org/name", "org/name:test", "org/name:main:test"):
+        assert read_conversations(source)[0].messages == [USER_A, ASSISTANT_B]
+    assert asked == [
+        ("org/name", "train"),
+        ("org/name", "test"),
+        ("org/name", "main", "test"),
+    ]
+
+
+def test_a_name_that_cannot_be_loaded_says_how_to_write_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*names: str, split: str) -> None:
+        raise ConnectionError("offline\nsecond line")
+
+    monkeypatch.setattr(module, "load_dataset", load)
+    with pytest.raises(UserError, match=r"org/name is neither a file .*\(offline\).*NAME:SPLIT"):
+        read_conversations("org/name")
+
+
+FAULTS = {
+    "broken JSON": ('{"prompt": "a"}\n{"prompt": \n', r"data.jsonl, line 2: not valid JSON \("),
+    "no object": ("[1]\n", "data.jsonl, line 1: expected a JSON object, found list"),
+    "empty file": ("", "data.jsonl is empty"),
+    "only blank lines": ("\n\n", "data.jsonl holds no conversation"),
+    "other columns": (
+        '{"code": 1, "lang": 2}\n',
+        "line 1: .*in `code`, `lang`; known columns are `messages`.*`question`",
+    ),
+    "unknown role": (
+        '{"conversations": [{"from": "cat", "value": "a"}]}\n',
+        "line 1: unknown role `cat`",
+    ),
+    "message of another shape": ('{"messages": [{"who": "me"}]}\n', "needs `role` and `content`"),
+    "no text": ('{"messages": [{"role": "user", "content": 3}]}\n', "must be text, found 3"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_name_file_and_line(tmp_path: Path, fault: str) -> None:
+    content, message = FAULTS[fault]
+    path = tmp_path / "data.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        read_conversations(path)
+
+
+def test_faults_of_files_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no column `task`, but `prompt`"):
+        read_conversations(write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}]), "task")
+    with pytest.raises(UserError, match=r"missing.jsonl does not exist"):
+        read_conversations(tmp_path / "missing.jsonl")
+    (tmp_path / "a.csv").write_text("a,b")
+    with pytest.raises(UserError, match=r"a.csv: only .jsonl"):
+        read_conversations(tmp_path / "a.csv")
+    (tmp_path / "a.parquet").write_text("no parquet")
+    with pytest.raises(UserError, match=r"a.parquet is not a readable Parquet file"):
+        read_conversations(tmp_path / "a.parquet")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    with pytest.raises(UserError, match=r"latin.jsonl is not UTF-8"):
+        read_conversations(tmp_path / "latin.jsonl")
+    (tmp_path / "a.json").write_text('[{"prompt": "a"},\n{]')
+    with pytest.raises(UserError, match=r"a.json, line 2: not valid JSON"):
+        read_conversations(tmp_path / "a.json")
+
+
+# ------------------------------------------------------------------------------ the inspector
+
+
+@pytest.fixture
+def inspect(bpe: Tokenizer, tmp_path: Path):
+    """Run `inspect-data` on rows with a saved ChatML tokenizer; returns what it prints."""
+    with_template(bpe, CHATML).save_pretrained(tmp_path / "model")
+
+    def run(rows: list[object], *options: str) -> str:
+        path = write_rows(tmp_path / "data.jsonl", rows)
+        app = Typer()
+        app.command()(inspect_data.main)
+        arguments = ["--data", str(path), "--tokenizer", str(tmp_path / "model"), *options]
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0
+        return result.output
+
+    return run
+
+
+def test_piped_inspection_brackets_supervised_text(inspect) -> None:
+    output = inspect([{"messages": TWO_TURNS}])
+    assert "<|im_start|>assistant\n⟦It is four.<|im_end|>⟧" in output
+    assert "\x1b[" not in output
+
+
+def test_inspection_shows_the_ids_that_were_generated(inspect, bpe: Tokenizer) -> None:
+    """Here the text of the answer is not what its ids say."""
+    ids = {"prompt": [0, 2], "answer": [*bpe.encode("Sure").ids[1:], 3]}
+    vocabulary = vocabulary_of(with_template(bpe, CHATML))
+    output = inspect([{"messages": TWO_TURNS, "token_ids": [ids], "vocabulary": vocabulary}])
+    assert "token ids as generated\n<s><|im_start|>⟦Sure<|im_end|>⟧" in output
+    assert re.search(r"rows with the ids that the target generated\W+1", output)
+    assert "It is four" not in output
+
+
+def test_inspection_names_rows_without_supervised_tokens(inspect) -> None:
+    output = inspect([{"messages": TWO_TURNS}, {"prompt": "[bold]a"}], "--row", "2")
+    assert "[bold]a" in output
+    assert "0 supervised tokens in row 2 of" in output
+    assert "It is four" not in output
+
+
+def test_inspection_shows_where_tokens_end(inspect) -> None:
+    output = inspect([{"messages": TWO_TURNS}], "--show-tokens")
+    assert "⟦.⟧|⟦<|im_end|>⟧|" in output
+
+
+def test_inspection_of_a_missing_row_says_how_many_there_are(inspect) -> None:
+    with pytest.raises(UserError, match="has 1 conversations, there is no row 5"):
+        inspect([{"messages": TWO_TURNS}], "--row", "5")

@@ -1,0 +1,197 @@
+"""Conversations as tokens in an Arrow file that later runs map."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import byte_tokenizer, write_conversations
+
+from drafthead.heads import disk_cache
+from drafthead.heads.errors import UserError
+from drafthead.train.data import token_table as module
+from drafthead.train.data.conversations import Writer, read_conversations
+from drafthead.train.data.packing import DataConfig, load_packed
+from drafthead.train.data.supervision import supervised_sequences
+from drafthead.train.data.token_table import Reading, TokenSequence, TokenTable, mixed, token_table
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch) -> Path:
+    """An empty cache folder."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr(module, "cache_or_scratch", lambda _: folder)
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file of conversations."""
+    write_conversations(tmp_path / "data.jsonl", 30, seed=0)
+    return tmp_path / "data.jsonl"
+
+
+def reading(source: Path, max_length: int = 64, limit: int | None = None) -> Reading:
+    return Reading(str(source), None, max_length, limit)
+
+
+@pytest.fixture
+def readings(monkeypatch) -> list[str]:
+    """The sources that were really read."""
+    found: list[str] = []
+    real = module.iter_conversations
+
+    def noted(source: str, *others):
+        found.append(source)
+        return real(source, *others)
+
+    monkeypatch.setattr(module, "iter_conversations", noted)
+    return found
+
+
+def test_a_table_holds_what_the_conversations_teach(cache, source, monkeypatch) -> None:
+    monkeypatch.setattr(module, "BATCH", 7)
+    tokenizer = byte_tokenizer()
+    table = token_table(reading(source, max_length=1000), tokenizer)
+    expected = [
+        marked
+        for conversation in read_conversations(source)
+        for marked in supervised_sequences(tokenizer, conversation)
+    ]
+    assert len(table) == len(expected) == 30
+    for found, wanted in zip(table, expected, strict=True):
+        assert found.input_ids.tolist() == wanted.input_ids
+        assert found.supervised.tolist() == wanted.mask
+    assert table.lengths.tolist() == [len(one.input_ids) for one in expected]
+    assert table.num_supervised.tolist() == [sum(one.mask) for one in expected]
+    learnt = [i for one in expected for i, m in zip(one.input_ids, one.mask, strict=True) if m]
+    assert (
+        table.token_counts(300).tolist()
+        == torch.bincount(torch.tensor(learnt), minlength=300).tolist()
+    )
+
+
+def test_a_source_is_read_once(cache, source, readings) -> None:
+    tables = [token_table(reading(source), byte_tokenizer()) for _ in range(2)]
+    assert len(readings) == 1
+    assert tables[0].digest == tables[1].digest
+    assert [one.input_ids.tolist() for one in tables[0]] == [
+        one.input_ids.tolist() for one in tables[1]
+    ]
+
+
+def test_another_place_of_the_same_content_is_not_read_again(cache, source, readings) -> None:
+    token_table(reading(source), byte_tokenizer())
+    token_table(reading(source.rename(source.with_name("other.jsonl"))), byte_tokenizer())
+    assert len(readings) == 1
+
+
+@pytest.mark.parametrize("change", ["content", "length", "limit", "template", "vocabulary"])
+def test_what_the_tokens_depend_on_is_read_anew(cache, source, readings, change: str) -> None:
+    tokenizer = byte_tokenizer()
+    token_table(reading(source), tokenizer)
+    if change == "content":
+        source.write_text(source.read_text().replace("count", "c"))
+    elif change == "template":
+        tokenizer.chat_template += " "
+    elif change == "vocabulary":
+        tokenizer = byte_tokenizer(("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"))
+    settings = {"length": {"max_length": 63}, "limit": {"limit": 7}}.get(change, {})
+    table = token_table(reading(source, **settings), tokenizer)
+    assert len(readings) == 2
+    assert len(table) == (7 if change == "limit" else 30)
+
+
+def test_who_answered_is_kept(cache, tmp_path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"messages": messages, "finished": True, "target": "mine", "target_weights": "w"},
+        {"messages": messages},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for _ in range(2):
+        table = token_table(reading(tmp_path / "a.jsonl"), byte_tokenizer())
+        assert table.writers == {Writer("mine", "w"), None}
+
+
+def test_a_source_that_breaks_off_leaves_nothing(cache, source, readings) -> None:
+    whole = source.read_text()
+    source.write_text(whole + '{"messages": 3')
+    with pytest.raises(UserError, match="line 31: not valid JSON"):
+        token_table(reading(source), byte_tokenizer())
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    source.write_text(whole)
+    assert len(token_table(reading(source), byte_tokenizer())) == 30
+
+
+def test_what_is_left_out_has_the_name_that_the_file_has_now(cache, tmp_path, caplog) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": messages}, {"messages": messages[:1]}]
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text("\n".join(map(json.dumps, rows)))
+    token_table(reading(old), byte_tokenizer())
+    caplog.clear()
+    token_table(reading(old.rename(new)), byte_tokenizer())
+    assert f"row 2 of {new}" in caplog.text and str(old) not in caplog.text
+
+
+def test_without_a_cache_the_table_is_the_same(source, monkeypatch) -> None:
+    monkeypatch.setattr(disk_cache, "usable_cache_folder", lambda _: None)
+    monkeypatch.setattr(module, "cache_or_scratch", disk_cache.cache_or_scratch)
+    table = token_table(reading(source), byte_tokenizer())
+    assert len(table) == 30
+
+
+def test_tables_in_memory_hold_sequences() -> None:
+    sequences = [
+        TokenSequence(torch.tensor(ids, dtype=torch.int32), torch.tensor(ids) > 5)
+        for ids in ([5, 6, 7], [8])
+    ]
+    table = TokenTable.of(sequences)
+    assert [one.input_ids.tolist() for one in table[:2]] == [[5, 6, 7], [8]]
+    assert table[-1].supervised.tolist() == [True]
+    with pytest.raises(IndexError):
+        table[2]
+
+
+def table_of(*numbers: int) -> TokenTable:
+    """Sequences of a one, which is not learnt, and one of the numbers."""
+    learnt = torch.tensor([False, True])
+    pairs = [torch.tensor([1, number], dtype=torch.int32) for number in numbers]
+    return TokenTable.of(TokenSequence(pair, learnt) for pair in pairs)
+
+
+def test_weights_say_how_often_a_source_is_read() -> None:
+    table = mixed([table_of(5, 6), table_of(*range(10, 20)), table_of(7)], [2, 0.3, 1.0], seed=4)
+    found = [int(one.input_ids[1]) for one in table]
+    assert found[:4] == [5, 6, 5, 6] and found[-1] == 7
+    assert len(found) == 8 and len(set(found[4:7])) == 3 and set(found[4:7]) <= set(range(10, 20))
+    assert table.lengths.tolist() == [2] * 8 and table.num_supervised.tolist() == [1] * 8
+    counts = table.token_counts(20)
+    assert [counts[n] for n in (1, 5, 6, 7)] == [0, 2, 2, 1] and counts.sum() == 8
+
+
+def test_a_seed_and_weights_make_one_mixture() -> None:
+    tables = [table_of(*range(10, 20)), table_of(5)]
+
+    def digest(weight: float, seed: int) -> str:
+        return mixed(tables, [weight, 1.0], seed).digest
+
+    assert digest(0.5, 1) == digest(0.5, 1)
+    assert len({digest(0.5, 1), digest(0.5, 2), digest(0.6, 1)}) == 3
+
+
+def test_a_run_reads_several_sources_by_their_weights(cache, source, tmp_path) -> None:
+    write_conversations(tmp_path / "more.jsonl", 8, seed=1)
+    sources = {str(source): 1.0, str(tmp_path / "more.jsonl"): 0.5}
+    data = load_packed(sources, byte_tokenizer(), DataConfig(sources, max_length=64), seed=0)
+    assert sorted(i for row in data.rows for i in row) == list(range(34))
+    with pytest.raises(UserError, match="leave no conversation"):
+        load_packed({str(source): 0.01}, byte_tokenizer(), DataConfig(sources), seed=0)
+
+
+@pytest.mark.parametrize("weights", [{}, {"a.jsonl": 0}, {"a.jsonl": 1, "b.jsonl": -1}])
+def test_weights_must_be_positive(weights) -> None:
+    with pytest.raises(ValueError, match="weights above 0"):
+        DataConfig(weights)

@@ -1,0 +1,484 @@
+"""Distillation: what the rows say, resuming after a kill, and prompts that do not fit.
+
+Run as a program (`PYTHONPATH=tests python tests/train/distillation/test_answers.py OUTPUT`) it
+distils slowly with the fake decoder, so that a test can kill it.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Queue
+
+import pytest
+from tiny import byte_tokenizer, tiny_llama, write_target
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StoppingCriteria
+from typer import Typer
+from typer.testing import CliRunner
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.infer import Decoder
+from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.scripts.data import distill as distill_verb
+from drafthead.train.data.conversations import Conversation, Message, read_conversations
+from drafthead.train.data.supervision import supervise
+from drafthead.train.distillation import answers as distillation
+from drafthead.train.distillation.answers import DistillReport, distill, row_seed, user_turns
+from drafthead.train.distillation.output_file import DistilledFile, DistillSettings, manifest_path
+
+SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)
+
+
+@dataclass
+class FakeDecoder:
+    """Answers with a word that follows from prompt and seed, in any batch."""
+
+    max_length: int | None = None
+    delay: float = 0.0  # seconds a batch
+    answer_tokens: int = 8
+    tokenizer: PreTrainedTokenizerFast = field(default_factory=byte_tokenizer)
+    target: Target = field(default_factory=lambda: Target(tiny_llama()))
+    batches: list[list[str]] = field(default_factory=list)  # prompts as texts
+
+    @property
+    def end_ids(self) -> set[int]:
+        return {self.tokenizer.eos_token_id}
+
+    def serve(
+        self,
+        requests: Queue[ServeRequest | None],
+        *,
+        max_rows: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        stopping_criteria: list[StoppingCriteria],
+    ) -> Iterator[Answer]:
+        while (batch := self.waiting(requests, max_rows)) != [None]:
+            self.batches.append([self.tokenizer.decode(request.prompt) for request in batch])
+            time.sleep(self.delay)
+            yield from (self.answer(request, batch, max_new_tokens) for request in batch)
+
+    def waiting(self, requests: Queue, count: int) -> list[ServeRequest | None]:
+        """What is in the queue, up to a number; it waits for one. None comes alone."""
+        return [requests.get(timeout=10)] + [
+            requests.get_nowait() for _ in range(min(count - 1, requests.qsize()))
+        ]
+
+    def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
+        word = hashlib.md5(f"{request.prompt} {request.seed}".encode()).hexdigest()
+        ids = self.tokenizer(word[: self.answer_tokens])["input_ids"]
+        if self.max_length is not None:
+            limit = min(limit, self.max_length - len(request.prompt))
+        reason = "end_token" if len(ids) < limit else "length"
+        return Answer(request.id, [*ids, self.tokenizer.eos_token_id][:limit], "", reason)
+
+
+@pytest.fixture(autouse=True)
+def one_batch_in_a_window(monkeypatch) -> None:
+    monkeypatch.setattr(distillation, "WINDOW", 1)
+
+
+def distilled(
+    decoder: object,
+    prompts: list[Conversation],
+    output: Path,
+    settings: DistillSettings = SETTINGS,
+    overwrite: bool = False,
+) -> DistillReport:
+    """Distil as the verb does."""
+    with DistilledFile(output, settings, overwrite) as file:
+        return distill(decoder, prompts, file)
+
+
+def asked(count: int, turns: int = 1) -> list[Conversation]:
+    """Conversations of user messages of growing length."""
+    return [
+        Conversation(
+            f"row-{i}",
+            [{"role": "user", "content": f"{turn}{'x' * i}"} for turn in range(turns)],
+            f"prompts.jsonl:{i + 1}",
+        )
+        for i in range(count)
+    ]
+
+
+def rows_by_id(output: Path) -> dict[str, dict[str, object]]:
+    """The rows without their batches."""
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        del row["batch"], row["batch_rows"]
+    by_id = {row["id"]: row for row in rows}
+    assert len(by_id) == len(rows), "a row is repeated"
+    return by_id
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "answers.jsonl"
+
+
+def test_rows_hold_question_answer_settings_and_source(output: Path) -> None:
+    decoder = FakeDecoder()
+    report = distilled(decoder, asked(3), output)
+    row = rows_by_id(output)["row-2"]
+    question, answer = row.pop("messages")
+    assert question == {"role": "user", "content": "0xx"}
+    assert answer["role"] == "assistant"
+    assert len(answer["content"]) == 8
+    [ids] = row.pop("token_ids")
+    del row["question"], row["target_weights"]
+    assert decoder.tokenizer.decode(ids["prompt"]) == "<|user|>0xx<|end|><|assistant|>"
+    assert decoder.tokenizer.decode(ids["answer"]) == answer["content"] + "<|end|>"
+    assert row.pop("vocabulary") == vocabulary_of(decoder.tokenizer)
+    assert row == {
+        "id": "row-2",
+        "finished": True,
+        "tokens": 9,
+        "target": "fake",
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+        "source": "prompts.jsonl:3",
+    }
+    assert report == DistillReport(0, 3, 27, report.seconds, 0, 0, (), ())
+
+
+def test_the_output_is_training_data(output: Path) -> None:
+    decoder = FakeDecoder()
+    distilled(decoder, asked(1, turns=2), output)
+    [conversation] = read_conversations(output)
+    marked = supervise(decoder.tokenizer, conversation.messages)
+    assert sum(marked.mask) == 2 * 9
+
+
+def test_an_answer_cut_at_the_limit_is_marked_and_teaches_no_end(output: Path) -> None:
+    decoder = FakeDecoder()
+    settings = DistillSettings("fake", "prompts.jsonl", max_new_tokens=5)
+    report = distilled(decoder, asked(1), output, settings)
+    [conversation] = read_conversations(output)
+    assert not rows_by_id(output)["row-0"]["finished"]
+    assert report.answers_cut == 1
+    assert sum(supervise(decoder.tokenizer, conversation.messages).mask) == 5
+
+
+def test_an_answer_cut_within_a_character_ends_before_it(output: Path) -> None:
+    class HalfCharacter(FakeDecoder):
+        def answer(self, request: ServeRequest, *_: object) -> Answer:
+            return Answer(request.id, self.tokenizer("four 日")["input_ids"][:-1])
+
+    distilled(HalfCharacter(), asked(1), output)
+    assert rows_by_id(output)["row-0"]["messages"][-1]["content"] == "four "
+
+
+def test_every_user_turn_is_answered_after_the_targets_own_answers(output: Path) -> None:
+    decoder = FakeDecoder()
+    system: Message = {"role": "system", "content": "s"}
+    stranger: Message = {"role": "assistant", "content": "another model's"}
+    first, second = ({"role": "user", "content": text} for text in ("one", "two"))
+    conversation = Conversation("a", [system, first, stranger, second], "prompts.jsonl:1")
+    distilled(decoder, [conversation], output)
+    messages = rows_by_id(output)["a"]["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    start = "<|system|>s<|end|><|user|>one<|end|><|assistant|>"
+    later = f"{start}{messages[2]['content']}<|end|><|user|>two<|end|><|assistant|>"
+    assert decoder.batches == [[start], [later]]
+
+
+def test_batches_do_not_change_the_answers(output: Path, tmp_path: Path) -> None:
+    prompts = asked(7) + [Conversation(f"long-{c.id}", c.messages, c.source) for c in asked(5, 3)]
+    distilled(FakeDecoder(), prompts, output, replace(SETTINGS, batch_size=1))
+    distilled(FakeDecoder(), prompts, tmp_path / "other.jsonl", replace(SETTINGS, batch_size=5))
+    assert rows_by_id(output) == rows_by_id(tmp_path / "other.jsonl")
+
+
+def test_rows_are_on_disk_before_the_next_batch_begins(output: Path) -> None:
+    lines_seen = []
+
+    class Watching(FakeDecoder):
+        def serve(self, requests: Queue, **options: object) -> Iterator[Answer]:
+            lines_seen.append(output.read_bytes().count(b"\n") if output.exists() else 0)
+            return super().serve(requests, **options)
+
+    distilled(Watching(), asked(6), output, replace(SETTINGS, batch_size=2))
+    assert lines_seen == [0, 2, 4]
+
+
+def test_the_longest_prompts_come_first(output: Path) -> None:
+    distilled(FakeDecoder(), asked(5), output, replace(SETTINGS, batch_size=2))
+    assert list(rows_by_id(output)) == ["row-4", "row-3", "row-2", "row-1", "row-0"]
+
+
+def test_seeds_follow_from_seed_row_and_turn() -> None:
+    seeds = {row_seed(s, name, turn) for s in (0, 1) for name in ("a", "b") for turn in (0, 1)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert row_seed(0, "a", 0) == row_seed(0, "a", 0)
+
+
+def test_a_second_run_adds_only_what_is_missing(output: Path) -> None:
+    distilled(FakeDecoder(), asked(3), output)
+    before = output.read_bytes()
+    decoder = FakeDecoder()
+    report = distilled(decoder, asked(5), output)
+    assert (report.already_done, report.written) == (3, 2)
+    assert output.read_bytes().startswith(before)
+    assert len(rows_by_id(output)) == 5
+    assert distilled(decoder, asked(5), output).written == 0
+
+
+@pytest.mark.parametrize("kept", range(1, 60, 7))
+def test_a_half_written_line_is_dropped_and_answered_again(output: Path, kept: int) -> None:
+    distilled(FakeDecoder(), asked(3), output)
+    whole, content = rows_by_id(output), output.read_bytes()
+    last = content.rindex(b"\n", 0, -1) + 1
+    output.write_bytes(content[: last + kept])
+    distilled(FakeDecoder(), asked(3), output)
+    assert rows_by_id(output) == whole
+
+
+def test_other_weights_under_the_same_name_are_refused(output: Path) -> None:
+    distilled(FakeDecoder(), asked(2), output)
+    before = output.read_bytes()
+    retrained = FakeDecoder(target=Target(tiny_llama(seed=1)))
+    with pytest.raises(UserError, match="the weights of fake are no longer those"):
+        distilled(retrained, asked(3), output)
+    assert output.read_bytes() == before
+
+
+class RoundedByBatch(FakeDecoder):
+    """Answers change with the other prompts of the batch, as a bfloat16 target's do."""
+
+    def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
+        seed = hash(str([other.prompt for other in batch])) + request.seed
+        return super().answer(replace(request, seed=seed), batch, limit)
+
+
+@pytest.mark.parametrize("rows_left", range(8))
+def test_a_kill_changes_no_answer_when_answers_depend_on_the_batch(
+    output: Path, rows_left: int
+) -> None:
+    settings = replace(SETTINGS, batch_size=3)
+    distilled(RoundedByBatch(), asked(8), output, settings)
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:rows_left]) + lines[rows_left][:20])
+    report = distilled(RoundedByBatch(), asked(8), output, settings)
+    assert output.read_bytes() == whole
+    assert report.already_done == 3 * (rows_left // 3)
+
+
+def test_rows_that_a_user_took_out_are_answered_again_and_others_kept(output: Path) -> None:
+    settings = replace(SETTINGS, batch_size=3)
+    distilled(FakeDecoder(), asked(8), output, settings)
+    before = rows_by_id(output)
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:1] + lines[2:7]))
+    report = distilled(FakeDecoder(), asked(8), output, settings)
+    assert (report.already_done, report.written) == (5, 3)
+    assert rows_by_id(output) == before
+
+
+def test_a_second_process_is_refused_in_one_sentence(output: Path) -> None:
+    with DistilledFile(output, SETTINGS) as file:
+        with pytest.raises(UserError, match=r"another process is writing .*answers.jsonl: wait"):
+            distilled(FakeDecoder(), asked(2), output)
+        distill(FakeDecoder(), asked(2), file)
+    assert distilled(FakeDecoder(), asked(2), output).already_done == 2
+
+
+def test_changed_prompts_are_not_taken_as_answered(output: Path) -> None:
+    distilled(FakeDecoder(), asked(2), output)
+    before = output.read_bytes()
+    changed = [replace(c, messages=[{"role": "user", "content": "other"}]) for c in asked(2)]
+    with pytest.raises(UserError, match=r"row 1 of prompts.jsonl is not what row row-0 of"):
+        distilled(FakeDecoder(), changed, output)
+    assert output.read_bytes() == before
+    assert distilled(FakeDecoder(), changed, output, overwrite=True).written == 2
+
+
+def test_a_run_killed_at_any_moment_resumes_without_loss(output: Path, tmp_path: Path) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, __file__, str(output)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        give_up = time.monotonic() + 60
+        while not output.exists() or output.stat().st_size < 2000:
+            assert worker.poll() is None, "the worker ended before it could be killed"
+            assert time.monotonic() < give_up, "the worker wrote nothing"
+            time.sleep(0.01)
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    killed = output.read_bytes()
+    assert 0 < killed.count(b"\n") < 400
+    report = distilled(FakeDecoder(), asked(400), output, replace(SETTINGS, batch_size=3))
+    distilled(FakeDecoder(), asked(400), tmp_path / "whole.jsonl", SETTINGS)
+    assert killed.count(b"\n") - 3 < report.already_done <= killed.count(b"\n")
+    assert output.read_bytes().startswith(killed[: killed.rindex(b"\n") + 1])
+    assert rows_by_id(output) == rows_by_id(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("target", DistillSettings("other", "prompts.jsonl", 20)),
+        ("max_new_tokens", DistillSettings("fake", "prompts.jsonl", 21)),
+        ("temperature", DistillSettings("fake", "prompts.jsonl", 20, temperature=1.0)),
+        ("seed", DistillSettings("fake", "prompts.jsonl", 20, seed=3)),
+        ("batch_size", DistillSettings("fake", "prompts.jsonl", 20, batch_size=7)),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    output: Path, key: str, settings: DistillSettings
+) -> None:
+    distilled(FakeDecoder(), asked(2), output)
+    before = output.read_bytes()
+    with pytest.raises(UserError, match=rf"answers.jsonl was begun with {key} .*--overwrite"):
+        distilled(FakeDecoder(), asked(2), output, settings)
+    assert output.read_bytes() == before
+    distilled(FakeDecoder(), asked(1), output, settings, overwrite=True)
+    assert len(rows_by_id(output)) == 1
+
+
+def test_a_file_of_another_kind_is_not_touched(output: Path) -> None:
+    output.write_text("notes\n")
+    with pytest.raises(UserError, match=r"exists without answers.jsonl.manifest"):
+        distilled(FakeDecoder(), asked(1), output)
+    assert output.read_text() == "notes\n"
+
+
+def test_a_spoilt_row_names_its_line(output: Path) -> None:
+    distilled(FakeDecoder(), asked(2), output)
+    output.write_text(output.read_text() + "oops\n")
+    with pytest.raises(UserError, match=r"answers.jsonl, line 3: not a row"):
+        distilled(FakeDecoder(), asked(2), output)
+
+
+def test_a_folder_of_outputs_reads_as_rows_alone(output: Path) -> None:
+    distilled(FakeDecoder(), asked(2), output)
+    assert manifest_path(output).exists()
+    assert len(read_conversations(output.parent)) == 2
+
+
+def test_prompts_longer_than_the_context_are_skipped_and_named(output: Path) -> None:
+    decoder = FakeDecoder(max_length=8)  # the prompt of row i has i + 4 tokens
+    report = distilled(decoder, asked(6), output)
+    assert report.too_long == ("row-4", "row-5")
+    assert set(rows_by_id(output)) == {"row-0", "row-1", "row-2", "row-3"}
+    again = distilled(decoder, asked(6), output)
+    assert (again.already_done, again.written, again.too_long) == (4, 0, report.too_long)
+
+
+def test_only_too_long_prompts_are_an_error(output: Path) -> None:
+    with pytest.raises(UserError, match="all 3 prompts are longer than the context of 2 tokens"):
+        distilled(FakeDecoder(max_length=2), asked(3), output)
+
+
+def test_turns_that_do_not_fit_are_left_out_and_named(output: Path) -> None:
+    report = distilled(FakeDecoder(max_length=15), asked(2, turns=3), output)
+    assert report.shortened == ("row-1", "row-0")
+    for row in rows_by_id(output).values():
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+
+
+def test_messages_that_cannot_be_replayed_are_refused() -> None:
+    tool: Message = {"role": "tool", "content": "42"}
+    with pytest.raises(UserError, match=r"row 4 of f.jsonl: a message of role `tool`"):
+        user_turns(Conversation("a", [tool], "f.jsonl:4"))
+    with pytest.raises(UserError, match=r"row 4 of f.jsonl: no user message"):
+        user_turns(Conversation("a", [{"role": "system", "content": "s"}], "f.jsonl:4"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
+def test_settings_without_meaning_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(wrong))} must"):
+        DistillSettings("fake", "prompts.jsonl", **wrong)
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    write_target(folder, max_position_embeddings=64, initializer_range=0.5)
+    return folder
+
+
+def test_greedy_answers_are_those_of_the_target(tiny_target: Path, output: Path) -> None:
+    decoder = Decoder.from_pretrained(tiny_target, dtype="float32", device="cpu")
+    settings = DistillSettings(str(tiny_target), "prompts.jsonl", max_new_tokens=12)
+    prompts = asked(5)
+    distilled(decoder, prompts, output, replace(settings, batch_size=3))
+    model = LlamaForCausalLM.from_pretrained(tiny_target)
+    tokenizer = byte_tokenizer()
+    rows = rows_by_id(output)
+    for prompt in prompts:
+        ids = tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert rows[prompt.id]["token_ids"][0]["answer"] == new.tolist()
+
+
+def test_an_answer_that_repeats_itself_is_ended_and_teaches_no_end(
+    tmp_path: Path, output: Path
+) -> None:
+    """Greedy answers of a random model soon do."""
+    write_target(tmp_path / "long", max_position_embeddings=512, initializer_range=0.02)
+    decoder = Decoder.from_pretrained(tmp_path / "long", dtype="float32", device="cpu")
+    settings = DistillSettings(str(tmp_path / "long"), "prompts.jsonl", max_new_tokens=300)
+    whole = tmp_path / "whole.jsonl"
+    distilled(decoder, asked(3), whole, replace(settings, end_repetition=False))
+    report = distilled(decoder, asked(3), output, settings)
+    assert (report.answers_repeated, report.answers_cut) == (3, 0)
+    for row, other in zip(rows_by_id(output).values(), rows_by_id(whole).values(), strict=True):
+        answer = row["token_ids"][0]["answer"]
+        assert 32 < len(answer) < 300
+        assert answer == other["token_ids"][0]["answer"][: len(answer)]
+        assert not row["finished"]
+
+
+def test_sampled_answers_are_the_same_in_other_batches(
+    tiny_target: Path, output: Path, tmp_path: Path
+) -> None:
+    decoder = Decoder.from_pretrained(tiny_target, dtype="float32", device="cpu")
+    settings = DistillSettings(str(tiny_target), "prompts.jsonl", 12, temperature=1.0, seed=5)
+    distilled(decoder, asked(5), output, replace(settings, batch_size=5))
+    distilled(decoder, asked(5), tmp_path / "single.jsonl", replace(settings, batch_size=1))
+    assert rows_by_id(output) == rows_by_id(tmp_path / "single.jsonl")
+
+
+def test_the_verb_writes_rows_and_reports(
+    tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"task": "a"}, {"task": "b" * 80}, {"task": "c"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--target", tiny_target, "--prompts", prompts, "--output", tmp_path / "a.jsonl"]
+    options = ["--prompt-column", "task", "--max-new-tokens", 4, "--limit", 2, "--dtype", "float32"]
+    app = Typer()
+    app.command()(distill_verb.main)
+    with caplog.at_level("INFO"):
+        result = CliRunner().invoke(app, [str(part) for part in arguments + options])
+    assert result.exit_code == 0
+    assert set(rows_by_id(tmp_path / "a.jsonl")) == {"prompts.jsonl:1"}
+    assert "1 of 2 conversations to answer: 1 answers, at most 4 new tokens" in caplog.text
+    assert "1 prompts longer than the context were skipped: prompts.jsonl:2" in caplog.text
+
+
+if __name__ == "__main__":
+    distilled(
+        FakeDecoder(delay=0.02), asked(400), Path(sys.argv[1]), replace(SETTINGS, batch_size=3)
+    )

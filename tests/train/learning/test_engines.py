@@ -1,0 +1,170 @@
+"""Engines that share a run: the one asked for or an error, and one rule of number types.
+
+Tests with DeepSpeed run where it is installed: `pip install drafthead[deepspeed]`.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState, GradientState
+from tiny import tiny_llama, write_conversations, write_target
+
+from drafthead.heads.base import HEADS, DraftHead, HeadBatch
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
+from drafthead.train.data.packing import collate
+from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.features.reading import read_features
+from drafthead.train.learning.engines import build_accelerator, check_engine
+from drafthead.train.learning.step import LossModule
+from drafthead.train.run.config import load_run_config
+from drafthead.train.train_heads import new_head
+
+ROOT = Path(__file__).parents[3]
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """No launcher state from the test before."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps on a target that is stored in float32."""
+    folder = tmp_path_factory.mktemp("run")
+    write_target(folder / "target", max_position_embeddings=128, initializer_range=0.02)
+    write_conversations(folder / "train.jsonl", 20, seed=0)
+    content = {
+        "target": {"name": str(folder / "target")},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 64},
+        "optimizer": {
+            "name": "adamw",
+            "lr": 3e-3,
+            "schedule": "constant",
+            "warmup_ratio": 0.0,
+        },
+        "train": {"output": "", "max_steps": 6, "batch_rows": 4, "micro_batch_rows": 1},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    return folder / "run.yaml"
+
+
+def test_an_engine_that_accelerate_does_not_take_is_an_error(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate takes FSDP on GPUs only, and trains without it, silently."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="asked for FSDP, and accelerate took NO: .*cpu2.yaml"):
+        build_accelerator(load_run_config(config, [f"train.output={tmp_path}", "train.cpu=true"]))
+
+
+def test_the_engine_that_was_asked_for_is_no_error() -> None:
+    check_engine(DistributedType.DEEPSPEED, DistributedType.DEEPSPEED)
+    check_engine(None, DistributedType.MULTI_CPU)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed"
+)
+def test_deepspeed_that_is_not_installed_is_one_sentence(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(UserError, match=r"DeepSpeed, which is not installed: pip install"):
+        build_accelerator(load_run_config(config, [f"train.output={tmp_path}"]))
+
+
+def test_muon_is_refused_before_an_engine_starts(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="Muon needs whole matrices"):
+        build_accelerator(load_run_config(config, ["train.output=x", "optimizer.name=muon"]))
+
+
+def as_deepspeed(head: DraftHead, batch: HeadBatch) -> tuple[DraftHead, HeadBatch]:
+    """DeepSpeed casts the weights of what it trains, and nothing else."""
+    return head.bfloat16(), batch
+
+
+def as_fsdp(head: DraftHead, batch: HeadBatch) -> tuple[DraftHead, HeadBatch]:
+    """FSDP casts the inputs as well."""
+    read = batch.features
+    last = None if read.last is None else read.last.bfloat16()
+    cast = Features(last, tuple(tap.bfloat16() for tap in read.taps))
+    return head.bfloat16(), HeadBatch(batch.input_ids, batch.segments, batch.supervised, cast)
+
+
+@pytest.mark.parametrize("engine", [as_deepspeed, as_fsdp])
+def test_bf16_training_takes_a_target_stored_in_float32_under_every_engine(
+    family: str, engine
+) -> None:
+    target = Target(tiny_llama(vocab_size=200, initializer_range=0.05))
+    torch.manual_seed(0)
+    counts = torch.ones(200, dtype=torch.long)
+    head = new_head(family, HEADS[family].config_class(), target, counts)
+    ids = torch.arange(4, 30, dtype=torch.int32)
+    tokens = collate([[TokenSequence(ids, ids >= 8)]])
+    batch = read_features(target, tokens, head.features_needed, "bf16")
+    torch.manual_seed(0)
+    expected, _ = LossModule(head, target, "bf16")(batch)
+    head, batch = engine(head, batch)
+    torch.manual_seed(0)
+    total, _ = LossModule(head, target, "bf16")(batch)
+    total.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=0.02)
+
+
+def trained(config: Path, output: Path, *settings: str, engine: str = "") -> list[float]:
+    """The losses of a run in another process, or in two under an engine."""
+    launcher = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    launcher = [*launcher, str(ROOT / f"configs/accelerate/{engine}.yaml")] if engine else []
+    command = [sys.executable, *launcher, str(ROOT / "train/train_heads.py")]
+    process = subprocess.run(
+        [*command, "--config", str(config), f"train.output={output}", *settings],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").open()]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_deepspeed_learns_what_one_process_learns_and_resumes(
+    config: Path, tmp_path: Path, engine: str
+) -> None:
+    alone, folder = trained(config, tmp_path / "alone"), tmp_path / engine
+    begun = trained(config, folder, "train.max_steps=3", engine=engine)
+    together = trained(config, folder, engine=engine)
+    assert together[:3] == begun
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert list((folder / "state" / "step-000000006").glob("pytorch_model/*")), "another engine"
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_deepspeed_trains_in_bfloat16_on_a_target_stored_in_float32(
+    config: Path, tmp_path: Path, engine: str
+) -> None:
+    losses = trained(config, tmp_path / engine, "train.mixed_precision=bf16", engine=engine)
+    alone = trained(config, tmp_path / "alone", "train.mixed_precision=bf16")
+    assert losses == pytest.approx(alone, rel=0.02)

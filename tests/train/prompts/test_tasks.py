@@ -1,0 +1,109 @@
+"""Prompts about texts."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafthead.heads.errors import UserError
+from drafthead.scripts import cli
+from drafthead.scripts.data.ask_about import TASKS
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.prompts.tasks import Tasks, Text, opening, prompts_about, texts_of
+
+PLAIN = Tasks(("One: {text}", "Opening: {opening}"), ("Two: {text} | {other} | {question}",))
+
+
+def words(count: int, first: int = 0) -> str:
+    """Different words, five a sentence."""
+    return " ".join(f"w{n}." if n % 5 == 4 else f"w{n}" for n in range(first, first + count))
+
+
+def conversation(answer: str, role: str = "assistant") -> Conversation:
+    messages = [{"role": "user", "content": "why?"}, {"role": role, "content": answer}]
+    return Conversation("a", messages, "f.jsonl:1")
+
+
+TEXTS = [Text(words(90, first).split(" "), f"q{first}") for first in (0, 100, 200)]
+
+
+def test_long_answers_without_repetition_are_texts() -> None:
+    rows = [
+        conversation(words(80)),
+        conversation(words(20)),
+        conversation("again and again " * 30),
+        conversation(words(80), role="user"),
+        Conversation("b", [{"role": "user", "content": words(80)}], "f.jsonl:2"),
+    ]
+    [text] = texts_of(rows)
+    assert text == Text(words(80).split(" "), "why?")
+
+
+def test_every_third_prompt_is_about_two_texts() -> None:
+    prompts = list(prompts_about(TEXTS, PLAIN, 9, seed=1))
+    assert [prompt.startswith("Two") for prompt in prompts] == [True, False, False] * 3
+
+
+def test_each_text_is_asked_about_before_one_is_asked_about_again() -> None:
+    prompts = list(prompts_about(TEXTS, PLAIN, 6, seed=2))
+    firsts = [prompt.split()[1] for prompt in prompts]
+    assert set(firsts[:3]) == set(firsts[3:]) == {"w0", "w100", "w200"}
+
+
+def test_a_seed_gives_the_same_prompts() -> None:
+    first, again, other = (list(prompts_about(TEXTS, PLAIN, 5, seed)) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+def test_texts_end_with_a_sentence() -> None:
+    assert all(
+        prompt.split(" | ")[0].endswith(".") for prompt in prompts_about(TEXTS, PLAIN, 30, seed=5)
+    )
+    assert opening(TEXTS[0], 2) == "w0 w1 w2 w3 w4. w5 w6 w7 w8 w9."
+
+
+def test_one_text_is_too_few() -> None:
+    with pytest.raises(UserError, match="at least 2 are needed"):
+        list(prompts_about(TEXTS[:1], PLAIN, 5, seed=0))
+
+
+def test_the_tasks_that_are_shipped_can_be_read() -> None:
+    tasks = Tasks.read(TASKS)
+    assert len(list(prompts_about(TEXTS, tasks, 200, seed=0))) == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("about_one: ['{text']\nabout_two: [a]", r"about_one\.0: a task may name \{text\}"),
+        ("about_one: ['{texts}']\nabout_two: [a]", "KeyError"),
+        ("about_one: ['{text:d}']\nabout_two: [a]", "nothing else"),
+        ("about_one: ['{}']\nabout_two: [a]", "nothing else"),
+        ("about_one: [3]\nabout_two: [a]", "valid string .*found: 3"),
+        ("about_one: [a]\nabout_two: []", "about_two: .*at least 1 item"),
+        ("about_one: null\nabout_two: [a]", "about_one: .*valid tuple"),
+        ("about_one: ['{text}']", "about_two: Field required"),
+        ("about_one: [a]\nabout_two: [a]\nabout_three: [a]", "about_three"),
+        ("nothing", "lists of texts about_one and about_two"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "tasks.yaml").write_text(content)
+    with pytest.raises(UserError, match=message):
+        Tasks.read(tmp_path / "tasks.yaml")
+
+
+def test_the_verb_writes_what_distill_reads(tmp_path: Path, monkeypatch, capsys) -> None:
+    rows = [{"messages": conversation(words(80, first)).messages} for first in (0, 100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words_ = ["--data", f"{tmp_path}/a.jsonl", "--number", "5", "--output", f"{tmp_path}/b.jsonl"]
+    monkeypatch.setattr(sys, "argv", ["drafthead", "ask-about", *words_])
+    for status in (None, 2):  # a second run leaves the file alone
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert (stop.value.code or None) == status
+    written = [json.loads(line) for line in (tmp_path / "b.jsonl").open()]
+    assert [row["id"] for row in written] == [f"about-0-{n}" for n in range(5)]
+    assert "5 prompts about 2 texts" in capsys.readouterr().out

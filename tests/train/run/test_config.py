@@ -1,0 +1,117 @@
+"""The run configuration: what wins over what, and what a wrong setting is told."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.families.medusa import MedusaConfig
+from drafthead.scripts.leaderboard.config import load_board
+from drafthead.train.prompts.tasks import Tasks
+from drafthead.train.run.config import RunConfig, load_run_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+YAML_FILES = sorted(CONFIGS.rglob("*.yaml"))
+RUN = """
+target: {name: some/model}
+data: {train: train.jsonl}
+train: {output: out, max_steps: 10}
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    """Loads YAML text with overrides."""
+
+    def load_text(text: str, *overrides: str) -> RunConfig:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return load_run_config(path, overrides)
+
+    return load_text
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_shipped_file_is_valid(path: Path):
+    if path.parent.name == "accelerate":
+        assert load_config_from_file(str(path)).num_processes >= 2
+    elif path.parent.name == "prompts":
+        assert Tasks.read(path).about_one
+    elif "entries" in yaml.safe_load(path.read_text()):
+        assert load_board(path).entries
+    else:
+        assert load_run_config(path).settings()["head"]["family"]
+
+
+def test_defaults_give_way_to_the_file_and_the_file_to_the_override(load):
+    assert load(RUN).optimizer.lr == 1e-3
+    text = RUN + "optimizer: {lr: 5.0e-4, warmup_ratio: 0.1}\n"
+    assert load(text).optimizer.lr == 5e-4
+    overridden = load(text, "optimizer.lr=1e-4").optimizer
+    assert (overridden.lr, overridden.warmup_ratio) == (1e-4, 0.1)
+
+
+def test_the_family_decides_the_heads_settings(load, family: str):
+    config = load(RUN, f"head.family={family}")
+    assert config.family == family
+    assert config.settings()["head"]["family"] == family
+
+
+def test_head_settings_reach_the_familys_dataclass(load):
+    assert load(RUN, "head.num_heads=2", "head.loss=soft").head == MedusaConfig(
+        num_heads=2, loss="soft"
+    )
+
+
+def test_an_override_replaces_one_budget_by_another(load):
+    config = load(RUN, "train.max_steps=null", "train.max_minutes=1.5")
+    assert (config.train.max_steps, config.train.max_minutes) == (None, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimizer.lrr=1", r"override optimizer.lrr=1: unknown .*did you mean optimizer.lr\?"),
+        ("train.lr=1", r"unknown setting train.lr; did you mean optimizer.lr\?"),
+        ("head.heads=3", r"did you mean head.num_heads\?"),
+        ("head.family=medussa", r"unknown head family 'medussa'; known families: .*medusa"),
+        ("wrong.xyzzy=1", r"unknown setting wrong.xyzzy; known are data, head, optimizer"),
+        ("train.max_steps=soon", r"train.max_steps=soon: train.max_steps is 'soon': .*integer"),
+        ("optimizer.name=sgd", r"optimizer.name is 'sgd': .*'adamw' or 'muon'"),
+        ("optimizer.lr=-1", r"section optimizer: learning rates must be positive"),
+        ("head.num_heads=0", r"section head: num_heads and num_blocks must be at least 1"),
+        ("head.loss=sofft", r"section head: loss must be one of hard, soft, .*got 'sofft'"),
+        ("train.epochs=2", r"exactly one of epochs, max_steps and max_minutes"),
+        ("train.batch_rows=0", r"must be positive"),
+        ("target.dtype=float16", r"target.dtype=float16 needs train.mixed_precision=bf16"),
+        ("train.eval_every=5", r"train.eval_every needs held-out conversations"),
+        ("data.validation=train.jsonl", r"data.validation is training data itself"),
+        ("optimizer.lr", r"'optimizer.lr' is not a setting: write section.key=value"),
+        ("optimizer.lr=[1", r"not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_told_what_is_wrong(load, override: str, sentence: str):
+    with pytest.raises(UserError, match=sentence):
+        load(RUN, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (RUN + "optimiser: {lr: 1}\n", r"run.yaml: unknown setting optimiser.lr; .*optimizer.lr"),
+        (RUN + "optimizer: adamw\n", r"optimizer must be a section of settings, got 'adamw'"),
+        ("data: {train: a}\ntrain: {output: o, max_steps: 1}\n", r"lacks target.name"),
+        ("- 1\n", r"must hold sections"),
+        ("a: {b: [\n", r"run.yaml is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_told_what_is_wrong(load, text: str, sentence: str):
+    with pytest.raises(UserError, match=sentence):
+        load(text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match="cannot read the configuration"):
+        load_run_config(tmp_path / "absent.yaml")

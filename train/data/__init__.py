@@ -1,0 +1,1 @@
+"""drafthead.train.data: conversations: read, rendered, tokenised, packed and checked."""

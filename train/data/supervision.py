@@ -1,0 +1,286 @@
+"""The tokens of a conversation that training supervises: those that the assistant wrote.
+
+Where a row stores the ids that the target generated, these are supervised. Of a text, the
+tokenizer's chat template is rendered with and without each answer, so any template works, without
+`{% generation %}` tags.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.train.data.answer_tokens import AnswerTokens, check_vocabulary
+from drafthead.train.data.conversations import Conversation, Message
+
+
+class UnusableRowError(UserError):
+    """A row that nothing can be learnt from; training goes on without it."""
+
+
+@dataclass(frozen=True)
+class SupervisedTokens:
+    """Token ids [T] of one rendered conversation, and which of them are supervised [T]."""
+
+    input_ids: list[int]
+    mask: list[bool]
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use "
+            "the instruction-tuned model, or set tokenizer.chat_template and save the tokenizer"
+        )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The text of a conversation under the tokenizer's chat template.
+
+    Raises UserError if there is no template, and UnusableRowError if it refuses the messages.
+    """
+    require_chat_template(tokenizer)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UnusableRowError(
+            f"{where}: the chat template refuses the roles {roles} ({error}); "
+            "remove or merge the messages that it does not accept"
+        ) from error
+    return str(text)
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str
+) -> list[int]:
+    """Token ids [T] that ask the target for the next answer; errors as `render`."""
+    text = render(tokenizer, messages, where, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of control tokens: the named special tokens, and added tokens with the special flag."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added.union(tokenizer.all_special_ids))
+
+
+def mark_answers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
+) -> SupervisedTokens:
+    """The whole conversation's ids [T] and a mask [T] of those that the assistant has to emit.
+
+    An answer is what the template adds to the prompt of its turn, up to and including the first
+    control token after the text (the end-of-turn; a line break after it is never generated). An
+    answer that the full rendering does not show as it was generated (a template that drops earlier
+    reasoning, or moves the system text to the last turn) is not supervised.
+
+    Raises UserError if the template refuses the messages or the tokenizer has no offsets.
+    """
+    text = render(tokenizer, messages, where)
+    ids, bounds = _encode(tokenizer, messages, text, where)
+    blank = [not text[start:end].strip() for start, end in bounds]
+    controls = special_ids(tokenizer)
+    mask = [False] * len(ids)
+    for index, message in enumerate(messages):
+        span = _answer_span(tokenizer, messages, index, text, where)
+        if span is None:
+            continue
+        # A token that crosses a border also holds text that the assistant does not write. In
+        # decoding the prompt is tokenised alone, so such a token does not occur.
+        inside = [i for i, (s, e) in enumerate(bounds) if s >= span[0] and e <= span[1]]
+        control = [ids[i] in controls for i in inside]
+        finished = message.get("finished", True)
+        for i in inside[: _answer_length(control, [blank[i] for i in inside], finished)]:
+            mask[i] = True
+    return SupervisedTokens(ids, mask)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str, where: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids [T] of the rendered messages and the characters that each token covers."""
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    if encoded["input_ids"] != tokenizer.apply_chat_template(messages, return_dict=False):
+        raise UserError(f"{where}: the tokenizer's own chat encoding differs from that of the text")
+    return encoded["input_ids"], _contiguous(encoded["offset_mapping"])
+
+
+def _contiguous(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Character bounds of tokens, without gaps.
+
+    Byte-level tokenizers report " the" without its space: in "of the" the offsets are (0, 2),
+    (3, 6) and the bounds (0, 2), (2, 6).
+    """
+    reached = 0
+    bounds = []
+    for start, end in offsets:
+        bounds.append((min(start, reached), end))
+        reached = max(reached, end)
+    return bounds
+
+
+def _answer_span(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    index: int,
+    text: str,
+    where: str,
+) -> tuple[int, int] | None:
+    """Where message `index` is in the full rendering; None if it answers no prompt."""
+    if messages[index]["role"] != "assistant" or index == 0:
+        return None
+    before, upto = messages[:index], messages[: index + 1]
+    prompt = render(tokenizer, before, where, add_generation_prompt=True)
+    shown = text if len(upto) == len(messages) else render(tokenizer, upto, where)
+    start, end = _common(prompt, text), _common(shown, text)
+    if start < len(prompt):
+        # The full text may lack the end of the generation prompt (an opened <think>), but not its
+        # beginning: then the user's part differs, and the span would include some of it.
+        history = _common(prompt, render(tokenizer, before, where))
+        if start <= history:
+            return None
+    if end < len(shown) and messages[index]["content"].strip() not in text[start:end]:
+        return None
+    return (start, end) if start < end else None
+
+
+def _common(left: str, right: str) -> int:
+    """Length of the longest common prefix."""
+    if right.startswith(left):
+        return len(left)
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), len(right))
+
+
+def _answer_length(control: list[bool], blank: list[bool], finished: bool) -> int:
+    """How many tokens of a span the assistant emits.
+
+    With the tokens  Hello  .  <|end|>  "\\n"  the tail starts at 2, and 3 tokens are emitted;
+    2 if the answer was cut before its end-of-turn.
+    """
+    tail = len(control)
+    while tail > 0 and (control[tail - 1] or blank[tail - 1]):
+        tail -= 1
+    if not finished:
+        return tail
+    return control.index(True, tail) + 1 if True in control[tail:] else len(control)
+
+
+def supervise(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
+) -> SupervisedTokens:
+    """As `mark_answers`, but a conversation without a supervised token is an UnusableRowError."""
+    marked = mark_answers(tokenizer, messages, where)
+    if not any(marked.mask):
+        answered = any(message["role"] == "assistant" for message in messages[1:])
+        reason = (
+            "the template shows no answer as the prompt of its turn asks for it"
+            if answered
+            else "no assistant answers a message; distill the prompts first"
+        )
+        raise UnusableRowError(f"0 supervised tokens in {where}: {reason}")
+    return marked
+
+
+def supervised_sequences(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> list[SupervisedTokens]:
+    """The sequences to learn from: of stored token ids, or else one of the text.
+
+    Raises UserError as `supervise` does, and for stored ids of another tokenizer.
+    """
+    if conversation.tokens is None:
+        return [supervise(tokenizer, conversation.messages, conversation.where)]
+    check_vocabulary(conversation.tokens, tokenizer, conversation.where)
+    return join_turns(conversation.tokens.answers)
+
+
+def join_turns(answers: Sequence[AnswerTokens]) -> list[SupervisedTokens]:
+    """Each answer after its own prompt; one sequence as long as a prompt continues the one before.
+
+    The turns ``p A`` and ``p A q B`` make the sequence p A q B with both answers supervised. Where
+    a template drops earlier reasoning, the second prompt is another text, and there are two.
+    """
+    sequences: list[SupervisedTokens] = []
+    for turn in answers:
+        mask: list[bool] = []
+        if sequences and turn.prompt[: len(sequences[-1].input_ids)] == sequences[-1].input_ids:
+            mask = sequences.pop().mask
+        mask = mask + [False] * (len(turn.prompt) - len(mask)) + [True] * len(turn.answer)
+        sequences.append(SupervisedTokens(turn.prompt + turn.answer, mask))
+    return sequences
+
+
+@dataclass
+class LeftOut:
+    """What training does not see of a data set."""
+
+    rows: int = 0  # all there are
+    cut: int = 0  # sequences that were cut, those in `too_late` included
+    problems: list[str] = field(default_factory=list)  # rows that cannot be used, and why
+    too_late: list[str] = field(default_factory=list)  # places of rows cut before their answer
+
+    def sentences(self, max_length: int) -> list[str]:
+        """What a user should know of it."""
+        said = []
+        if self.problems:
+            counts = f"{len(self.problems)} of {self.rows}"
+            said.append(f"{counts} rows are left out; the first: {self.problems[0]}")
+        if self.cut:
+            first = f" (the first is {self.too_late[0]})" if self.too_late else ""
+            said.append(
+                f"{self.cut} of {self.rows} rows cut to {max_length} tokens, {len(self.too_late)} "
+                f"of them dropped because no answer was left{first}"
+            )
+        return said
+
+
+def supervised_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Iterable[Conversation],
+    max_length: int,
+    left_out: LeftOut,
+) -> Iterator[SupervisedTokens]:
+    """The `supervised_sequences` of all conversations, cut to `max_length` tokens, as they come.
+
+    What has nothing to learn is added to `left_out`. Raises UserError if nothing else was there,
+    and for a tokenizer that cannot be used.
+    """
+    found = False
+    for conversation in conversations:
+        left_out.rows += 1
+        try:
+            sequences = supervised_sequences(tokenizer, conversation)
+        except UnusableRowError as error:
+            left_out.problems.append(str(error))
+            continue
+        for marked in sequences:
+            left_out.cut += len(marked.input_ids) > max_length
+            kept = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
+            if any(kept.mask):
+                found = True
+                yield kept
+            else:
+                left_out.too_late.append(conversation.where)
+    if len(left_out.problems) == left_out.rows:
+        raise UserError(left_out.problems[0])
+    if not found:
+        raise UserError(
+            f"no answer of {left_out.rows} rows begins within {max_length} tokens: "
+            "raise the maximum length"
+        )

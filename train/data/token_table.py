@@ -1,0 +1,261 @@
+"""Conversations as tokens: read, rendered and tokenised once, then mapped from an Arrow file.
+
+A million conversations are some gigabytes of Python objects, or one file that all processes and
+later runs share. A file is known by what it was made of: the content of the source, the tokenizer
+and the settings.
+"""
+
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset, concatenate_datasets
+from filelock import FileLock
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from drafthead.heads.disk_cache import cache_or_scratch
+from drafthead.heads.files import fresh_folder, write_text
+from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.train.data.conversations import (
+    Conversation,
+    Writer,
+    iter_conversations,
+    source_digest,
+)
+from drafthead.train.data.supervision import LeftOut, SupervisedTokens, supervised_rows
+
+logger = logging.getLogger(__name__)
+
+ROWS, RECORD = "rows.arrow", "record.json"
+BATCH = 1024  # sequences that are written at a time
+# Of the files; raise it when supervision changes what it makes of a conversation, or the record has
+# other fields.
+VERSION = 2
+SCHEMA = pa.schema(
+    {
+        "input_ids": pa.list_(pa.int32()),
+        "supervised": pa.list_(pa.bool_()),
+        "length": pa.int32(),
+        "num_supervised": pa.int32(),
+        "digest": pa.uint64(),  # of the tokens
+    }
+)
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One conversation as tokens."""
+
+    input_ids: torch.Tensor  # [T] int32
+    supervised: torch.Tensor  # [T] bool: which tokens are learnt
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of a source, and how."""
+
+    source: str
+    prompt_column: str | None
+    max_length: int  # tokens; longer conversations are cut
+    limit: int | None  # conversations, from the first
+
+
+class TokenTable(Sequence[TokenSequence]):
+    """Sequences of tokens in Arrow's form, in memory or in a file."""
+
+    def __init__(
+        self,
+        data: Dataset,
+        digest: str = "",
+        writers: frozenset[Writer | None] = frozenset(),
+        chosen: np.ndarray | None = None,
+    ):
+        """`digest` is that of all sequences; `writers` are who answered, None where unknown.
+
+        `chosen` are the numbers of the sequences in `data` that the table has, maybe some of them
+        several times; by default it has all of them once.
+        """
+        self.data, self.digest, self.writers = data.with_format("numpy"), digest, writers
+        self.chosen = np.arange(len(data)) if chosen is None else chosen
+
+    @classmethod
+    def of(cls, sequences: Iterable[TokenSequence]) -> "TokenTable":
+        """A table in memory."""
+        parts = [SupervisedTokens(s.input_ids.tolist(), s.supervised.tolist()) for s in sequences]
+        batch = record_batch(parts)
+        return cls(Dataset(pa.Table.from_batches([batch])), digest_of([batch]))
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> "list[TokenSequence]": ...
+    def __getitem__(self, index: int | slice) -> "TokenSequence | list[TokenSequence]":
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        row = self.data[int(self.chosen[index])]
+        # Copies: what is mapped from a file cannot be written, and torch warns of such arrays.
+        ids = torch.from_numpy(row["input_ids"].astype(np.int32))
+        return TokenSequence(ids, torch.from_numpy(row["supervised"].astype(bool)))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, [n]."""
+        return self._column("length")
+
+    @cached_property
+    def num_supervised(self) -> np.ndarray:
+        """Supervised tokens of each sequence, [n]."""
+        return self._column("num_supervised")
+
+    @cached_property
+    def digests(self) -> np.ndarray:
+        """A hash of the tokens of each sequence, [n]."""
+        return self._column("digest")
+
+    def _column(self, name: str) -> np.ndarray:
+        return self.data.data.column(name).to_numpy()[self.chosen]
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token is supervised, [V]."""
+        counts = np.zeros(vocab_size)
+        times, first = np.bincount(self.chosen, minlength=len(self.data)), 0
+        for batch in self.data.data.to_batches():
+            # Each token counts as often as its sequence was chosen.
+            weights = times[first : first + len(batch)].repeat(batch.column("num_supervised"))
+            first += len(batch)
+            ids, learnt = (batch.column(name).flatten() for name in ("input_ids", "supervised"))
+            kept = ids.to_numpy()[learnt.to_numpy(zero_copy_only=False)]
+            counts += np.bincount(kept, weights, vocab_size)
+        return torch.from_numpy(counts.astype(np.int64))
+
+
+def mixed(tables: Sequence[TokenTable], weights: Sequence[float], seed: int) -> TokenTable:
+    """Tables as one, each sequence of a table as often as its weight says.
+
+    Of weight 2 every sequence is there twice, of weight 0.5 half of them, which the seed chooses.
+    """
+    places, first = [], 0
+    for table, weight in zip(tables, weights, strict=True):
+        some = random.Random(f"mix-{seed}-{first}").sample(
+            range(len(table)), round(weight % 1 * len(table))
+        )
+        own = np.concatenate([np.tile(np.arange(len(table)), int(weight)), np.sort(some)])
+        places.append(first + own.astype(np.int64))
+        first += len(table)
+    digest = hashlib.sha256(repr([seed, *weights, *(t.digest for t in tables)]).encode())
+    return TokenTable(
+        concatenate_datasets([table.data for table in tables]),
+        digest.hexdigest(),
+        frozenset(writer for table in tables for writer in table.writers),
+        np.concatenate(places),
+    )
+
+
+def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTable:
+    """The source as tokens, out of the cache if it was read before.
+
+    Raises UserError for data that cannot be read or has nothing to learn.
+    """
+    folder = cache_or_scratch("tokens") / key_of(reading, tokenizer)
+    # One process reads; the others of a run wait, and find what it has made.
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            make(folder, reading, tokenizer)
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    for sentence in record["left_out"]:
+        # The same content may have been read under another name.
+        here = sentence.replace(record["source"], reading.source)
+        logger.warning("%s: %s", reading.source, here)
+    writers = frozenset(None if writer is None else Writer(*writer) for writer in record["writers"])
+    return TokenTable(Dataset.from_file(str(folder / ROWS)), record["digest"], writers)
+
+
+def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A name for what the tokens depend on."""
+    digest = hashlib.sha256()
+    parts = (VERSION, source_digest(reading.source), *astuple(reading)[1:], tokenizer.chat_template)
+    digest.update(repr(parts).encode(errors="surrogatepass"))
+    # A tokenizer in Python can only be used for rows that hold token ids.
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else vocabulary_of(tokenizer)
+    digest.update(rules.encode(errors="surrogatepass"))
+    return digest.hexdigest()[:32]
+
+
+def make(folder: Path, reading: Reading, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Read the source into a folder, which appears whole or not at all."""
+    writers: set[Writer | None] = set()
+
+    def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        """The same, with a bar; notes who answered."""
+        with tqdm(desc=f"reading {Path(reading.source).name}", unit="row") as bar:
+            for conversation in conversations:
+                writers.add(conversation.writer)
+                bar.update()
+                yield conversation
+
+    with fresh_folder(folder) as temporary:
+        conversations = iter_conversations(reading.source, reading.prompt_column, reading.limit)
+        left_out = LeftOut()
+        rows = supervised_rows(tokenizer, noted(conversations), reading.max_length, left_out)
+        record = {
+            "source": reading.source,
+            "digest": write_rows(temporary / ROWS, rows),
+            "writers": sorted((w and (w.name, w.weights) for w in writers), key=repr),
+            "left_out": left_out.sentences(reading.max_length),
+        }
+        write_text(temporary / RECORD, json.dumps(record))
+
+
+def write_rows(path: Path, rows: Iterator[SupervisedTokens]) -> str:
+    """Write sequences as they come; returns the digest of all."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+
+        def written() -> Iterator[pa.RecordBatch]:
+            while part := list(islice(rows, BATCH)):
+                batch = record_batch(part)
+                writer.write_batch(batch)
+                yield batch
+
+        return digest_of(written())
+
+
+def record_batch(rows: Sequence[SupervisedTokens]) -> pa.RecordBatch:
+    """Sequences as Arrow has them."""
+    ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
+    masks = [np.asarray(row.mask, dtype=bool) for row in rows]
+    hashes = [hashlib.blake2b(tokens.tobytes(), digest_size=8).digest() for tokens in ids]
+    columns = {
+        "input_ids": ids,
+        "supervised": masks,
+        "length": [len(tokens) for tokens in ids],
+        "num_supervised": [int(mask.sum()) for mask in masks],
+        "digest": np.frombuffer(b"".join(hashes), dtype=np.uint64),
+    }
+    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+
+
+def digest_of(batches: Iterable[pa.RecordBatch]) -> str:
+    """A hash of the tokens and masks of all sequences."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name in ("digest", "length"):
+            digest.update(batch.column(name).to_numpy().tobytes())
+        masks = batch.column("supervised").flatten().to_numpy(zero_copy_only=False)
+        digest.update(np.packbits(masks).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""drafthead.train.distillation: the target's own answers to prompts."""

@@ -1,0 +1,3 @@
+"""drafthead.train.learning: the training loop, its steps and evaluations, and the engine that
+shares them.
+"""

@@ -1,0 +1,84 @@
+"""The engine that shares a run among processes: what the launcher asked for, or an error."""
+
+import os
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from drafthead.heads.errors import UserError
+from drafthead.train.run.config import RunConfig
+
+# What the launcher sets for each engine.
+ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
+    "ACCELERATE_USE_FSDP": DistributedType.FSDP,
+}
+
+
+def build_accelerator(config: RunConfig) -> Accelerator:
+    """accelerate as the launcher set it up; UserError for settings that cannot be combined."""
+    engine = engine_asked_for()
+    if engine is not None and config.optimizer.name == "muon":
+        raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
+    accelerator = _new_accelerator(config, engine)
+    check_engine(engine, accelerator.distributed_type)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise UserError(
+            f"{launched} processes were launched, accelerate joined {accelerator.num_processes}: "
+            "launch with one of the files in configs/accelerate/"
+        )
+    if engine is DistributedType.DEEPSPEED:
+        settings = accelerator.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = config.train.micro_batch_rows
+        settings["gradient_clipping"] = config.optimizer.max_grad_norm
+        # Else transformers would build the frozen target in pieces, as under ZeRO-3 a model that is
+        # trained, and no engine would ever put them together.
+        unset_hf_deepspeed_config()
+    config.train.accumulation(accelerator.num_processes)
+    return accelerator
+
+
+def engine_asked_for() -> DistributedType | None:
+    """The engine that the launcher's environment names; None for DDP or a single process."""
+    for variable, engine in ENGINES.items():
+        if os.environ.get(variable, "").lower() == "true":
+            return engine
+    return None
+
+
+def _new_accelerator(config: RunConfig, engine: DistributedType | None) -> Accelerator:
+    output, has_device = config.train.output, torch.accelerator.is_available()
+    # Without `cpu`, processes on a machine without a GPU would not find each other; with it,
+    # accelerate takes no engine. DeepSpeed needs to be told the CPU's way of communicating instead.
+    on_cpu = config.train.cpu or not has_device
+    deepspeed_on_cpu = engine is DistributedType.DEEPSPEED and not has_device
+    if deepspeed_on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        return Accelerator(
+            cpu=on_cpu and not deepspeed_on_cpu,
+            mixed_precision=config.train.mixed_precision,
+            log_with="tensorboard",
+            project_config=ProjectConfiguration(output, logging_dir=f"{output}/tensorboard"),
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if deepspeed_on_cpu else None,
+        )
+    except ImportError as error:
+        if engine is not DistributedType.DEEPSPEED:
+            raise
+        raise UserError(
+            "the launcher asked for DeepSpeed, which is not installed: pip install "
+            "'drafthead[deepspeed]', or launch with configs/accelerate/ddp.yaml"
+        ) from error
+
+
+def check_engine(asked: DistributedType | None, taken: DistributedType) -> None:
+    """Raise UserError if accelerate took another engine than the launcher asked for."""
+    if asked is not None and asked != taken:
+        raise UserError(
+            f"the launcher asked for {asked.value}, and accelerate took {taken.value}: FSDP needs "
+            "GPUs, and train.cpu=true excludes both; launch with configs/accelerate/cpu2.yaml, or "
+            "with ddp.yaml where there are GPUs"
+        )

@@ -1,0 +1,112 @@
+"""How well a head drafts on held-out conversations, from the ranks of the true tokens alone.
+
+`tau` is that of greedy decoding: each answer is decoded again, from the ranks, and only the
+positions at which a step begins count. All positions alike, as they are trained, would be another
+number: decoding drafts after a token that the head missed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from drafthead.heads.base import DraftHead, HeadBatch
+from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.static import grow_tree
+from drafthead.heads.trees.tree import Path
+from drafthead.train.data.packing import PackedData
+from drafthead.train.features.reading import read_features
+from drafthead.train.learning.ranks import RankedAnchors, chain_lengths, count_paths
+
+TREE_SIZES = (8, 16, 32, 64)  # nodes, the root included
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy of a head. `tau` is that of greedy decoding, the bonus tokens included."""
+
+    anchors: int  # positions from which the head drafted
+    top1: tuple[float, ...]  # share of anchors whose depth-k token was the first guess
+    alpha: tuple[float, ...]  # the same, among the anchors whose earlier guesses were all right
+    tau_chain: float
+    tau_tree: dict[int, float]  # nodes -> tau of the best static tree of that size
+    path_counts: dict[Path, int]  # see heads.trees.static.grow_tree
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the path counts, ready for JSON."""
+        values = asdict(self)
+        del values["path_counts"]
+        return values
+
+
+def measure(ranked: RankedAnchors) -> Evaluation:
+    """The evaluation of a head from the ranks of the true tokens."""
+    ranks = ranked.ranks
+    anchors, depth = ranks.shape
+    right = ranks == 0
+    lengths = chain_lengths(ranks)
+    reached = [int((lengths >= k).sum()) for k in range(depth + 1)]
+    counts = count_paths(ranks)
+    chain = {(0,) * length for length in range(depth + 1)}
+    trees = {size: {(), *grow_tree(counts, size).paths} for size in TREE_SIZES}
+    return Evaluation(
+        anchors=anchors,
+        top1=tuple(int(right[:, k].sum()) / max(1, anchors) for k in range(depth)),
+        alpha=tuple(reached[k + 1] / max(1, reached[k]) for k in range(depth)),
+        tau_chain=ranked.tau(chain),
+        tau_tree={size: ranked.tau(tree) for size, tree in trees.items()},
+        path_counts=counts,
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    head: DraftHead,
+    target: Target,
+    data: PackedData,
+    batch_rows: int,
+) -> Evaluation:
+    """Measure a head on held-out rows, shared among the processes; all return the result.
+
+    `model` is the prepared `loop.LossModule` around `head`.
+    """
+    rows = range(len(data.rows))
+    batches: Sequence[Sequence[int]] = [
+        rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)
+    ]
+    rounds = -(-len(batches) // accelerator.num_processes)
+    parts: list[RankedAnchors] = []
+    model.eval()
+    for turn in range(rounds):
+        index = turn * accelerator.num_processes + accelerator.process_index
+        # A sharded head runs in all processes at once, so a process without a batch runs one with
+        # nothing to measure.
+        tokens = data.batch(batches[min(index, len(batches) - 1)])
+        tokens = tokens if index < len(batches) else tokens.unsupervised()
+        batch = read_features(target, tokens, head.features_needed, accelerator.mixed_precision)
+        _, loss = model(batch)
+        parts.append(ranked_anchors(batch, loss.ranks, first_row=index * batch_rows))
+    model.train()
+    parts = gather_object(parts)
+    return measure(
+        RankedAnchors(
+            torch.cat([part.ranks for part in parts]).long(),
+            [key for part in parts for key in part.conversations],
+            [anchor for part in parts for anchor in part.anchors],
+        )
+    )
+
+
+def ranked_anchors(batch: HeadBatch, ranks: torch.Tensor, first_row: int = 0) -> RankedAnchors:
+    """Ranks [A, K] after all anchors of a batch whose first row has the number `first_row`."""
+    rows, anchors = anchor_positions(batch)
+    segments = batch.segments[rows, anchors]
+    keys = list(zip((rows + first_row).tolist(), segments.tolist(), strict=True))
+    return RankedAnchors(ranks.to("cpu", torch.int8), keys, anchors.tolist())

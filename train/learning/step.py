@@ -1,0 +1,223 @@
+"""One optimiser step: the target's features, the head's loss and its gradients.
+
+The loss of a step is the mean over the supervised tokens of all its rows, however they are shared
+among micro-batches and processes: their number does not change what is learnt. (In the on-policy
+stage each micro-batch replays decoding with its own tree.)
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
+from drafthead.heads.target.target import Target
+from drafthead.train.data.packing import PackedData
+from drafthead.train.features.kept import KeptFeatures
+from drafthead.train.features.reading import FeatureReader, computing_in
+from drafthead.train.learning.ranks import chain_lengths
+from drafthead.train.learning.replay import replayed
+from drafthead.train.optimizers import (
+    OptimizerConfig,
+    build_optimizers,
+    lr_share,
+    set_learning_rates,
+)
+from drafthead.train.run.config import TrainConfig
+from drafthead.train.run.saved_states import Sources
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """The head to train, its target and its data."""
+
+    target: Target
+    target_name: str
+    head: DraftHead
+    sources: Sources
+    train: PackedData
+    validation: PackedData | None
+    kept_features: KeptFeatures | None = None  # of `train`
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The figures of one optimiser step, over all processes."""
+
+    step: int
+    loss: float  # weighted over depths, per supervised token
+    depth_loss: tuple[float, ...]  # nats a token
+    depth_top1: tuple[float, ...]  # share of positions with a true token at that depth
+    tau: float  # 1 + right guesses in a row, over all positions: not the tau of decoding
+    grad_norm: float | None  # before clipping; None where the launcher's engine hides it
+    lr: tuple[float, ...]  # of each optimiser
+    supervised_tokens: int  # since the start of the run
+    seconds: float  # likewise
+    supervised_tokens_per_s: float
+    target_share: float  # of the step's time, spent on the target's features
+    backward_share: float  # of the step's time, spent in the head's backward pass
+
+
+class LossModule(nn.Module):
+    """A head whose forward pass is its loss, so that wrappers such as DDP see all of it.
+
+    The target stays outside: as a submodule it would be wrapped, sharded and saved.
+    """
+
+    def __init__(self, head: DraftHead, target: Target, mixed_precision: str):
+        super().__init__()
+        self.head, self._target, self._mixed_precision = head, target, mixed_precision
+
+    def forward(self, batch: HeadBatch) -> tuple[torch.Tensor, HeadLoss]:
+        """The summed loss as a plain tensor [], where FSDP looks for it, and the whole loss."""
+        with computing_in(self._mixed_precision, self._target.device):
+            loss = self.head.loss(batch, self._target)
+        return loss.total, loss
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over micro-batches of one process."""
+
+    losses: torch.Tensor  # [3 + 3K], see `loss_sums`
+    target_seconds: float
+    backward_seconds: float
+
+
+class StepRunner:
+    """Runs this process's part of each optimiser step."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        task: TrainingTask,
+        config: TrainConfig,
+        optimizer: OptimizerConfig,
+    ):
+        """Prepare model and optimisers for this number of processes."""
+        self.accelerator, self.task, self.config = accelerator, task, config
+        self.optimizer_config = optimizer
+        self.accumulation = config.accumulation(accelerator.num_processes)
+        accelerator.gradient_accumulation_steps = self.accumulation
+        optimizers = build_optimizers(task.head.named_parameters(), optimizer)
+        self.peaks = [o.param_groups[0]["lr"] for o in optimizers]
+        self.model, *self.optimizers = accelerator.prepare(
+            LossModule(task.head, task.target, config.mixed_precision), *optimizers
+        )
+        self.reader = FeatureReader(
+            task.target,
+            task.train,
+            task.head.features_needed,
+            config.mixed_precision,
+            task.kept_features,
+        )
+        self.on_policy = False  # in the second stage
+        self.rates: list[float] = []  # of the last step
+        self.grad_norm: float | None = None
+
+    def run(self, step: int, share: float, rows: list[int]) -> StepSums:
+        """Train on `rows` once; `share` of the duration is used when half of the step is done."""
+        self._enter_stage(step, share)
+        factor = lr_share(self.optimizer_config, share)
+        self.rates = set_learning_rates(self.optimizers, self.peaks, factor)
+        num_supervised = self.task.train.supervised_in(rows)
+        parts = [
+            self._micro_batch(step, micro, rows, num_supervised)
+            for micro in range(self.accumulation)
+        ]
+        return StepSums(
+            torch.stack([part.losses for part in parts]).sum(dim=0),
+            sum(part.target_seconds for part in parts),
+            sum(part.backward_seconds for part in parts),
+        )
+
+    def _enter_stage(self, step: int, share: float) -> None:
+        """Begin the on-policy stage when its share of the duration is all that is left."""
+        config = self.config
+        if config.on_policy and not self.on_policy and share >= 1 - config.on_policy_share:
+            self.on_policy = True
+            logger.info(
+                "from step %d on: on-policy, after the tokens that the head misses", step + 1
+            )
+
+    def _micro_batch(self, step: int, micro: int, rows: list[int], num_supervised: int) -> StepSums:
+        """One micro-batch of this process; the last one of a step updates the head."""
+        accelerator, size = self.accelerator, self.config.micro_batch_rows
+        index = micro * accelerator.num_processes + accelerator.process_index
+        began = self._now()
+        batch = self.reader.batch(rows[index * size : (index + 1) * size])
+        target_seconds = self._now() - began
+        weight = 1.0
+        if self.on_policy:
+            batch, weight = self._at_drafted_roots(batch)
+        # Random choices of a head depend on the step alone, not on what ran before it.
+        torch.manual_seed(self._seed_of(step, index))
+        # accelerate divides by the micro-batches and DDP by the processes; what is left is the mean
+        # over the supervised tokens of the whole step.
+        scale = self.accumulation * accelerator.num_processes / num_supervised
+        with accelerator.accumulate(self.model):
+            total, loss = self.model(batch)
+            began = self._now()
+            accelerator.backward(total * (scale * weight))
+            backward_seconds = self._now() - began
+            self._update()
+        sums = loss_sums(loss, num_supervised, weight)
+        return StepSums(sums, target_seconds, backward_seconds)
+
+    def _at_drafted_roots(self, batch: HeadBatch) -> tuple[HeadBatch, float]:
+        """The batch with the roots of decoding, and how many supervised tokens each represents."""
+        self.model.eval()
+        with torch.no_grad():
+            _, loss = self.model(batch)
+        self.model.train()
+        rooted = replayed(batch, loss.ranks)
+        assert rooted.roots is not None
+        return rooted, loss.ranks.shape[0] / max(1, int(rooted.roots.sum()))
+
+    def _update(self) -> None:
+        """Clip the gradients and step the optimisers; accelerate skips all but the last call."""
+        if self.accelerator.sync_gradients:
+            limit = self.optimizer_config.max_grad_norm
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+            if isinstance(norm, DTensor):
+                norm = norm.full_tensor()
+            self.grad_norm = None if norm is None else float(norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _seed_of(self, step: int, micro_batch: int) -> int:
+        """A different seed for each micro-batch of each step."""
+        run_and_step = self.config.seed * 1_000_003 + step
+        return (run_and_step * 65_537 + micro_batch) % 2**63
+
+    def _now(self) -> float:
+        """The time after the device has finished its work."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def loss_sums(loss: HeadLoss, num_supervised: int, weight: float = 1.0) -> torch.Tensor:
+    """What is summed over micro-batches and processes, [3 + 3K]; `weight` multiplies the loss.
+
+    Loss per supervised token of the step, anchors, right guesses in a row; and for each depth the
+    loss, the positions and the right first guesses.
+    """
+    scalars = [
+        weight * loss.total.detach() / num_supervised,
+        torch.tensor(loss.ranks.shape[0]),
+        chain_lengths(loss.ranks).sum(),
+    ]
+    hits = (loss.ranks == 0).sum(dim=0)
+    parts = [*(s.reshape(1) for s in scalars), loss.depth_losses, loss.depth_counts, hits]
+    device = loss.total.device
+    # Apple's GPUs know no float64.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return torch.cat([part.to(device, wide) for part in parts])

@@ -1,0 +1,203 @@
+"""A file of prompts that a target invented: what is kept, and continuing after a kill.
+
+Messages are drawn in batches of a fixed size. A file records how long it was after the last whole
+batch; what a killed run wrote after that is cut off and drawn again, so the file becomes the same
+as an uninterrupted run's.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
+from drafthead.train.jobs.console import AnswerBar
+from drafthead.train.jobs.full_disk import full_disk_named
+from drafthead.train.jobs.locks import only_writer
+from drafthead.train.prompts.message_filter import MessageFilter
+from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
+
+FRUITLESS_BATCHES = 20  # without a message to keep, until a run gives up
+
+
+@dataclass
+class Progress:
+    """How far a file has come after whole batches."""
+
+    batches: int = 0
+    size: int = 0  # bytes
+    kept: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  # messages by reason
+
+
+@dataclass(frozen=True)
+class InventReport:
+    """What a file holds, and what this run did."""
+
+    kept: int
+    # Messages by reason, those of earlier runs included; empty when there was nothing to do.
+    dropped: dict[str, int]
+    tokens: int  # drawn by this run
+    seconds: float
+
+
+def invent(
+    source: MessageSource, output: Path, number: int, overwrite: bool = False
+) -> InventReport:
+    """Write `number` messages as JSON rows that `drafthead distill` takes as prompts.
+
+    A file that was begun with the same settings is continued, also to a larger number. Raises
+    UserError for other settings, when another process writes the file, when the disk is full, and
+    when many batches bring nothing that can be kept.
+    """
+    lock = output.with_name(f".{output.name}.lock")
+    with full_disk_named(output), only_writer(lock, output):
+        return _invent(source, output, number, overwrite)
+
+
+def _invent(source: MessageSource, output: Path, number: int, overwrite: bool) -> InventReport:
+    """As `invent`, for the only process that writes the file."""
+    progress = begin(output, source.settings, overwrite)
+    texts = texts_written(output)
+    if len(texts) >= number:
+        return InventReport(len(texts), {}, 0, 0.0)
+    with (
+        output.open("r+b") as file,
+        AnswerBar(number, progress.kept, "invent", "prompt") as bar,
+    ):
+        inventor = Inventor(source, number, progress, texts[: progress.kept], bar)
+        file.truncate(progress.size)
+        file.seek(progress.size)
+        while progress.kept < number:
+            inventor.write_batch(file)
+            if progress.kept < number:  # else the last batch may have been used in part
+                save_progress(output, source.settings, progress)
+    return InventReport(progress.kept, progress.dropped, bar.tokens, bar.seconds)
+
+
+class Inventor:
+    """Draws batches, keeps what is worth it, and counts."""
+
+    def __init__(
+        self,
+        source: MessageSource,
+        number: int,
+        progress: Progress,
+        kept: list[str],
+        bar: AnswerBar,
+    ):
+        """`kept`: the texts of earlier batches, which later ones must not repeat."""
+        self.source, self.number, self.progress, self.bar = source, number, progress, bar
+        self.filter = MessageFilter()
+        for text in kept:
+            self.filter.problem(text)
+        self.fruitless = 0  # batches in a row
+
+    def write_batch(self, file: IO[bytes]) -> None:
+        """Draw the next batch and write what is kept.
+
+        Raises UserError when many batches in a row brought nothing.
+        """
+        drawn = self.source.batch(self.progress.batches, lambda tokens: self.bar.update(tokens, 0))
+        kept = 0
+        for message in drawn:
+            if self.progress.kept + kept == self.number:
+                break
+            if problem := problem_of(message) or self.filter.problem(message.text):
+                self.progress.dropped[problem] = self.progress.dropped.get(problem, 0) + 1
+                continue
+            file.write(row_of(message, self.source.settings))
+            kept += 1
+        file.flush()
+        self.bar.update(0, kept)
+        self.progress.batches += 1
+        self.progress.kept += kept
+        self.progress.size = file.tell()
+        self.fruitless = 0 if kept else self.fruitless + 1
+        if self.fruitless == FRUITLESS_BATCHES:
+            raise UserError(nothing_kept(self.source.settings, self.progress))
+
+
+def problem_of(message: Message) -> str | None:
+    """Why a message is dropped whatever its words are."""
+    if not message.finished:
+        return "no end within the limit"
+    return "control tokens inside" if message.has_control_token else None
+
+
+def nothing_kept(settings: InventSettings, progress: Progress) -> str:
+    """What is wrong when batches bring nothing, and what may help."""
+    reason = max(progress.dropped, key=lambda reason: progress.dropped[reason])
+    return (
+        f"{settings.target} brought nothing new in {FRUITLESS_BATCHES} batches after "
+        f"{progress.kept} kept messages (most often: {reason}): raise --temperature or "
+        "--max-new-tokens, or take another target"
+    )
+
+
+def row_of(message: Message, settings: InventSettings) -> bytes:
+    """One line of the file."""
+    identity = {"id": f"invented-{settings.seed}-{message.number}"}
+    user = {"role": "user", "content": message.text}
+    if settings.system is None:
+        row: dict[str, Any] = identity | {"prompt": message.text}
+    else:
+        row = identity | {"messages": [{"role": "system", "content": settings.system}, user]}
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+
+
+def texts_written(output: Path) -> list[str]:
+    """The messages of a file's whole lines."""
+    lines = output.read_bytes().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [row["prompt"] if "prompt" in row else row["messages"][-1]["content"] for row in rows]
+
+
+def record_path(output: Path) -> Path:
+    """The JSON file beside the output with its settings and its progress."""
+    # Not *.json: a folder of outputs can be read as prompts.
+    return output.with_name(output.name + ".manifest")
+
+
+def begin(output: Path, settings: InventSettings, overwrite: bool) -> Progress:
+    """The progress of a file; an empty file and a record if there is none.
+
+    Raises UserError if the file belongs to a run with other settings or to no run.
+    """
+    if overwrite or not output.exists():
+        progress = Progress()
+        output.unlink(missing_ok=True)
+        save_progress(output, settings, progress)  # first: a file without one cannot be continued
+        output.touch()
+        return progress
+    return check_settings(output, settings)
+
+
+def check_settings(output: Path, settings: InventSettings) -> Progress:
+    """The recorded progress of a file; UserError if it was begun with other settings."""
+    remedy = "choose another --output, or --overwrite to start again"
+    try:
+        record = json.loads(record_path(output).read_text(encoding="utf-8"))
+        progress = Progress(**record["progress"])
+        recorded = record["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{output} exists without a readable {record_path(output).name}, so it cannot be "
+            f"continued: {remedy}"
+        ) from error
+    for key, value in asdict(settings).items():
+        if recorded.get(key) != value:
+            raise UserError(
+                f"{output} was begun with {key} {recorded.get(key)!r}, now {value!r}: give the "
+                f"same settings, {remedy}"
+            )
+    if output.stat().st_size < progress.size:
+        raise UserError(f"{output} has lost rows since it was written: {remedy}")
+    return progress
+
+
+def save_progress(output: Path, settings: InventSettings, progress: Progress) -> None:
+    """Write the record beside a file; a kill leaves the old one or the new one."""
+    record = {"settings": asdict(settings), "progress": asdict(progress)}
+    write_text(record_path(output), json.dumps(record, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,136 @@
+"""A target that writes messages in the user's place, number after number.
+
+Magpie (Xu et al., 2024, arXiv 2406.08464): the model gets the chat template up to the user's turn,
+and goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.infer import Decoder
+from drafthead.infer.request.text_pieces import texts_of
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.supervision import special_ids
+from drafthead.train.distillation.answers import row_seed
+from drafthead.train.prompts.user_turn import UserTurn, token_ids, user_turn
+
+BEGINNING_TOKENS = 16  # most that are taken from a text
+
+
+@dataclass(frozen=True)
+class InventSettings:
+    """Everything that decides the messages; a resumed run must have the same."""
+
+    target: str
+    system: str | None = None
+    beginnings: str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 128
+    dtype: str = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise UserError(
+                f"temperature must be above 0, got {self.temperature}: without chance all messages "
+                "would be the same"
+            )
+        if self.batch_size < 1:
+            raise UserError(f"the batch size must be at least 1, got {self.batch_size}")
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a target wrote in the user's place."""
+
+    number: int
+    text: str
+    tokens: int  # drawn, the end included
+    finished: bool  # it ended within the limit
+    has_control_token: bool  # before its end
+
+
+class MessageSource:
+    """Draws messages from a target; each depends on its number and on the settings alone."""
+
+    def __init__(self, decoder: Decoder, settings: InventSettings, texts: Sequence[str] = ()):
+        """`texts` lend the messages their beginnings, in turn; a base model needs some.
+
+        Raises UserError for a target without a tokenizer, for one without a chat template if there
+        are no texts, and where the template shows no user's turn.
+        """
+        if decoder.tokenizer is None:
+            raise UserError("the target has no tokenizer, so it cannot write messages")
+        self.decoder, self.settings = decoder, settings
+        self.tokenizer: PreTrainedTokenizerBase = decoder.tokenizer
+        self.turn = self._turn(bool(texts))
+        self.beginnings = [beginning(self.tokenizer, text) for text in texts] or [[]]
+        self.controls = special_ids(self.tokenizer)
+        self.ends = decoder.end_ids | self.turn.end_ids
+
+    def _turn(self, has_texts: bool) -> UserTurn:
+        """The user's turn; for a base model the beginning of a text."""
+        if self.tokenizer.chat_template:
+            return user_turn(self.tokenizer, self.settings.system)
+        if not has_texts:
+            raise UserError(
+                f"{self.settings.target} has no chat template, so it has not learnt to write "
+                "users' messages: take an instruction-tuned target, or give texts that it "
+                "continues, with --beginnings"
+            )
+        return UserTurn(list(self.tokenizer("")["input_ids"]))
+
+    def batch(self, index: int, count: Callable[[int], None]) -> list[Message]:
+        """The messages of batch `index`: numbers from index times the batch size on.
+
+        `count` is called after each pass of the target with the number of new tokens.
+        """
+        size = self.settings.batch_size
+        numbers = range(index * size, (index + 1) * size)
+        beginnings = [self.beginnings[number % len(self.beginnings)] for number in numbers]
+        passes = self.decoder.steps(
+            [self.turn.prefix + each for each in beginnings],
+            max_new_tokens=self.settings.max_new_tokens,
+            temperature=self.settings.temperature,
+            top_p=self.settings.top_p,
+            seed=[row_seed(self.settings.seed, f"message {number}", 0) for number in numbers],
+            generation_config=GenerationConfig(
+                eos_token_id=sorted(self.ends) or None,
+                stop_strings=[self.turn.end_text] if self.turn.end_text else None,
+            ),
+        )
+        for emitted in passes:
+            count(sum(map(len, emitted.values())))
+        answers = passes.result
+        rows = zip(numbers, beginnings, answers.sequences, answers.finished, strict=True)
+        return [self._message(*row) for row in rows]
+
+    def _message(
+        self, number: int, beginning: list[int], drawn: list[int], finished: bool
+    ) -> Message:
+        """A message without its end."""
+        ids = beginning + (drawn[:-1] if drawn[-1] in self.ends else drawn)
+        (text,) = texts_of([ids], self.tokenizer)
+        if self.turn.end_text:
+            text = text.partition(self.turn.end_text)[0]
+        has_control_token = not self.controls.isdisjoint(ids)
+        return Message(number, text.strip(), len(drawn), finished, has_control_token)
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The first tokens of a text, and at most half of it."""
+    ids = token_ids(tokenizer, text.strip())
+    return ids[: min(BEGINNING_TOKENS, len(ids) // 2)]
+
+
+def first_messages(conversations: Sequence[Conversation]) -> list[str]:
+    """The first user's message of each conversation that has one."""
+    asked = [[m["content"] for m in c.messages if m["role"] == "user"] for c in conversations]
+    return [texts[0] for texts in asked if texts]

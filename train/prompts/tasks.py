@@ -1,0 +1,123 @@
+"""Prompts about texts: summaries, translations, questions with their context.
+
+Invented messages are short, and a head that has seen nothing else drafts badly after long prompts.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from drafthead.heads.errors import UserError
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.prompts.message_filter import repeated_share
+from drafthead.train.run.config import one_line
+
+LEAST_WORDS, MOST_WORDS = 50, 260  # of a text
+GREATEST_REPEATED = 0.15  # share of runs of three words of a text that occurred before in it
+SENTENCES = 3  # of an opening, at most
+QUESTION_LETTERS = 300  # of a question, at most
+NAMES = ("text", "other", "opening", "question")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that may be asked about, and the message that it answered."""
+
+    words: list[str]
+    question: str
+
+
+def known_names_only(template: str) -> str:
+    """The template itself; ValueError where it cannot be filled in."""
+    try:
+        template.format_map(dict.fromkeys(NAMES, ""))
+    except (ValueError, LookupError, AttributeError) as error:
+        names = ", ".join(f"{{{name}}}" for name in NAMES)
+        raise ValueError(f"a task may name {names} and nothing else ({error!r})") from error
+    return template
+
+
+Templates = Annotated[
+    tuple[Annotated[str, AfterValidator(known_names_only)], ...], Field(min_length=1)
+]
+
+
+@validated(frozen=True, config=ConfigDict(extra="forbid"))
+class Tasks:
+    """What is asked of texts, as templates for `str.format`."""
+
+    about_one: Templates
+    about_two: Templates
+
+    @classmethod
+    def read(cls, path: Path) -> "Tasks":
+        """The templates of a YAML file; UserError when it holds anything else."""
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            return TypeAdapter(cls).validate_python(content)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"{path} cannot be read as YAML: {one_line(error)}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            reason = first["msg"].removeprefix("Value error, ")
+            raise UserError(
+                f"{path}: {place}: {reason} (wanted: lists of texts about_one and about_two, "
+                f"found: {first['input']!r:.80})"
+            ) from error
+
+
+def texts_of(conversations: Iterable[Conversation]) -> list[Text]:
+    """The last answers that are long enough to ask about and do not repeat themselves."""
+    texts: list[Text] = []
+    for conversation in conversations:
+        *_, asked, answer = [None, None, *conversation.messages]
+        if asked is None or answer is None or answer["role"] != "assistant":
+            continue
+        words = answer["content"].split(" ")[:MOST_WORDS]
+        if len(words) >= LEAST_WORDS and repeated_share(words) <= GREATEST_REPEATED:
+            texts.append(Text(words, asked["content"][:QUESTION_LETTERS]))
+    return texts
+
+
+def prompts_about(texts: list[Text], tasks: Tasks, number: int, seed: int) -> Iterator[str]:
+    """`number` prompts, every third of them about two texts; the same for the same seed.
+
+    Raises UserError when there are no two texts.
+    """
+    if len(texts) < 2:
+        raise UserError(
+            f"{len(texts)} answers have {LEAST_WORDS} words and more and do not repeat themselves: "
+            "at least 2 are needed"
+        )
+    chance = random.Random(f"tasks-{seed}")
+    order = list(texts)
+    for place in range(number):
+        if place % len(order) == 0:
+            chance.shuffle(order)
+        text, other = order[place % len(order)], chance.choice(texts)
+        template = chance.choice(tasks.about_one if place % 3 else tasks.about_two)
+        yield template.format(
+            text=shortened(text, chance),
+            other=shortened(other, chance),
+            opening=opening(text, chance.randint(1, SENTENCES)),
+            question=text.question,
+        )
+
+
+def shortened(text: Text, chance: random.Random) -> str:
+    """A text of random length, whole sentences where it has any."""
+    words = text.words[: chance.randint(LEAST_WORDS, MOST_WORDS)]
+    cut = " ".join(words)
+    return cut[: cut.rfind(".") + 1] or cut
+
+
+def opening(text: Text, sentences: int) -> str:
+    """The first sentences of a text."""
+    return ". ".join(" ".join(text.words).split(". ")[:sentences]).rstrip(".") + "."

@@ -1,0 +1,233 @@
+"""The configuration of a training run: defaults < YAML file < `section.key=value`.
+
+Each section is a dataclass; the head's section is the config of its family. Nothing is loaded
+before the whole configuration is checked.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+import drafthead.heads  # noqa: F401  fills the registry of head families
+from drafthead.heads.base import head_family
+from drafthead.heads.errors import UserError
+from drafthead.train.data.packing import DataConfig
+from drafthead.train.features.reading import TargetConfig
+from drafthead.train.optimizers import OptimizerConfig
+from drafthead.train.run.folder import RunFolder, Settings
+
+DEFAULT_FAMILY = "medusa"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long a head is trained and how often it is saved. Give one of epochs, steps, minutes."""
+
+    output: str
+    epochs: float | None = None
+    max_steps: int | None = None
+    max_minutes: float | None = None
+    batch_rows: int = 16  # rows of an optimiser step, over all processes
+    micro_batch_rows: int = 4  # rows that a process computes at a time
+    mixed_precision: Annotated[
+        Literal["no", "bf16"],
+        BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
+    ] = "no"
+    seed: int = 0
+    init_from: str | None = None  # a head of the same family and shape, whose weights to start with
+    save_every: int | None = None  # steps between saved states
+    save_minutes: float = 10.0  # the same in minutes
+    eval_every: int | None = None  # steps between evaluations; there is always one at the end
+    overwrite: bool = False  # discard a finished run, or one with other settings, in `output`
+    cpu: bool = False  # use no GPU
+    on_policy: bool = False  # in a second stage, train where decoding with the head would draft
+    on_policy_share: float = 0.3  # of the duration, for that stage
+
+    def __post_init__(self) -> None:
+        limits = [self.epochs, self.max_steps, self.max_minutes]
+        if sum(limit is not None for limit in limits) != 1:
+            raise ValueError("give exactly one of epochs, max_steps and max_minutes")
+        counts = [self.batch_rows, self.micro_batch_rows, self.save_every, self.eval_every]
+        if any(n is not None and n <= 0 for n in [*limits, *counts, self.save_minutes]):
+            raise ValueError("all numbers but the seed must be positive")
+        if not 0 < self.on_policy_share <= 1:
+            raise ValueError(f"on_policy_share must lie in (0, 1], got {self.on_policy_share}")
+
+    def accumulation(self, num_processes: int) -> int:
+        """Micro-batches of a step in each process; UserError when rows would be left over."""
+        at_once = self.micro_batch_rows * num_processes
+        if self.batch_rows % at_once:
+            raise UserError(
+                f"train.batch_rows={self.batch_rows} is not divisible by train.micro_batch_rows="
+                f"{self.micro_batch_rows} in {num_processes} process(es): use a multiple of "
+                f"{at_once}"
+            )
+        return self.batch_rows // at_once
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a training run."""
+
+    target: TargetConfig
+    family: str  # of the head
+    head: Any  # an instance of the family's config class
+    data: DataConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+
+    def __post_init__(self) -> None:
+        if self.train.mixed_precision == "no" and self.target.dtype in ("bfloat16", "float16"):
+            raise UserError(
+                f"target.dtype={self.target.dtype} needs train.mixed_precision=bf16; "
+                "without it the target has to be float32"
+            )
+        if self.data.validation is None and self.train.eval_every is not None:
+            raise UserError("train.eval_every needs held-out conversations in data.validation")
+        if self.data.validation in self.data.sources:
+            raise UserError(f"data.validation is training data itself: {self.data.validation}")
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The dataclass of each section."""
+        return {
+            "target": self.target,
+            "head": self.head,
+            "data": self.data,
+            "optimizer": self.optimizer,
+            "train": self.train,
+        }
+
+    def settings(self) -> Settings:
+        """The resolved configuration, as a YAML or JSON file holds it."""
+        written = {name: asdict(section) for name, section in self.sections.items()}
+        return written | {"head": {"family": self.family, **written["head"]}}
+
+    def folder(self) -> RunFolder:
+        """The run's folder; it knows the defaults, for records written before a setting existed."""
+        defaults = {
+            name: {f.name: f.default for f in fields(section) if f.default is not MISSING}
+            for name, section in self.sections.items()
+        }
+        return RunFolder(Path(self.train.output), self.settings(), defaults)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that the user set, and where."""
+
+    value: Any
+    origin: str
+
+
+def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file and apply overrides such as `optimizer.lr=1e-4`.
+
+    Raises UserError that names the file or the override, the setting, and the nearest setting that
+    exists.
+    """
+    given = read_yaml(path)
+    for override in overrides:
+        given.update(read_override(override))
+    family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
+    sections = {
+        "target": TargetConfig,
+        "head": head_family(family).config_class,
+        "data": DataConfig,
+        "optimizer": OptimizerConfig,
+        "train": TrainConfig,
+    }
+    check_names(given, sections, ["head.family"])
+    built = {name: build_section(name, cls, given, path) for name, cls in sections.items()}
+    return RunConfig(family=family, **built)
+
+
+def read_yaml(path: Path) -> dict[str, Given]:
+    """The settings in a file, by dotted name."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the configuration {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold sections such as target: and data:")
+    given: dict[str, Given] = {}
+    for section, values in content.items():
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {section} must be a section of settings, got {values!r}")
+        given.update({f"{section}.{key}": Given(v, str(path)) for key, v in values.items()})
+    return given
+
+
+def read_override(override: str) -> dict[str, Given]:
+    """One `section.key=value` of the command line; the value is read as YAML."""
+    name, equals, text = override.partition("=")
+    if not equals or "." not in name:
+        raise UserError(
+            f"{override!r} is not a setting: write section.key=value, as in train.seed=1"
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"the value of {override!r} is not valid YAML") from error
+    return {name: Given(value, f"the override {override}")}
+
+
+def check_names(
+    given: dict[str, Given], sections: dict[str, type], others: Iterable[str] = ()
+) -> None:
+    """Raise UserError for a setting that does not exist, with the nearest that does.
+
+    Settings are the fields of the sections' dataclasses and `others`.
+    """
+    known = [f"{name}.{f.name}" for name, cls in sections.items() for f in fields(cls)]
+    known += others
+    for name, value in given.items():
+        if name not in known:
+            raise UserError(f"{value.origin}: unknown setting {name}; {suggestion(name, known)}")
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """The setting that was probably meant, or all that exist."""
+    section, _, key = name.partition(".")
+    same_key = [other for other in known if other.split(".")[1] == key]
+    if near := same_key or difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]}?"
+    siblings = [other for other in known if other.startswith(section + ".")]
+    choices = siblings or sorted({other.split(".")[0] for other in known})
+    return f"known are {', '.join(choices)}"
+
+
+def build_section(name: str, cls: type, given: dict[str, Given], path: Path) -> Any:
+    """The section's dataclass; raises UserError for a value that it does not accept."""
+    prefix = name + "."
+    values = {
+        key.removeprefix(prefix): g.value for key, g in given.items() if key.startswith(prefix)
+    }
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        raise UserError(explain(error, name, given, path)) from error
+
+
+def explain(error: ValidationError, section: str, given: dict[str, Given], path: Path) -> str:
+    """pydantic's first error as a sentence about a setting."""
+    complaint = error.errors()[0]
+    reason = complaint["msg"].removeprefix("Value error, ")
+    if not complaint["loc"]:
+        return f"{path}: section {section}: {reason}"
+    name = f"{section}.{complaint['loc'][0]}"
+    if complaint["type"] == "missing":
+        return f"{path} lacks {name}, which has no default"
+    return f"{given[name].origin}: {name} is {complaint['input']!r}: {reason}"
+
+
+def one_line(error: Exception) -> str:
+    """An error's text without line breaks."""
+    return " ".join(str(error).split())

@@ -1,0 +1,178 @@
+"""The folder of a run: its settings, its logs, and the states to resume from.
+
+`run.json` holds the resolved configuration with versions, `metrics.jsonl` one line per step,
+`evaluation.jsonl` one line per evaluation, `state/step-N/` what resuming needs.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
+from drafthead.heads.formats.files import read_json
+from drafthead.train.jobs.locks import only_writer
+from drafthead.train.run.saved_states import Progress, SavedStates
+
+DURATIONS = ("epochs", "max_steps", "max_minutes")  # settings of the section `train`
+METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"
+BEST_FOLDER, BEST_BY = "best", 16
+PACKAGES = ("drafthead", "torch", "transformers", "accelerate", "safetensors")
+Settings = dict[str, dict[str, Any]]  # section -> setting -> value
+
+
+class BestEvaluation(NamedTuple):
+    """When a head drafted best on the held-out data."""
+
+    step: int
+    tau: float  # of trees of `BEST_BY` nodes
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "BestEvaluation":
+        """That of a line of the log."""
+        return cls(record["step"], record["tau_tree"][str(BEST_BY)])
+
+
+def provenance(settings: Settings) -> dict[str, Any]:
+    """The settings of a run, with command, commit and versions."""
+    return {
+        "settings": settings,
+        "argv": sys.argv,
+        "git_commit": git_commit(),
+        "python": sys.version.split()[0],
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the repository that holds this file, if there is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def first_difference(old: Settings, new: Settings) -> str | None:
+    """The first setting that differs, with both values; None when the runs are the same."""
+    for section in sorted({*old, *new}):
+        before, after = old.get(section, {}), new.get(section, {})
+        for key in sorted({*before, *after}):
+            name = f"{section}.{key}"
+            if name != "train.overwrite" and before.get(key) != after.get(key):
+                return f"{name} was {before.get(key)!r} and is now {after.get(key)!r}"
+    return None
+
+
+def is_longer(old: Settings, new: Settings) -> bool:
+    """Whether the only difference is that the new run lasts longer, in the same unit."""
+    for key in DURATIONS:
+        before, after = old["train"].get(key), new["train"].get(key)
+        if before is not None and after is not None and after > before:
+            same = {**new, "train": {**new["train"], key: before}}
+            return first_difference(old, same) is None
+    return False
+
+
+class RunFolder:
+    """One run's folder. Every process may read it, only the main process writes."""
+
+    def __init__(self, path: Path, settings: Settings, defaults: Settings):
+        """`defaults` holds values for settings that an older record lacks."""
+        # Settings are compared after a round trip through JSON, where tuples become lists.
+        self.path, self.settings = path, json.loads(json.dumps(settings))
+        self.defaults: Settings = json.loads(json.dumps(defaults))
+        self.states = SavedStates(path / "state")
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Nobody else may train into the folder; UserError when somebody does."""
+        return only_writer(self.path / ".lock", self.path)
+
+    def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
+        """What the folder holds; "new" also means that an old run may be overwritten.
+
+        A finished run that is to last longer is resumable: it goes on from its last step.
+        Raises UserError when it holds another run that may not be overwritten.
+        """
+        if not (self.path / "run.json").exists():
+            return "new"
+        record = read_json(self.path / "run.json")
+        finished = record.get("finished", False)
+        if not finished and not self.states.newest_first():
+            return "new"
+        recorded = self._completed(record["settings"])
+        difference = first_difference(recorded, self.settings)
+        if overwrite and (finished or difference):
+            return "new"
+        if finished and self.states.newest_first() and is_longer(recorded, self.settings):
+            return "resumable"
+        if difference:
+            raise UserError(
+                f"{self.path} holds a run with other settings ({difference}): choose another "
+                "train.output, or discard that run with train.overwrite=true"
+            )
+        return "finished" if finished else "resumable"
+
+    def _completed(self, recorded: Settings) -> Settings:
+        """Recorded settings, with the defaults of settings that the record lacks."""
+        return {
+            name: {**self.defaults.get(name, {}), **recorded.get(name, {})}
+            for name in {*self.defaults, *recorded}
+        }
+
+    def begin(self, resumed: Progress | None) -> None:
+        """Write `run.json` and remove what was logged after the state that the run resumes from."""
+        self.states.discard_temporary()  # it may be what filled the disk
+        if resumed is None:
+            shutil.rmtree(self.states.path, ignore_errors=True)
+        self.states.path.mkdir(parents=True, exist_ok=True)
+        step = resumed.step if resumed else 0
+        for name in (METRICS_FILE, EVALUATION_FILE):
+            cut_log(self.path / name, step)
+        if resumed is None:
+            self.drop_best()
+        self._write_record(finished=False)
+
+    def drop_best(self) -> None:
+        """Remove the best head of a run, because it is the last one or of a discarded run."""
+        shutil.rmtree(self.path / BEST_FOLDER, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Mark the run as finished; of its states the last one stays, to extend the run from."""
+        self.states.drop_old(kept=1)
+        self._write_record(finished=True)
+
+    def _write_record(self, finished: bool) -> None:
+        record = {**provenance(self.settings), "finished": finished}
+        write_text(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+
+    def best_evaluation(self) -> "BestEvaluation | None":
+        """The evaluation with the highest tau in the log; None without any."""
+        path = self.path / EVALUATION_FILE
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        found = [BestEvaluation.of(json.loads(line)) for line in lines]
+        return max(found, key=lambda one: one.tau, default=None)
+
+    def log(self, name: str, record: dict[str, Any]) -> None:
+        """Append one line to a log."""
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def cut_log(path: Path, last_step: int) -> None:
+    """Keep the complete lines of a log up to a step, so that no step is logged twice."""
+    lines = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= last_step:
+                    lines.append(line + "\n")
+            except json.JSONDecodeError:  # the line that a killed run was writing
+                break
+    write_text(path, "".join(lines))
