@@ -93,10 +93,10 @@ class Committed:
         tokens, features = cut(self.tokens), self.features.map(cut)
         return Committed(tokens, features, self.lengths, None, self.known_ends, self.host_tokens)
 
-    def padded(self) -> "Committed":
-        """The same with as much padding as makes the positions a power of two."""
-        missing = power_of_two(self.tokens.shape[1]) - self.tokens.shape[1]
-        if missing == 0:
+    def padded(self, positions: int | None = None) -> "Committed":
+        """The same with padding up to so many positions, or else up to a power of two of them."""
+        missing = (positions or power_of_two(self.tokens.shape[1])) - self.tokens.shape[1]
+        if missing <= 0:
             return self
         features = self.features.map(lambda table: pad(table, (0, 0, 0, missing)))
         tokens = pad(self.tokens, (0, missing))

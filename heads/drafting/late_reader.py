@@ -76,12 +76,22 @@ class LateReader(DraftSession):
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Read what is unread; `propose` calls this first."""
+        """Read what is unread; `propose` calls this first, if it does not read the last part."""
+        last = self.read_to_last_part()
+        if last is not None:
+            self.read(last)
+
+    def read_to_last_part(self) -> Committed | None:
+        """Read what is unread, but for the last part of it, which is returned if there is one."""
         committed = self.unread.take()
-        if committed is not None:
-            for part in committed.chunks():
-                self.read(part if self.memory is None else part.padded())
-            self.roots = committed.ends.roots
+        if committed is None:
+            return None
+        parts = committed.chunks()
+        *earlier, last = parts if self.memory is None else map(Committed.padded, parts)
+        for part in earlier:
+            self.read(part)
+        self.roots = committed.ends.roots
+        return last
 
     @abstractmethod
     def read(self, committed: Committed) -> None:

@@ -1,34 +1,39 @@
-"""Drafting with a block-parallel head: its context, its candidates, and the trees of them."""
+"""Drafting with a block-parallel head: its context, its pass, and the trees of its candidates."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.cache import CacheColumns
+from drafthead.heads.cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.parallel import ParallelHead
+from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
-from drafthead.heads.sampling import DRAFT_SUPPORT, RowRandom, SamplingConfig, arrival_times
+from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.best_first import best_first_tree
+from drafthead.heads.trees.best_first import best_first_growth, num_candidates
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.static import tree_budgets
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, ancestor_mask
 
-CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
+# Frontiers of compiled growths, see `best_first_growth`: for trees of up to 16 and 64 nodes. Each
+# is a graph, and a wider one than a tree needs costs little.
+FRONTIERS = (14, 62)
 
 # Dimensions of the arguments of compiled passes. A block has as many slots at every call.
 CACHE = {"keys": "B . C .", "values": "B . C ."}
 READING = {"taps": "B T .", "positions": "B T", "columns": "T", **CACHE}
-DRAFTING = {
+PASSING = {
     "roots": "B",
     "before": "B .",
     "positions": "B .",
@@ -36,16 +41,48 @@ DRAFTING = {
     "columns": ".",
     **CACHE,
 }
-GROWING = {
+DRAFTING: dict[str, Spec] = {
+    "taps": "B T .",
+    "counts": "B",
+    "lengths": "B",
+    "reading": "T",
     "roots": "B",
-    "hidden": "B . .",
-    "ids": "B . .",
-    "logits": "B . .",
-    "outputs": "B . . .",
+    "inside": ". . .",
+    "drafting": ".",
+    "seen": "S",
+    "slots": "N",
+    "draws": DRAWS,
+    **CACHE,
 }
 
 Tensors = tuple[torch.Tensor, ...]
-Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # see `Candidates.tables`
+
+
+class Grown(NamedTuple):
+    """The tables of a tree, as `TokenTree` has them."""
+
+    tokens: torch.Tensor  # [B, N]
+    parents: torch.Tensor  # [B, N]
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, N]
+
+
+class Drafted(NamedTuple):
+    """The tables of a tree, and what the session keeps."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+    before: torch.Tensor  # [B, D] fused features before the roots
+    lengths: torch.Tensor  # [B] positions that have been read
+
+
+class Growing(NamedTuple):
+    """How far trees grow, see `best_first_growth`."""
+
+    levels: int
+    frontier: int
 
 
 @register_drafter(ParallelHead)
@@ -56,9 +93,9 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """Raises UserError when the tree is deeper than the block."""
         super().__init__(head, target, shape, tree_budgets(head.depth))
         self.read: Callable[..., torch.Tensor] = self.read_eagerly
-        self.block: Callable[..., Tensors] = self._block
-        self.candidates: Callable[..., Tables] = self._candidates
-        self.compiled_trees: dict[Budget, Compiled] | None = None
+        self.block: Callable[..., Tensors] = self.block_eagerly
+        self.draft: Callable[..., Drafted] = self._draft
+        self.move, self.is_compiled = move_columns, False
 
     @cached_property
     def inside(self) -> torch.Tensor:
@@ -81,7 +118,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
             cached.append(layer, *states)
         return fused
 
-    def _block(
+    def block_eagerly(
         self,
         roots: torch.Tensor,  # [B]
         before: torch.Tensor,  # [B, D], fused features before the roots
@@ -90,7 +127,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         columns: torch.Tensor,  # [block_size]
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
-    ) -> Tensors:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [B, K, D] of the block after the roots, and its logits [B, K, Vd]."""
         transformer = self.head.transformer
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
@@ -101,15 +138,53 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         hidden = transformer(self.target, *block, positions, mask, stores)[:, 0]
         return hidden, self.head.base_logits(hidden, self.target).float()
 
-    def _candidates(
+    def _draft(
         self,
-        roots: torch.Tensor,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
+        taps: Tensors,  # [B, T, D] each, of positions that were not read yet
+        counts: torch.Tensor,  # [B] how many of them each row has, at least 1
+        lengths: torch.Tensor,  # [B] positions that were read
+        reading: torch.Tensor,  # [T] columns of these positions
+        roots: torch.Tensor,  # [B]
+        inside: torch.Tensor,  # [1, block_size, block_size], see `inside`
+        drafting: torch.Tensor,  # [block_size] columns of the block
+        seen: torch.Tensor,  # [S] the numbers of the columns in use
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        slots: torch.Tensor,  # [N], the numbers of the tree's nodes
         draws: NextDraws | None,
-    ) -> Tables:
-        """The tables of `Candidates` after roots [B], from the outputs of `block`."""
-        return Candidates.of(Block(self.head, hidden, logits), roots, draws).tables()
+        growing: Growing,
+    ) -> Drafted:
+        """A whole draft: reads what was committed, passes over the block and grows the tree.
+
+        One call, as the pass of the target has just flushed the CPU caches, which each call pays
+        for.
+        """
+        positions = lengths[:, None] + torch.arange(reading.shape[0], device=roots.device)
+        fused = self.read_eagerly(taps, positions, reading, keys, values)
+        if roots.shape[0] > 1:  # the columns of a single row are the right ones
+            self.move(keys, values, reading.expand_as(positions), positions)
+        before, lengths = at_last(fused, counts), lengths + counts
+        mask = visible_columns(inside, lengths, seen, drafting[0])
+        hidden, logits = self.block_eagerly(
+            roots, before, lengths[:, None], mask, drafting, keys, values
+        )
+        tree = self.grown(roots, hidden, logits, slots, draws, growing)
+        return Drafted(*tree, before, lengths)
+
+    def grown(
+        self,
+        roots: torch.Tensor,  # [B]
+        hidden: torch.Tensor,  # [B, K, D] of the block
+        logits: torch.Tensor,  # [B, K, Vd]
+        slots: torch.Tensor,  # [N]
+        draws: NextDraws | None,
+        growing: Growing,
+    ) -> Grown:
+        """The most probable tree; with `draws`, of the target's own draws."""
+        scorer = Candidates.of(Block(self.head, hidden, logits), roots, draws)
+        tokens, parents = best_first_growth(roots, scorer, *growing).best(slots)
+        ancestors = ancestor_mask(parents, growing.levels)
+        return Grown(tokens, parents, ancestors.sum(-1) - 1, ancestors)
 
     def guesses(
         self,
@@ -124,56 +199,25 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         codes, states = block.codes(0, tokens, states[:, level.above])
         return states, best_guesses(block.logits_after(0, codes), self.head.draft_ids)
 
-    def tree(
-        self,
-        budget: Budget,
-        roots: torch.Tensor,  # [B]
-        hidden: torch.Tensor,  # [B, K, D] of `block`
-        logits: torch.Tensor,  # [B, K, Vd] of `block`
-        draws: NextDraws | None,
-    ) -> TokenTree:
-        """The most probable tree after the roots; with `draws`, of the target's own draws."""
-        draws = None if draws is None else draws.padded(logits.shape[1])
-        tables = self.candidates(roots, hidden, logits, draws)
-        if self.compiled_trees is None:
-            return TokenTree(*self._tree(budget, roots, hidden, *tables))
-        if budget not in self.compiled_trees:
-            grow = partial(self._tree, budget)
-            made_for = self.target.device, self.target.dtype
-            # Another thread may have been quicker: its graphs are not to be made again.
-            compiled = Compiled(grow, *made_for, GROWING, reads=self.read_by_graphs)
-            self.compiled_trees.setdefault(budget, compiled)
-        return TokenTree(*self.compiled_trees[budget](roots, hidden, *tables))
-
-    def _tree(
-        self,
-        budget: Budget,
-        roots: torch.Tensor,  # [B]
-        hidden: torch.Tensor,  # [B, K, D]
-        ids: torch.Tensor,  # [B, K, k]
-        logits: torch.Tensor,  # [B, K, k]
-        outputs: torch.Tensor | None,  # [B, K, rank, k]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """The fields of the `TokenTree`: a graph returns tensors and numbers only."""
-        scorer = Candidates(Block(self.head, hidden), ids, logits, outputs)
-        tree = best_first_tree(roots, scorer, budget)
-        return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_depth, tree.width
+    def growing(self, budget: Budget) -> Growing:
+        """How far trees of a budget grow; compiled, few answers serve all budgets."""
+        levels = min(budget.depth, self.head.depth, budget.nodes - 1)
+        frontier = max(1, budget.nodes - 2)
+        if not self.is_compiled:
+            return Growing(levels, frontier)
+        if levels == budget.nodes - 1:  # deeper nodes are candidates that find no room
+            levels = self.head.depth
+        return Growing(levels, next((f for f in FRONTIERS if f >= frontier), frontier))
 
     def compile(self) -> None:
-        """Compile the passes, and the trees of each size when they are first grown."""
-        self.memory = CacheMemory.where_recorded(self.target.device)
+        """Compile the passes."""
+        self.memory, self.is_compiled = CacheMemory.where_recorded(self.target.device), True
         made_for = self.target.device, self.target.dtype
         reads = self.read_by_graphs
         self.read = Compiled(self.read_eagerly, *made_for, READING, reads=reads)
-        self.block = Compiled(self._block, *made_for, DRAFTING, reads=reads)
-        candidates: dict[str, Spec] = {
-            "roots": "B",
-            "hidden": "B . .",
-            "logits": "B . .",
-            "draws": DRAWS,
-        }
-        self.candidates = Compiled(self._candidates, *made_for, candidates, reads=reads)
-        self.compiled_trees = {}
+        self.block = Compiled(self.block_eagerly, *made_for, PASSING, reads=reads)
+        draft = Compiled(self._draft, *made_for, DRAFTING, reads=reads)
+        self.draft, self.move = draft, replacement_of(move_columns, draft.has_kernels)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""
@@ -206,11 +250,67 @@ class ParallelSession(LateReader):
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """One pass over the block, then a tree of its guesses."""
-        hidden, logits = self._passed()
+        if isinstance(random, RowRandom) or self.drafter.fixed is not None:
+            return self._filled(budget, sampling, random)
+        return self._grown(budget, random)
+
+    def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """The most probable tree after the roots; with `draws`, of the target's own draws."""
+        drafter, unread = self.drafter, self.read_to_last_part()
+        depth, width = drafter.head.depth, min(CANDIDATES, drafter.head.num_guesses)
+        growing = drafter.growing(budget)
+        nodes = min(budget.nodes, num_candidates(width, *growing))
+        slots = torch.arange(nodes, device=drafter.target.device)
+        how = slots, None if draws is None else draws.padded(depth), growing
+        tree = self._after_prompt(*how) if unread is None else self._after(unread, *how)
+        tables = tree.tokens, tree.parents, tree.depths, tree.ancestors
+        return TokenTree(*tables, min(growing.levels, nodes - 1), min(width, nodes - 1))
+
+    def _after_prompt(
+        self, slots: torch.Tensor, draws: NextDraws | None, growing: Growing
+    ) -> Grown:
+        """A tree of N nodes, for `slots` [N], where all has been read; seldom, so not compiled."""
+        assert self.roots is not None
+        hidden, logits = self._passed(self.drafter.block_eagerly)
+        return self.drafter.grown(self.roots, hidden, logits, slots, draws, growing)
+
+    def _after(
+        self,
+        unread: Committed,
+        slots: torch.Tensor,  # [N]
+        draws: NextDraws | None,
+        growing: Growing,
+    ) -> Drafted:
+        """The same in one call with what is to be read before."""
+        drafter, cache = self.drafter, self.cache
+        if drafter.is_compiled:
+            unread = unread.padded(2)  # one position would be a graph of its own
+        size = drafter.head.config.block_size
+        reading, drafting, seen = cache.room_after(unread.counts, unread.tokens.shape[1], size)
+        drafted = drafter.draft(
+            unread.features.taps,
+            unread.lengths,
+            cache.lengths,
+            reading,
+            self.roots,
+            drafter.inside,
+            drafting,
+            seen,
+            cache.keys,
+            cache.values,
+            slots,
+            draws,
+            growing,
+        )
+        cache.advance(drafted.lengths, unread.counts)
+        self.before = drafted.before
+        return drafted
+
+    def _filled(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+        """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
+        hidden, logits = self._passed(self.drafter.block)
         assert self.roots is not None
         drafter = self.drafter
-        if not isinstance(random, RowRandom) and drafter.fixed is None:
-            return drafter.tree(budget, self.roots, hidden, logits, random)
         shape = drafter.shape(budget, random)
         states = Block(drafter.head, hidden).begin()
 
@@ -225,9 +325,9 @@ class ParallelSession(LateReader):
 
     def block_states(self) -> torch.Tensor:
         """Hidden states [B, K, D] of the block after the roots."""
-        return self._passed()[0]
+        return self._passed(self.drafter.block)[0]
 
-    def _passed(self) -> Tensors:
+    def _passed(self, block: Callable[..., Tensors]) -> Tensors:
         """The outputs of a pass over the block, whose keys and values are not kept."""
         self.catch_up()
         cache, transformer = self.cache, self.drafter.head.transformer
@@ -235,109 +335,5 @@ class ParallelSession(LateReader):
         mask = cache.mask(self.drafter.inside)
         columns = cache.make_room(transformer.config.block_size)[1]
         positions = cache.lengths[:, None]
-        block = self.roots, self.before
-        return self.drafter.block(*block, positions, mask, columns, cache.keys, cache.values)
-
-
-class Block:
-    """The outputs of one pass over a block, and the correction by the tokens chosen in it."""
-
-    def __init__(
-        self, head: ParallelHead, hidden: torch.Tensor, logits: torch.Tensor | None = None
-    ):
-        """`hidden` [B, K, D] and `logits` [B, K, Vd] are those of the slots."""
-        self.correction, self.tokens_of = head.correction, head.tokens_of
-        self.hidden, self.logits = hidden, logits
-
-    def begin(self) -> torch.Tensor:
-        """The state [B, 1, R] before the roots."""
-        first = self.hidden[:, :1]
-        return first[..., :0] if self.correction is None else self.correction.begin(first)
-
-    def codes(
-        self, depth: int, before: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The correction's codes [B, n, rank] of a slot (0 is the first) after tokens [B, n].
-
-        Takes the states [B, n, R] before these tokens and also returns the states after them.
-        """
-        if self.correction is None:
-            return state, state
-        hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
-        return self.correction.advance(before, hidden, state)
-
-    def logits_after(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
-        """Logits [B, n, Vd] of a slot with the corrections of codes [B, n, rank]."""
-        assert self.logits is not None
-        logits = self.logits[:, depth, None]
-        if self.correction is None:
-            return logits.expand(-1, codes.shape[1], -1)
-        return logits + self.correction.output(codes)
-
-
-class Candidates:
-    """The few tokens of each depth that a tree chooses from, for `best_first_tree`."""
-
-    def __init__(
-        self,
-        block: Block,
-        candidates: torch.Tensor,  # [B, K, k] tokens
-        logits: torch.Tensor,  # [B, K, k] before the correction
-        outputs: torch.Tensor | None,  # [B, K, rank, k]: codes times these are the correction
-    ):
-        self.block, self.candidates, self.logits, self.outputs = block, candidates, logits, outputs
-
-    @classmethod
-    def of(cls, block: Block, roots: torch.Tensor, draws: NextDraws | None = None) -> "Candidates":
-        """Candidates after the roots [B]; with `draws`, of the target's own draws.
-
-        The correction of a slot depends on the token before it, which is not chosen yet. So the
-        candidates are the best after the mean correction over the candidates of the slot before,
-        weighted by their probabilities.
-        """
-        assert block.logits is not None
-        before, state = roots[:, None], block.begin()
-        weights = torch.ones_like(before, dtype=block.hidden.dtype)[..., None]  # [B, n, 1]
-        chosen = []
-        for depth in range(block.logits.shape[1]):
-            codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
-            code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
-            logits = block.logits_after(depth, code)[:, 0]
-            most = CANDIDATES if draws is None else DRAFT_SUPPORT
-            best, places = logits.topk(min(most, logits.shape[-1]), dim=-1)
-            if draws is not None:
-                ids = block.tokens_of(places)
-                best, order = draws.best(depth, best, ids, min(CANDIDATES, ids.shape[-1]))
-                places = places.gather(-1, order)
-            chosen.append(places)
-            before = block.tokens_of(places)
-            weights = best.softmax(-1)[..., None].to(weights.dtype)
-        guesses = torch.stack(chosen, dim=1)
-        ids, base = block.tokens_of(guesses), block.logits.gather(-1, guesses)
-        outputs: torch.Tensor | None = None
-        if block.correction is not None:
-            # In float32: a CPU multiplies small 16-bit matrices many times slower.
-            outputs = block.correction.output.weight[guesses].float().mT
-        if draws is not None:  # so that `log_probs` after any parent are those of `draws.best`
-            temperature = draws.settings[0]
-            base = base / temperature - arrival_times(draws.keys, ids).log()
-            outputs = None if outputs is None else outputs / temperature
-        return cls(block, ids, base, outputs)
-
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens [B, K, k], logits [B, K, k] and output rows [B, K, rank, k]: all but the block."""
-        return self.candidates, self.logits, self.outputs
-
-    def begin(self) -> torch.Tensor:
-        """The state [B, 1, R] before the roots."""
-        return self.block.begin()
-
-    def log_probs(
-        self, depth: int, parents: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Scorer` has it: log-probabilities [B, F, k] of a depth's candidates, and states."""
-        codes, state = self.block.codes(depth, parents, state)
-        logits = self.logits[:, depth, None].expand(-1, parents.shape[1], -1)
-        if self.outputs is not None:
-            logits = logits + codes.float() @ self.outputs[:, depth]
-        return logits.log_softmax(-1), state
+        roots = self.roots, self.before
+        return block(*roots, positions, mask, columns, cache.keys, cache.values)

@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
+import torch.fx.experimental._config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
@@ -201,6 +202,8 @@ class Compiled:
                 self.around,
                 torch._inductor.config.patch(self.options),
                 torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+                # Sizes that happen to be equal now, such as positions and nodes, need not stay so.
+                torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             ):
                 result = compiled(*arguments)
         except (TorchDynamoException, InductorError) as error:

@@ -49,6 +49,29 @@ class DraftCache(ColumnCache):
         self.host_lengths = [length + count for length, count in pairs]
         self.commit(path, self.lengths + counts, max(self.host_lengths))
 
+    def room_after(
+        self, host_counts: Sequence[int], positions: int, drafted: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Columns of a pass that commits positions and drafts after them; makes room for both.
+
+        Columns [T] for as many positions, of which each row keeps the first of its count; columns
+        [N] for as many drafted tokens, which may overwrite what no row keeps; and those [S] that
+        the drafted tokens see. With 5 committed, counts (2, 1), 4 positions and 3 drafted tokens:
+        5 to 8, then 7 to 9, and 0 to 9.
+        """
+        start = self.longest
+        self.make_room(positions + drafted)
+        after = max(map(sum, zip(self.host_lengths, host_counts, strict=True)))
+        numbers = self._numbers()
+        seen = numbers[: self.seen(after + drafted)]
+        return numbers[start : start + positions], numbers[after : after + drafted], seen
+
+    def advance(self, lengths: torch.Tensor, host_counts: Sequence[int]) -> None:
+        """Take over what such a pass has committed, of which `lengths` [B] are the new lengths."""
+        pairs = zip(self.host_lengths, host_counts, strict=True)
+        self.host_lengths = [length + count for length, count in pairs]
+        self.commit(None, lengths, max(self.host_lengths))
+
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
         """Continue with the rows [R] of the batch only, in that order."""
         self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]

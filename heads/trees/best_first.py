@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from drafthead.heads.trees.dynamic import TreeGrowth
-from drafthead.heads.trees.tree import Budget, TokenTree
 
 
 class Scorer(Protocol):
@@ -33,23 +32,37 @@ class Scorer(Protocol):
         ...
 
 
-def best_first_tree(roots: torch.Tensor, scorer: Scorer, budget: Budget) -> TokenTree:
-    """The most probable paths after roots [B] that fit the budget.
+def best_first_growth(
+    roots: torch.Tensor, scorer: Scorer, levels: int, frontier: int
+) -> TreeGrowth:
+    """The candidates of trees after roots [B] of up to `levels` levels and `frontier` + 2 nodes.
 
     A path's score is the sum of its tokens' log-probabilities: what popping a heap of paths N times
     would give (DDTree, arXiv 2604.12989), with children scored by their real parent (DominoTree,
     arXiv 2607.08642). Of equal nodes the shallower goes first, then the one under the better
     parent, then the earlier candidate. With candidates x (log-probability -0.1) and y (-2.4) at two
     depths, after any parent, four nodes are the root, x (-0.1), y (-2.4) and x x (-0.2).
+
+    Beside the root and a node of the next depth, a tree has room for `frontier` nodes of a depth:
+    no others need children. More levels or a wider frontier than a tree needs change nothing in it.
     """
     growth, tokens, state = TreeGrowth(roots), roots[:, None], scorer.begin()
-    depths = min(budget.depth, scorer.candidates.shape[1], budget.nodes - 1)
-    for depth in range(depths):
+    for depth in range(levels):
         log_probs, after = scorer.log_probs(depth, tokens, state)
         growth.add_children(log_probs, scorer.candidates[:, depth, None].expand_as(log_probs))
-        if depth + 1 < depths:
-            # Beside the root, a node of the next depth and its ancestors above this depth, the
-            # budget has room for this many nodes of this depth.
-            tokens, above = growth.open_best(budget.nodes - 2 - depth)
+        if depth + 1 < levels:
+            tokens, above = growth.open_best(frontier)
             state = after.gather(1, above[..., None].expand(-1, -1, after.shape[2]))
-    return growth.tree(budget.nodes)
+    return growth
+
+
+def num_candidates(width: int, levels: int, frontier: int) -> int:
+    """Nodes, with the root, that such a growth can choose from: `width` children of a node each.
+
+    With 16 children, 2 levels and 6 nodes that get children, 1 + 16 + 96.
+    """
+    total, opened = 1, 1
+    for _ in range(levels):
+        children = opened * width
+        total, opened = total + children, min(frontier, children)
+    return total

@@ -11,7 +11,7 @@ from drafthead.heads.trees.tree import TokenTree
 
 
 class TreeGrowth:
-    """The candidates for a batch of trees, numbered in the order of their depth.
+    """The candidates for a batch of trees, numbered in the order of their depth; the root is 0.
 
     Use: `add_children` of the root; then, level by level, `open_best` and `add_children` of the
     opened nodes; `tree` at the end.
@@ -19,14 +19,12 @@ class TreeGrowth:
 
     def __init__(self, roots: torch.Tensor):
         """`roots` [B] are the tokens of the roots."""
-        self.roots = roots
-        zeros = torch.zeros_like(roots[:, None])
-        self.opened = zeros - 1  # [B, F] numbers of the open candidates; -1 is the root
-        self.opened_scores = zeros.float()  # [B, F] logs of their values
-        # One tensor [B, candidates] a level.
-        self.scores: list[torch.Tensor] = []
-        self.tokens: list[torch.Tensor] = []
-        self.parents: list[torch.Tensor] = []  # candidate numbers, -1 for the root
+        self.opened = torch.zeros_like(roots[:, None])  # [B, F] numbers of the open candidates
+        self.opened_scores = self.opened.float()  # [B, F] logs of their values
+        # One tensor [B, candidates] a level, from the root on.
+        self.scores = [self.opened_scores]
+        self.tokens = [roots[:, None]]
+        self.parents = [self.opened - 1]  # candidate numbers
 
     def add_children(
         self,
@@ -53,29 +51,28 @@ class TreeGrowth:
         self.opened_scores = self.scores[-1].gather(1, order)
         return self.tokens[-1].gather(1, order), order // width
 
-    def tree(self, num_nodes: int) -> TokenTree:
-        """The trees of the most valuable candidates, at most `num_nodes` nodes with the root.
+    def best(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and parents [B, N] of the most valuable candidates; `slots` [N] is 0, 1, ..., N-1.
 
         Of equals the one with the lower number comes first. A child is never more valuable than its
-        parent and has a higher number, so no node is chosen without its parent. With candidates 0
-        and 1 under the root of values .6 and .4, and 2 and 3 under candidate 0 of values .6 and 0,
-        three nodes are the root, 0 and 2, with parents (-1, 0, 1).
+        parent and has a higher number, so no node is chosen without its parent. With candidates 1
+        and 2 under the root of values .6 and .4, and 3 and 4 under candidate 1 of values .6 and 0,
+        three nodes are the root, 1 and 3, with parents (-1, 0, 1).
         """
         scores, tokens, parents = (
             torch.cat(levels, dim=1) for levels in (self.scores, self.tokens, self.parents)
         )
         order = scores.sort(dim=1, descending=True, stable=True).indices
-        chosen = order[:, : num_nodes - 1].sort(dim=1).values  # [B, N - 1] candidate numbers
-        # node[1 + c] is the node that candidate c became; the root is number -1, so node[0] = 0.
-        node = torch.zeros_like(scores[:, :1], dtype=torch.long).repeat(1, 1 + scores.shape[1])
-        nodes = torch.arange(1, 1 + chosen.shape[1], device=chosen.device).expand_as(chosen)
-        node.scatter_(1, 1 + chosen, nodes)
-        kept_parents = node.gather(1, 1 + parents.gather(1, chosen))
-        kept_tokens = tokens.gather(1, chosen)
-        width = self.scores[0].shape[1]
-        return TokenTree.from_parents(
-            torch.cat([self.roots[:, None], kept_tokens], dim=1),
-            torch.cat([torch.full_like(self.roots[:, None], -1), kept_parents], dim=1),
-            max_depth=len(self.scores),
-            width=min(width, num_nodes - 1),
-        )
+        # Not cut: a compiled graph for any N knows nothing of how many candidates there are.
+        chosen = order.index_select(1, slots).sort(dim=1).values  # [B, N] candidate numbers
+        node = torch.zeros_like(parents)  # that each candidate became
+        node.scatter_(1, chosen, slots.expand_as(chosen))
+        above = node.gather(1, parents.gather(1, chosen).clamp_min(0))
+        return tokens.gather(1, chosen), above.masked_fill(slots == 0, -1)
+
+    def tree(self, num_nodes: int) -> TokenTree:
+        """The trees of the most valuable candidates, at most `num_nodes` nodes with the root."""
+        available = sum(level.shape[1] for level in self.scores)
+        slots = torch.arange(min(num_nodes, available), device=self.opened.device)
+        width = min(self.scores[1].shape[1], len(slots) - 1)
+        return TokenTree.from_parents(*self.best(slots), len(self.scores) - 1, width)

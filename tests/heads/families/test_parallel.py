@@ -13,13 +13,14 @@ from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.parallel import ParallelConfig, ParallelHead
-from drafthead.heads.families.parallel_drafter import CANDIDATES, Block, Candidates, ParallelSession
+from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
+from drafthead.heads.families.parallel_drafter import Growing, ParallelSession
 from drafthead.heads.families.parallel_transformer import spread_taps
 from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.best_first import best_first_tree
+from drafthead.heads.trees.best_first import best_first_growth, num_candidates
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.measuring.oracle import OracleDecoder
@@ -240,6 +241,11 @@ def paths_of(tree, row: int) -> list[tuple[int, ...]]:
     return paths
 
 
+def exact(budget: Budget) -> Growing:
+    """Levels and frontier without a spare node."""
+    return Growing(min(budget.depth, 4, budget.nodes - 1), max(1, budget.nodes - 2))
+
+
 @pytest.mark.parametrize("budget", [Budget(2, 1), Budget(9, 4), Budget(24, 4), Budget(40, 2)])
 @pytest.mark.parametrize("kind", [*KINDS, "ties"])
 def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -> None:
@@ -247,7 +253,7 @@ def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -
         scorer = TiedScorer(2, 4, 5)
     else:
         scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
-    tree = best_first_tree(ROOTS, scorer, budget)
+    tree = best_first_growth(ROOTS, scorer, *exact(budget)).tree(budget.nodes)
     for row, root in enumerate(ROOTS.tolist()):
         paths = paths_of(tree, row)
         assert sorted(paths) == sorted(heap_tree(scorer, row, root, budget))
@@ -283,10 +289,29 @@ def test_candidates_know_which_tokens_they_follow(target, make_head) -> None:
     assert not torch.equal(found, block.logits[:, 1].topk(CANDIDATES).indices.sort().values)
 
 
+@pytest.mark.parametrize("nodes", [2, 3, 8, 24])
+@pytest.mark.parametrize("kind", [*KINDS, "ties"])
+def test_candidates_that_find_no_room_change_nothing(target, make_head, kind, nodes) -> None:
+    """So one compiled growth serves trees of many sizes."""
+    if kind == "ties":
+        scorer = TiedScorer(2, 4, 5)
+    else:
+        scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
+    needed = exact(Budget(nodes, min(4, nodes - 1)))
+    trees = [
+        best_first_growth(ROOTS, scorer, *growing).best(torch.arange(nodes))
+        for growing in (needed, Growing(4, needed.frontier + 9))
+    ]
+    for first, second in zip(*trees, strict=True):
+        assert torch.equal(first, second)
+
+
 def test_a_tree_that_the_candidates_cannot_fill_stays_smaller() -> None:
-    tree = best_first_tree(torch.tensor([9]), TiedScorer(1, 2, 2), Budget(64, 5))
+    tree = best_first_growth(torch.tensor([9]), TiedScorer(1, 2, 2), 2, 62).tree(64)
     assert tree.tokens.shape == (1, 1 + 2 + 4)
     assert (tree.max_depth, tree.width) == (2, 2)
+    assert num_candidates(width=2, levels=2, frontier=62) == 1 + 2 + 4
+    assert num_candidates(width=16, levels=3, frontier=6) == 1 + 16 + 6 * 16 + 6 * 16
 
 
 @pytest.mark.parametrize("kind", KINDS)

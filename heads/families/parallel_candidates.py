@@ -1,0 +1,109 @@
+"""What a block-parallel head guesses after its pass: candidates that trees are made of."""
+
+import torch
+
+from drafthead.heads.coupling import NextDraws
+from drafthead.heads.families.parallel import ParallelHead
+from drafthead.heads.sampling import DRAFT_SUPPORT, arrival_times
+
+CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
+
+
+class Block:
+    """The outputs of one pass over a block, and the correction by the tokens chosen in it."""
+
+    def __init__(
+        self, head: ParallelHead, hidden: torch.Tensor, logits: torch.Tensor | None = None
+    ):
+        """`hidden` [B, K, D] and `logits` [B, K, Vd] are those of the slots."""
+        self.correction, self.tokens_of = head.correction, head.tokens_of
+        self.hidden, self.logits = hidden, logits
+
+    def begin(self) -> torch.Tensor:
+        """The state [B, 1, R] before the roots."""
+        first = self.hidden[:, :1]
+        return first[..., :0] if self.correction is None else self.correction.begin(first)
+
+    def codes(
+        self, depth: int, before: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The correction's codes [B, n, rank] of a slot (0 is the first) after tokens [B, n].
+
+        Takes the states [B, n, R] before these tokens and also returns the states after them.
+        """
+        if self.correction is None:
+            return state, state
+        hidden = self.hidden[:, depth, None].expand(-1, before.shape[1], -1)
+        return self.correction.advance(before, hidden, state)
+
+    def logits_after(self, depth: int, codes: torch.Tensor) -> torch.Tensor:
+        """Logits [B, n, Vd] of a slot with the corrections of codes [B, n, rank]."""
+        assert self.logits is not None
+        logits = self.logits[:, depth, None]
+        if self.correction is None:
+            return logits.expand(-1, codes.shape[1], -1)
+        return logits + self.correction.output(codes)
+
+
+class Candidates:
+    """The few tokens of each depth that a tree chooses from, for `best_first_growth`."""
+
+    def __init__(
+        self,
+        block: Block,
+        candidates: torch.Tensor,  # [B, K, k] tokens
+        logits: torch.Tensor,  # [B, K, k] before the correction
+        outputs: torch.Tensor | None,  # [B, K, rank, k]: codes times these are the correction
+    ):
+        self.block, self.candidates, self.logits, self.outputs = block, candidates, logits, outputs
+
+    @classmethod
+    def of(cls, block: Block, roots: torch.Tensor, draws: NextDraws | None = None) -> "Candidates":
+        """Candidates after the roots [B]; with `draws`, of the target's own draws.
+
+        The correction of a slot depends on the token before it, which is not chosen yet. So the
+        candidates are the best after the mean correction over the candidates of the slot before,
+        weighted by their probabilities.
+        """
+        assert block.logits is not None
+        before, state = roots[:, None], block.begin()
+        weights = torch.ones_like(before, dtype=block.hidden.dtype)[..., None]  # [B, n, 1]
+        chosen = []
+        for depth in range(block.logits.shape[1]):
+            codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
+            code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
+            logits = block.logits_after(depth, code)[:, 0]
+            most = CANDIDATES if draws is None else DRAFT_SUPPORT
+            best, places = logits.topk(min(most, logits.shape[-1]), dim=-1)
+            if draws is not None:
+                ids = block.tokens_of(places)
+                best, order = draws.best(depth, best, ids, min(CANDIDATES, ids.shape[-1]))
+                places = places.gather(-1, order)
+            chosen.append(places)
+            before = block.tokens_of(places)
+            weights = best.softmax(-1)[..., None].to(weights.dtype)
+        guesses = torch.stack(chosen, dim=1)
+        ids, base = block.tokens_of(guesses), block.logits.gather(-1, guesses)
+        outputs: torch.Tensor | None = None
+        if block.correction is not None:
+            # In float32: a CPU multiplies small 16-bit matrices many times slower.
+            outputs = block.correction.output.weight[guesses].float().mT
+        if draws is not None:  # so that `log_probs` after any parent are those of `draws.best`
+            temperature = draws.settings[0]
+            base = base / temperature - arrival_times(draws.keys, ids).log()
+            outputs = None if outputs is None else outputs / temperature
+        return cls(block, ids, base, outputs)
+
+    def begin(self) -> torch.Tensor:
+        """The state [B, 1, R] before the roots."""
+        return self.block.begin()
+
+    def log_probs(
+        self, depth: int, parents: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Scorer` has it: log-probabilities [B, F, k] of a depth's candidates, and states."""
+        codes, state = self.block.codes(depth, parents, state)
+        logits = self.logits[:, depth, None].expand(-1, parents.shape[1], -1)
+        if self.outputs is not None:
+            logits = logits + codes.float() @ self.outputs[:, depth]
+        return logits.log_softmax(-1), state
