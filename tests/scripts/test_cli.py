@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from tiny import SPECIALS, byte_tokenizer
 
-from drafthead.heads.checkpoint import save_head
+from drafthead.heads.checkpoint import load_head, save_head
+from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.trees.tree import TreeShape
+from drafthead.infer import Decoder
 from drafthead.infer.engine.planner_settings import PlannerSettings
 from drafthead.scripts import cli
 
@@ -168,6 +171,36 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     ]  # fmt: skip
     assert content["divergences"] == []
     assert (tmp_path / "race" / "comparison.png").exists()
+
+
+def test_evaluate_measures_the_tau_of_decoding(run, models_folder, tmp_path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    common = "--target", "@target"
+    written = run(
+        "distill", *common, "--prompts", "@prompts.jsonl", "--output", str(answers),
+        "--max-new-tokens", "40",
+    )  # fmt: skip
+    assert written[0] == 0
+    status, out, _ = run(
+        "evaluate", *common, "--head", "@head", "--data", str(answers), "--data", "@prompts.jsonl",
+        "--output", str(tmp_path / "found.json"),
+    )  # fmt: skip
+    assert status == 2, "prompts without answers have nothing to measure"
+    status, out, _ = run(
+        "evaluate", *common, "--head", "@head", "--data", str(answers),
+        "--output", str(tmp_path / "found.json"),
+    )  # fmt: skip
+    assert status == 0 and "alpha" in out
+    found = json.loads((tmp_path / "found.json").read_text())["data"][str(answers)]
+    decoder = Decoder.from_pretrained(str(models_folder / "target"))
+    head = load_head(models_folder / "head", decoder.target)
+    chains = drafter_for(head, decoder.target, TreeShape.chain(head.depth))
+    decoder = Decoder(decoder.target, chains)
+    prompts = [json.loads(line)["messages"][:1] for line in answers.read_text().splitlines()]
+    stats = decoder.generate(prompts, max_new_tokens=40).stats
+    assert found["tau_chain"] == pytest.approx(stats.tau)
+    assert f"{stats.tau:.2f}" in out
+    assert found["tau_tree"]["64"] >= found["tau_chain"] >= 1
 
 
 def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:

@@ -5,7 +5,7 @@ positions at which a step begins count. All positions alike, as they are trained
 number: decoding drafts after a token that the head missed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,10 +72,11 @@ def evaluate(
     target: Target,
     data: PackedData,
     batch_rows: int,
+    on_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Measure a head on held-out rows, shared among the processes; all return the result.
 
-    `model` is the prepared `loop.LossModule` around `head`.
+    `model` is the prepared `step.LossModule` around `head`. `on_batch` is called after each batch.
     """
     rows = range(len(data.rows))
     batches: Sequence[Sequence[int]] = [
@@ -93,6 +94,7 @@ def evaluate(
         batch = read_features(target, tokens, head.features_needed, accelerator.mixed_precision)
         _, loss = model(batch)
         parts.append(ranked_anchors(batch, loss.ranks, first_row=index * batch_rows))
+        on_batch()
     model.train()
     parts = gather_object(parts)
     return measure(
