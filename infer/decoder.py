@@ -138,7 +138,7 @@ class Decoder:
         `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
         default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model
-        or prompt lookup proposes in a step, by default 4. `compile` makes graphs of the passes when
+        or prompt lookup proposes on a path, by default 4. `compile` makes graphs of the passes when
         they first run, which takes minutes the first time and seconds when the same was compiled
         before; the output stays the same. `draft_temperature` is explained at the constructor. Code
         that comes with a model runs only with `trust_remote_code`. Raises UserError when something

@@ -46,7 +46,7 @@ TreeNodes = Annotated[
 ]
 DraftTokens = Annotated[
     int | None,
-    typer.Option(help="Most tokens that a draft model or prompt lookup drafts; 4 by default."),
+    typer.Option(help="Most tokens on a path of a draft model or prompt lookup; 4 by default."),
 ]
 CompileSwitch = Annotated[
     bool, typer.Option(help="Compile the passes: minutes the first time, then faster.")

@@ -18,7 +18,7 @@ from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.dynamic import TreeGrowth
+from drafthead.heads.trees.dynamic import Children, dynamic_tree
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
@@ -306,20 +306,17 @@ class RecurrentSession(LateReader):
     def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
         """A dynamic tree: it grows where the head is most certain, with `draws` of these."""
         assert self.roots is not None and self.root_guess is not None
-        growth, latest = TreeGrowth(self.roots), self.root_guess
-        visible = torch.zeros(1, 1, 0, dtype=torch.bool, device=self.roots.device)
-        for depth in range(1, budget.depth + 1):
-            width = min(DYNAMIC_WIDTH, budget.nodes - 1, latest.ids.shape[-1])
-            growth.add_children(*latest.best(width, depth - 1, draws))
-            if depth == budget.depth:
-                break
-            tokens, above = growth.open_best(width)
-            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-            itself = torch.eye(width, dtype=torch.bool, device=tokens.device)
-            seen = visible.expand(len(rows), -1, -1)[rows, above]
-            visible = torch.cat([seen, itself.expand(len(rows), -1, -1)], dim=-1)
+        latest = self.root_guess
+        width = min(DYNAMIC_WIDTH, budget.nodes - 1, latest.ids.shape[-1])
+
+        def expand(
+            tokens: torch.Tensor, above: torch.Tensor, visible: torch.Tensor, depth: int
+        ) -> Children:
+            nonlocal latest
             latest = self._guess_at(latest, above, tokens, depth, visible)
-        return growth.tree(budget.nodes)
+            return latest.best(width, depth, draws)
+
+        return dynamic_tree(self.roots, budget, latest.best(width, 0, draws), expand)
 
     def _filled(self, shape: TreeShape, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""

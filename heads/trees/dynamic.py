@@ -5,9 +5,16 @@ chance of being accepted. Each level opens the most valuable nodes of the level 
 valuable of all nodes seen make the tree. Everything is done for a batch at once, a tree a row.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.heads.trees.tree import Budget, TokenTree
+
+Children = tuple[torch.Tensor, torch.Tensor]  # log-probabilities and tokens [B, F, k] of F nodes'
+# Passes over newly opened nodes of a depth: (tokens [B, F], places [B, F] of their parents among
+# the nodes opened before, which opened nodes each of them sees [B, F, opened], depth).
+Expand = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Children]
 
 
 class TreeGrowth:
@@ -76,3 +83,25 @@ class TreeGrowth:
         slots = torch.arange(min(num_nodes, available), device=self.opened.device)
         width = min(self.scores[1].shape[1], len(slots) - 1)
         return TokenTree.from_parents(*self.best(slots), len(self.scores) - 1, width)
+
+
+def dynamic_tree(
+    roots: torch.Tensor, budget: Budget, children: Children, expand: Expand
+) -> TokenTree:
+    """The tree after roots [B] of a drafter that needs a pass for each level but the first.
+
+    `children` are those of the roots, [B, 1, k]; as many nodes of each level get children of their
+    own, by `expand`. Opened nodes x, y and z under x see ``x``, ``y`` and ``x z``: the rows
+    ``1 . .``, ``. 1 .`` and ``1 . 1``, of which `expand` is given each when its node is opened.
+    """
+    growth = TreeGrowth(roots)
+    growth.add_children(*children)
+    width = children[0].shape[-1]
+    rows = torch.arange(roots.shape[0], device=roots.device)[:, None]
+    visible = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=roots.device)
+    for depth in range(1, budget.depth):
+        tokens, above = growth.open_best(width)
+        itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=roots.device)
+        visible = torch.cat([visible[rows, above], itself.expand(len(rows), -1, -1)], dim=-1)
+        growth.add_children(*expand(tokens, above, visible, depth))
+    return growth.tree(budget.nodes)

@@ -2,18 +2,26 @@
 
 `other_vocabulary` is for models with another one.
 
-In each step it reads what the target has committed in one pass, which gives the first token of its
-chain, and the others token by token: K drafted tokens cost K passes (Leviathan et al., 2023,
-arXiv 2211.17192).
+In each step it reads what the target has committed in one pass, which gives the first tokens, and
+then passes over what it has drafted: K levels cost K passes. A chain has one token a level
+(Leviathan et al., 2023, arXiv 2211.17192); a tree has the most probable paths, as EAGLE-2 grows
+them (arXiv 2406.16858), whose passes over a few tokens hardly take longer.
 """
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Self, TypeAlias
 
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
+from drafthead.heads.drafting.drafter import (
+    UNMEASURED_ALPHA,
+    Committed,
+    Drafter,
+    DraftSession,
+    at_last,
+)
 from drafthead.heads.drafting.late_reader import Unread
 from drafthead.heads.errors import UserError
 from drafthead.heads.host import to_host
@@ -26,12 +34,17 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.dynamic import Children, dynamic_tree
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.prefill import prefill
 
 NO_FEATURES = FeatureSpec(layers=(), last=False)
+GROWN = "grown"  # the source of trees, beside the chains whose tokens can be drawn
+# Nodes of a tree for each level, and the most nodes of a level that get children.
+NODES_A_LEVEL = (3, 8)
+MOST_OPENED = 8
 Support: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # token ids and probabilities, [B, k] each
 
 
@@ -43,7 +56,7 @@ def same_tokenizer(target: Target, draft: Target) -> bool:
 
 
 class DraftModel(Drafter):
-    """A chain of `depth` tokens from a separate language model."""
+    """Chains and trees of up to `depth` levels from a separate language model."""
 
     features = NO_FEATURES
     sampling_rule = "traversal"
@@ -56,7 +69,7 @@ class DraftModel(Drafter):
         self.model = model
         self.depth = depth
         self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]
-        self.budgets = chain_budgets(depth)
+        self.budgets = tuple(sorted((*grown_budgets(depth), *chain_budgets(depth)), key=astuple))
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
 
@@ -73,8 +86,8 @@ class DraftModel(Drafter):
         )
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [B, S] of the S tokens that the target has as well, of all [B, V]."""
-        return logits[:, : self.vocab_size]
+        """The logits [..., S] of the S tokens that the target has as well, of all [..., V]."""
+        return logits[..., : self.vocab_size]
 
     def target_ids(self, places: torch.Tensor) -> torch.Tensor:
         """The target's numbers of tokens at places [...] among the S."""
@@ -83,6 +96,18 @@ class DraftModel(Drafter):
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """The draft model's numbers of proposed tokens [...]."""
         return tokens
+
+    def chances(self, budget: Budget) -> tuple[float, ...]:
+        """Of a chain as of any drafter; a tree has several guesses a level.
+
+        The next token is not among the w best in (1 - alpha) / sqrt(w) of the cases: for a head for
+        SmolLM2-135M that was right within 0.01 up to w = 10.
+        """
+        if budget.source != GROWN:
+            return super().chances(budget)
+        guesses = (budget.nodes - 1) / budget.depth
+        alpha = 1 - (1 - UNMEASURED_ALPHA) / guesses**0.5
+        return tuple(alpha**depth for depth in range(1, budget.depth + 1))
 
     def identity(self) -> str:
         """The shape of the model, and whether it is compiled."""
@@ -147,35 +172,86 @@ class DraftModelSession(DraftSession):
         self.host_lengths = [min(count, length + 1) for count in self.host_lengths]
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """Read what is new, then draft token by token."""
+        """Read what is new, then draft level by level."""
         self._catch_up()
+        depth = min(budget.depth, self.drafter.depth)
+        if isinstance(random, RowRandom):
+            tree = self._drawn(depth, sampling, random)
+        elif budget.nodes > depth + 1:
+            tree = self._grown(Budget(budget.nodes, depth), random)
+        else:
+            tree = self._chain(depth, random)
+        self.cache.discard()
+        return tree
+
+    def _chain(self, depth: int, draws: NextDraws | None) -> TokenTree:
+        """The most probable token after each other; with `draws`, guesses of the target's."""
+        assert self.roots is not None and self.logits is not None
+        drafter, tokens, logits = self.drafter, [self.roots], self.logits
+        for level in range(depth):
+            if level > 0:
+                logits = self._feed_one(tokens[-1], level)
+            known = drafter.proposable(logits)
+            if draws is None:
+                tokens.append(drafter.target_ids(known.argmax(-1)))
+            else:
+                top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
+                ids = drafter.target_ids(top.indices)
+                place = draws.scores(level, top.values, ids).argmax(-1, keepdim=True)
+                tokens.append(ids.gather(1, place).squeeze(1))
+        return TokenTree.from_shape(drafter.shapes[depth], torch.stack(tokens, 1))
+
+    def _drawn(self, depth: int, sampling: SamplingConfig, random: RowRandom) -> TokenTree:
+        """A chain of tokens drawn from the draft's distributions, which the tree carries."""
         assert self.roots is not None and self.logits is not None
         drafter, tokens, logits = self.drafter, [self.roots], self.logits
         supports: list[Support] = []
-        shape = drafter.shapes[min(budget.depth, drafter.depth)]
-        for depth in range(shape.depth):
-            if depth > 0:
-                logits = self._feed(drafter.own_ids(tokens[-1]), depth)
+        for level in range(depth):
+            if level > 0:
+                logits = self._feed_one(tokens[-1], level)
             known = drafter.proposable(logits)
-            if random is None:
-                tokens.append(drafter.target_ids(known.argmax(-1)))
-                continue
             top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
-            ids = drafter.target_ids(top.indices)
-            if isinstance(random, NextDraws):
-                place = random.scores(depth, top.values, ids).argmax(-1, keepdim=True)
-            else:
-                probs = draft_distribution(top.values, sampling)
-                place = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
-                supports.append((ids, probs))
+            ids, probs = drafter.target_ids(top.indices), draft_distribution(top.values, sampling)
+            place = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
+            supports.append((ids, probs))
             tokens.append(ids.gather(1, place).squeeze(1))
-        self.cache.discard()
-        if not isinstance(random, RowRandom):
-            return TokenTree.from_shape(shape, torch.stack(tokens, 1))
         # The last node has no children, but the table has a row for it.
         supports.append(supports[-1])
         draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
+        shape = drafter.shapes[depth]
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), draft_ids, draft_probs)
+
+    def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """The most probable tree; with `draws`, of the target's own draws."""
+        assert self.roots is not None and self.logits is not None
+
+        def expand(
+            tokens: torch.Tensor, above: torch.Tensor, visible: torch.Tensor, depth: int
+        ) -> Children:
+            logits = self._feed(tokens, depth, visible)
+            return self._children(logits, budget, depth, draws)
+
+        children = self._children(self.logits[:, None], budget, 0, draws)
+        return dynamic_tree(self.roots, budget, children, expand)
+
+    def _children(
+        self,
+        logits: torch.Tensor,  # [B, F, V] after nodes of a depth
+        budget: Budget,
+        depth: int,
+        draws: NextDraws | None,
+    ) -> Children:
+        """The best children of F nodes, as many as a tree of the budget may give each."""
+        known = self.drafter.proposable(logits).float()
+        count = min(MOST_OPENED, budget.nodes - 1, known.shape[-1])
+        if draws is None:
+            best, places = known.topk(count, dim=-1)
+            log_probs = best - known.logsumexp(-1, keepdim=True)
+            return log_probs, self.drafter.target_ids(places)
+        top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
+        ids = self.drafter.target_ids(top.indices)
+        log_probs, places = draws.best(depth, top.values, ids, count)
+        return log_probs, ids.gather(-1, places)
 
     @torch.no_grad()
     def _catch_up(self) -> None:
@@ -203,12 +279,31 @@ class DraftModelSession(DraftSession):
         self.cache.commit(path, self.cache.lengths + lengths, max(self.host_lengths))
         return at_last(output.logits, lengths)
 
-    def _feed(self, token: torch.Tensor, depth: int) -> torch.Tensor:
-        """Pass over the drafted token [B] of a depth, kept pending; logits [B, V] after it."""
+    def _feed_one(self, tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        """Logits [B, V] after the tokens [B] of a chain at a depth, which see those before them."""
+        visible = torch.ones(1, 1, depth, dtype=torch.bool, device=tokens.device)
+        return self._feed(tokens[:, None], depth, visible)[:, -1]
+
+    def _feed(self, tokens: torch.Tensor, depth: int, visible: torch.Tensor) -> torch.Tensor:
+        """Pass over drafted tokens [B, n] of a depth, kept pending; logits [B, n, V] after them.
+
+        The tokens are the target's; `visible` [B or 1, n, pending + n] is which drafted ones each
+        of them sees.
+        """
         assert self.cache.lengths is not None
-        visible = torch.ones(1, 1, depth, dtype=torch.bool, device=token.device)
         mask = self.cache.additive_mask(visible, self.model.dtype)
-        positions = self.model.legal_positions(self.cache.lengths[:, None] + depth - 1)
-        output = self.model.run(token[:, None], positions, mask, NO_FEATURES, self.cache)
-        self.cache.keep_pending(1)
-        return output.logits[:, -1]
+        places = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
+        positions = self.model.legal_positions(places)
+        own = self.drafter.own_ids(tokens)
+        output = self.model.run(own, positions, mask, NO_FEATURES, self.cache)
+        self.cache.keep_pending(tokens.shape[1])
+        return output.logits
+
+
+def grown_budgets(depth: int) -> tuple[Budget, ...]:
+    """Budgets of trees of 1 to `depth` levels, beside the chains."""
+    return tuple(
+        Budget(1 + levels * nodes, levels, GROWN)
+        for levels in range(1, depth + 1)
+        for nodes in NODES_A_LEVEL
+    )

@@ -20,7 +20,7 @@ from drafthead.infer.engine.prefill import padded
 
 
 class OtherVocabulary(DraftModel):
-    """A chain of `depth` tokens from a language model with another tokenizer."""
+    """Chains and trees of up to `depth` levels from a model with another tokenizer."""
 
     def __init__(self, model: Target, target: Target, depth: int):
         """Raises UserError without both tokenizers, or when they share no token."""
@@ -40,7 +40,7 @@ class OtherVocabulary(DraftModel):
                 )
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [B, S] of the shared tokens, of all [B, V]."""
+        """The logits [..., S] of the shared tokens, of all [..., V]."""
         return logits.index_select(-1, self.shared.draft_ids)
 
     def target_ids(self, places: torch.Tensor) -> torch.Tensor:
@@ -61,9 +61,7 @@ class OtherVocabulary(DraftModel):
 
 
 def model_drafter(model: Target, target: Target, depth: int) -> DraftModel:
-    """A drafter of chains of `depth` tokens for a draft model with the target's tokenizer or
-    another one.
-    """
+    """A drafter for a draft model with the target's tokenizer or another one."""
     return (DraftModel if same_tokenizer(target, model) else OtherVocabulary)(model, target, depth)
 
 

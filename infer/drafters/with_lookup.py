@@ -108,9 +108,10 @@ class LookupBranch(DraftSession):
         if not follows or not self.has_branch(budget):
             return self.session.propose(own, sampling, random)
         nodes = budget.nodes - branch_nodes(own)
-        tree = self.session.propose(Budget(nodes, min(own.depth, nodes - 1)), sampling, random)
-        left = budget.nodes - tree.num_nodes
-        branch = self.lookup.propose(Budget(left + 1, left), sampling, random)
+        left = Budget(nodes, min(own.depth, nodes - 1), own.source)
+        tree = self.session.propose(left, sampling, random)
+        more = budget.nodes - tree.num_nodes
+        branch = self.lookup.propose(Budget(more + 1, more), sampling, random)
         return grafted(tree, branch)
 
     def outlook(self) -> int:
@@ -135,7 +136,7 @@ def with_branch(own: Budget, least: int) -> Budget:
     """
     branch = branch_nodes(own)
     nodes = own.nodes if own.nodes - branch >= least else own.nodes + branch
-    return Budget(nodes, max(own.depth, branch))
+    return Budget(nodes, max(own.depth, branch), own.source)
 
 
 def grafted(tree: TokenTree, branch: TokenTree) -> TokenTree:

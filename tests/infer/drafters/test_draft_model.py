@@ -1,0 +1,101 @@
+"""Draft models: trees hold the most probable paths, and bring more than chains do."""
+
+import pytest
+import torch
+
+from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.draft_model import GROWN, MOST_OPENED, DraftModel, grown_budgets
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.with_lookup import WithLookup
+
+Path = tuple[int, ...]
+PROMPTS = [[9, 10, 11, 12], [20, 21, 22, 23]]
+ROOTS = [13, 24]
+
+
+@pytest.fixture(scope="module")
+def model(make_target) -> Target:
+    return make_target(seed=1, layers=1)
+
+
+def paths_of(tree: TokenTree, row: int) -> list[Path]:
+    """The drafted tokens from the root to each node."""
+    paths: list[Path] = [()]
+    pairs = zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True)
+    for token, parent in list(pairs)[1:]:
+        paths.append((*paths[parent], token))
+    return paths
+
+
+def best_paths(model: Target, text: list[int], budget: Budget) -> set[Path]:
+    """The most probable paths after a text, each probability from a pass of its own."""
+    value: dict[Path, float] = {(): 0.0}
+    opened, width = [()], min(MOST_OPENED, budget.nodes - 1)
+    for _ in range(budget.depth):
+        level: dict[Path, float] = {}
+        for path in opened:
+            logits = model.model(torch.tensor([[*text, *path]])).logits[0, -1].log_softmax(-1)
+            best = logits.topk(width)
+            for log_prob, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                level[*path, token] = value[path] + log_prob
+        value |= level
+        opened = sorted(level, key=level.__getitem__, reverse=True)[:width]
+    return set(sorted(value, key=value.__getitem__, reverse=True)[: budget.nodes])
+
+
+@pytest.mark.parametrize("budget", grown_budgets(3))
+@torch.no_grad()
+def test_trees_hold_the_most_probable_paths(target, model, budget) -> None:
+    """Twice, as drafted tokens must leave nothing in the cache."""
+    drafter = DraftModel(model, target, depth=3)
+    prompts, lengths = torch.tensor(PROMPTS), torch.tensor([4, 4])
+    session = drafter.start(prompts, lengths)
+    following = torch.cat([prompts[:, 1:], torch.tensor(ROOTS)[:, None]], dim=1)
+    session.commit(Committed(following, Features(last=None), lengths))
+    texts = [[*prompt, root] for prompt, root in zip(PROMPTS, ROOTS, strict=True)]
+    for more in ([30, 31], [40, 41]):
+        tree = session.propose(budget, SamplingConfig(), None)
+        for row, text in enumerate(texts):
+            paths = paths_of(tree, row)
+            assert set(paths) == best_paths(model, text, budget)
+            assert len(paths) == budget.nodes
+            text.append(more[row])
+        session.commit(
+            Committed(torch.tensor(more)[:, None], Features(last=None), torch.tensor([1, 1]))
+        )
+
+
+def test_a_tree_brings_more_than_a_chain_of_as_many_passes(target, make_target) -> None:
+    """The draft is the target with a little noise, so that its first guess is often wrong."""
+    noisy = make_target(seed=0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in noisy.model.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+    drafter = DraftModel(noisy, target, depth=3)
+    taus = {}
+    for budget in (Budget(4, 3), Budget(10, 3, GROWN), Budget(25, 3, GROWN)):
+        result = Decoder(target, drafter, budget).generate(PROMPTS, max_new_tokens=60)
+        taus[budget.nodes] = result.stats.tau
+    assert 1 < taus[4] < taus[10] < taus[25]
+
+
+def test_wider_trees_promise_more(target, model) -> None:
+    drafter = DraftModel(model, target, depth=2)
+    chain, narrow, wide = (
+        drafter.chances(budget) for budget in (Budget(3, 2), *grown_budgets(2)[-2:])
+    )
+    assert chain[0] < narrow[0] < wide[0] < 1 and chain[1] < narrow[1] < wide[1]
+    assert drafter.main_budgets == (Budget(2, 1), Budget(3, 2)), "children are drawn in chains"
+
+
+def test_trees_keep_their_source_beside_lookup(target, model) -> None:
+    both = WithLookup(DraftModel(model, target, depth=2), None)
+    assert isinstance(both.lookup, PromptLookup)
+    assert {budget.source for budget in both.own_budgets} == {"", GROWN}
+    assert len(both.own_budgets) == len(both.drafter.budgets), "none hides another"
