@@ -1,49 +1,34 @@
-"""A fair race: every way of decoding on the same prompts, in turns, counted in the same way.
+"""What a race has shown: every way of decoding, counted in the same way.
 
-The speed of a machine drifts, so contestants take turns prompt by prompt, and a speedup is the
-median over rounds of a ratio within the round. Only returned tokens count. The prompt pass is
-reported separately.
+A speedup is the median over rounds of a ratio within the round. Only returned tokens count. The
+prompt pass is reported separately.
 """
 
-import os
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
-import psutil
-import torch
-
-from drafthead.heads.errors import UserError
-from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.target.target import Target
-from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share, summed
-from drafthead.infer.measuring.contestants import Answer, Contestant
+from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.measuring.contestants import Contestant
 from drafthead.infer.measuring.divergence import Divergence, divergence
+from drafthead.infer.measuring.race import Record
 from drafthead.infer.measuring.speedup_model import ChainPrediction, predict_chain, speedup_bound
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
 
 
-@dataclass
-class Record:
-    """All answers of one contestant: answers[round][prompt]."""
+@dataclass(frozen=True)
+class CategoryFigures:
+    """How one contestant did on the prompts of one category; `speedup` is over plain decoding.
 
-    contestant: Contestant
-    answers: list[list[Answer]] = field(default_factory=list)
-    peak_memory_bytes: int = 0
+    None is what cannot be told, where answers end with their first token.
+    """
 
-    def rates(self) -> list[float]:
-        """Decoded tokens per second of each round, over all prompts."""
-        return [
-            sum(a.decoded_tokens for a in answers) / sum(a.decode_seconds for a in answers)
-            for answers in self.answers
-        ]
-
-    def stats(self) -> DecodeStats | None:
-        """The engine's statistics of all rounds, added up; None for another engine."""
-        stats = [a.stats for answers in self.answers for a in answers if a.stats is not None]
-        return summed(stats) if stats else None
+    prompts: int
+    tokens_per_second: float | None
+    speedup: float | None
+    tau: float | None
 
 
 @dataclass(frozen=True)
@@ -78,85 +63,32 @@ class ComparisonRow:
     repeated_8gram_share: float
     answers_ended: float
     peak_memory_bytes: int
-
-
-def race(
-    contestants: Sequence[Contestant],
-    prompts: Sequence[list[int]],
-    rounds: int,
-    max_new_tokens: int,
-    seed: int,
-    on_answer: Callable[[], None],
-) -> list[Record]:
-    """Decode every prompt with every contestant, `rounds` times, in random order.
-
-    A warm-up on the first prompt comes first and is not recorded. `on_answer` is called after each
-    answer. Raises UserError when a contestant's answers are too short to be timed.
-    """
-    records = [Record(contestant) for contestant in contestants]
-    for contestant in contestants:
-        contestant.prepare()
-        contestant.decode(prompts[0], min(16, max_new_tokens), seed)
-    order = random.Random(seed)
-    for number in range(rounds):
-        for record in records:
-            record.answers.append([])
-        for index, prompt in enumerate(prompts):
-            for record in order.sample(records, len(records)):
-                # Sampled answers change from round to round, but not from contestant to contestant.
-                row_seed = seed + number * len(prompts) + index
-                _take_turn(record, prompt, max_new_tokens, row_seed)
-                on_answer()
-        _refuse_short_answers(records)
-    return records
-
-
-def _take_turn(record: Record, prompt: list[int], max_new_tokens: int, seed: int) -> None:
-    """Decode one prompt and record the answer in the current round."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    record.answers[-1].append(undisturbed(record.contestant, prompt, max_new_tokens, seed))
-    record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
-
-
-def _refuse_short_answers(records: Sequence[Record]) -> None:
-    for record in records:
-        if not any(answer.decoded_tokens for answer in record.answers[-1]):
-            raise UserError(
-                f"no answer of {record.contestant.mode} goes beyond its first tokens, so there is "
-                "no decoding to time: allow more new tokens, or use other prompts"
-            )
-
-
-def undisturbed(
-    contestant: Contestant, prompt: list[int], max_new_tokens: int, seed: int
-) -> Answer:
-    """The answer to a prompt, decoded again as long as a graph had to be compiled for it."""
-    while True:
-        before = Compiled.made
-        answer = contestant.decode(prompt, max_new_tokens, seed)
-        if Compiled.made == before:
-            return answer
-
-
-def memory_in_use() -> int:
-    """Peak bytes of the GPU since the last reset, or of the whole process on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return psutil.Process(os.getpid()).memory_info().rss
+    categories: dict[str, CategoryFigures]  # where prompts say what kind of request they are
 
 
 def rows_of(
-    records: Sequence[Record], temperature: float, end_ids: frozenset[int]
+    records: Sequence[Record],
+    temperature: float,
+    end_ids: frozenset[int],
+    categories: Sequence[str | None] = (),
 ) -> list[ComparisonRow]:
-    """The table of a race in which both baselines took part."""
+    """The table of a race in which both baselines took part; `categories` are those of prompts."""
     by_mode = {record.contestant.mode: record for record in records}
     plain, generate = by_mode[PLAIN], by_mode[GENERATE]
-    return [_row(record, plain, generate, temperature, end_ids) for record in records]
+    places: dict[str, list[int]] = {}
+    for place, category in enumerate(categories):
+        if category is not None:
+            places.setdefault(category, []).append(place)
+    return [_row(record, plain, generate, temperature, end_ids, places) for record in records]
 
 
 def _row(
-    record: Record, plain: Record, generate: Record, temperature: float, end_ids: frozenset[int]
+    record: Record,
+    plain: Record,
+    generate: Record,
+    temperature: float,
+    end_ids: frozenset[int],
+    places: dict[str, list[int]],
 ) -> ComparisonRow:
     answers = [answer for answers in record.answers for answer in answers]
     speedups = _ratios(record, plain)
@@ -189,7 +121,17 @@ def _row(
         repeated_8gram_share=repeated_ngram_share([answer.sequence for answer in answers]),
         answers_ended=sum(bool(end_ids & {*a.sequence[-1:]}) for a in answers) / len(answers),
         peak_memory_bytes=record.peak_memory_bytes,
+        categories={name: _category(record, plain, some) for name, some in places.items()},
     )
+
+
+def _category(record: Record, plain: Record, places: Sequence[int]) -> CategoryFigures:
+    some, baseline = record.part(places), plain.part(places)
+    rounds = [*some.answers, *baseline.answers]
+    if not all(any(answer.decoded_tokens for answer in answers) for answers in rounds):
+        return CategoryFigures(len(places), None, None, None)
+    stats, speedup = some.stats(), median(_ratios(some, baseline))
+    return CategoryFigures(len(places), median(some.rates()), speedup, stats.tau if stats else None)
 
 
 def _ratios(record: Record, baseline: Record) -> list[float]:

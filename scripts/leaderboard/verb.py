@@ -19,7 +19,7 @@ from drafthead.scripts.leaderboard.report import (
 )
 from drafthead.scripts.leaderboard.training import check_board, train_entries
 from drafthead.scripts.measuring.racing import Drafters, run_races
-from drafthead.scripts.measuring.record import describe_run, prompt_ids
+from drafthead.scripts.measuring.record import describe_run, read_prompts
 from drafthead.train.run.summary import summarize
 
 
@@ -86,7 +86,7 @@ def race_board(board: Board) -> tuple[dict[str, Any], list[Lap]]:
         print(f"race on the {engine} engine", flush=True)
         compiled = engine == "compiled"
         drafters = Drafters(target, folders, assistant, race.draft_tokens, race.sizes(), compiled)
-        prompts = prompt_ids(race.prompts, race.limit, drafters.plain, race.max_new_tokens)
+        prompts = read_prompts(race.prompts, race.limit, drafters.plain, race.max_new_tokens)
         rows, differing = run_races(drafters, prompts, race.terms(), assisted=False)
         laps += [
             Lap(

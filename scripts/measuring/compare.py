@@ -9,7 +9,7 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN, store_lookup
 from drafthead.scripts import options
 from drafthead.scripts.measuring.racing import Drafters, RaceTerms, run_races
-from drafthead.scripts.measuring.record import describe_run, prompt_ids
+from drafthead.scripts.measuring.record import describe_run, read_prompts
 from drafthead.scripts.reports.comparison import (
     divergence_notes,
     predictions,
@@ -53,7 +53,8 @@ def main(
 
     All decode the same prompts, in turns. "speedup" is over plain decoding on this engine, "over
     generate" over transformers' model.generate; "bound" is the speedup that tau and the measured
-    phases allow. On a CPU bfloat16 is faster only if the processor computes in it.
+    phases allow. Where prompts have a "category", as Spec-Bench's have, the categories are listed
+    as well. On a CPU bfloat16 is faster only if the processor computes in it.
     """
     terms = RaceTerms(tuple(temperature or [0.0]), max_new_tokens, rounds, verifier, seed)
     loaded = Target.from_pretrained(target, dtype, device)
@@ -63,12 +64,12 @@ def main(
     drafters = Drafters(
         loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True, stored=stored
     )
-    ids = prompt_ids(prompts, limit, drafters.plain, max_new_tokens)
-    rows, differing = run_races(drafters, ids, terms, assisted=True)
-    notes = [*predictions(rows), *divergence_notes(differing, len(ids))]
+    questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens)
+    rows, differing = run_races(drafters, questions, terms, assisted=True)
+    notes = [*predictions(rows), *divergence_notes(differing, len(questions))]
     print_report(rows, notes)
     about = {
-        **describe_run(target, loaded), "prompts": len(ids), "max_new_tokens": max_new_tokens,
+        **describe_run(target, loaded), "prompts": len(questions), "max_new_tokens": max_new_tokens,
         "rounds": rounds, "divergences": [vars(divergence) for divergence in differing],
     }  # fmt: skip
     write_report(rows, notes, about, output)

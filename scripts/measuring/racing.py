@@ -20,11 +20,12 @@ from drafthead.infer.measuring.comparison import (
     PLAIN,
     ComparisonRow,
     divergences,
-    race,
     rows_of,
 )
 from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers
 from drafthead.infer.measuring.divergence import Divergence
+from drafthead.infer.measuring.race import race
+from drafthead.scripts.measuring.record import Prompt
 
 # Modes that are not heads.
 LOOKUP, DATASTORE, DRAFT_MODEL = "prompt lookup", "datastore", "draft model"
@@ -78,6 +79,7 @@ class Drafters:
         if assistant is not None:
             drafter = model_drafter(assistant, ours, draft_tokens)
             self.draft = decoder_for(ours, drafter, first, compile)
+        self.is_chain = first is not None and first <= draft_tokens + 1  # of the draft model
         beside: dict[str, StoreLookup | None] = {"lookup": None} if branches else {}
         if branches and stored is not None:
             beside["datastore"] = stored
@@ -105,7 +107,7 @@ class Drafters:
         if self.draft is not None:
             kind = DRAFT_MODEL
             contestants.append(
-                Ours(kind, kind, sampling, self.draft, verifier=verifier, is_chain=True)
+                Ours(kind, kind, sampling, self.draft, verifier=verifier, is_chain=self.is_chain)
             )
         contestants.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
         if self.stored is not None:
@@ -128,9 +130,10 @@ class Drafters:
 
 
 def run_races(
-    drafters: Drafters, prompts: Sequence[list[int]], terms: RaceTerms, assisted: bool
+    drafters: Drafters, prompts: Sequence[Prompt], terms: RaceTerms, assisted: bool
 ) -> tuple[list[ComparisonRow], list[Divergence]]:
     """One race per temperature: all rows, and where greedy answers differ from plain decoding."""
+    ids, categories = [p.ids for p in prompts], [p.category for p in prompts]
     rows: list[ComparisonRow] = []
     differing: list[Divergence] = []
     for temperature in terms.temperatures:
@@ -139,9 +142,9 @@ def run_races(
         total = terms.rounds * len(prompts) * len(contestants)
         with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
             records = race(
-                contestants, prompts, terms.rounds, terms.max_new_tokens, terms.seed, bar.update
+                contestants, ids, terms.rounds, terms.max_new_tokens, terms.seed, bar.update
             )
-        rows += rows_of(records, temperature, drafters.plain.end_ids)
+        rows += rows_of(records, temperature, drafters.plain.end_ids, categories)
         if temperature == 0:
-            differing += divergences(records, prompts, drafters.target)
+            differing += divergences(records, ids, drafters.target)
     return rows, differing

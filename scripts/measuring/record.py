@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from typing import NamedTuple
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
@@ -22,23 +23,36 @@ def describe_run(name: str, target: Target) -> dict[str, object]:
     }
 
 
-def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:
-    """The first user turns of a source as token ids.
+class Prompt(NamedTuple):
+    """A prompt as token ids, and what kind of request it is if its row says so."""
+
+    ids: list[int]
+    category: str | None
+
+
+def read_prompts(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[Prompt]:
+    """The first user turns of a source.
 
     Prompts that do not fit into the context are left out, with a message. Raises UserError when a
     conversation has no user turn, or when no prompt is left.
     """
-    ids = []
+    prompts = []
     for conversation in read_conversations(source, limit=limit):
         first = next((i for i, m in enumerate(conversation.messages) if m["role"] == "user"), None)
         if first is None:
             raise UserError(f"{conversation.where} has no user message to answer")
-        ids.append(encode_one(conversation.messages[: first + 1], decoder.tokenizer))
+        ids = encode_one(conversation.messages[: first + 1], decoder.tokenizer)
+        prompts.append(Prompt(ids, conversation.category))
     room = decoder.max_length
-    short = [row for row in ids if room is None or len(row) + max_new_tokens <= room]
-    if left_out := len(ids) - len(short):
-        print(f"{left_out} of {len(ids)} prompts left out: with {max_new_tokens} new tokens they "
-              f"exceed the target's context of {room}")  # fmt: skip
+    short = [p for p in prompts if room is None or len(p.ids) + max_new_tokens <= room]
+    if left_out := len(prompts) - len(short):
+        print(f"{left_out} of {len(prompts)} prompts left out: with {max_new_tokens} new tokens "
+              f"they exceed the target's context of {room}")  # fmt: skip
     if not short:
         raise UserError(f"no prompt of {source} fits into the target's context of {room} tokens")
     return short
+
+
+def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:
+    """The ids of `read_prompts`."""
+    return [prompt.ids for prompt in read_prompts(source, limit, decoder, max_new_tokens)]

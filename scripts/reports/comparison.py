@@ -48,6 +48,24 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> str:
     return markdown_table(COLUMNS, [cells(row, ranges=True) for row in rows])
 
 
+def category_tables(rows: Sequence[ComparisonRow]) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Titles, columns and rows of tables by category of prompts; none where prompts have none."""
+    shown = [row for row in rows if row.categories]
+    names = sorted({name for row in shown for name in row.categories})
+    columns = ["mode", "T", *names]
+
+    def table(field: str) -> list[list[str]]:
+        return [
+            [row.mode, f"{row.temperature:g}"]
+            + [number(getattr(row.categories[name], field)) for name in names]
+            for row in shown
+        ]
+
+    if len(names) < 2:
+        return {}
+    return {f"{title} by category": (columns, table(title)) for title in ("speedup", "tau")}
+
+
 def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
     """A sentence for each chain: the speedup that Leviathan et al. predict, and its best length."""
     return [
@@ -75,6 +93,8 @@ def divergence_notes(divergences: Sequence[Divergence], prompts: int) -> list[st
 def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:
     """Show the table and the notes in the terminal."""
     title = "speedup over plain decoding on the same engine"
+    for name, (columns, table) in category_tables(rows).items():
+        print_table(name, columns, table)
     print_table(title, COLUMNS, [cells(row, ranges=False) for row in rows], notes)
 
 
@@ -138,6 +158,7 @@ def write_report(
         f"{about['rounds']} rounds.",
         f"`{about['command']}`",
         comparison_table(rows),
+        *(f"{name}:\n\n{markdown_table(*table)}" for name, table in category_tables(rows).items()),
         *notes,
     ]
     write_text(folder / "comparison.md", "\n\n".join(text) + "\n")

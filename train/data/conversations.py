@@ -57,6 +57,7 @@ class Conversation:
     source: str
     tokens: StoredTokens | None = None  # the answers as they were generated, if the row has them
     writer: Writer | None = None  # of the answers, if the row says it
+    category: str | None = None  # what kind of request it is, if the row says it
 
     @property
     def where(self) -> str:
@@ -112,7 +113,9 @@ def iter_conversations(
             continue
         name, tokens = _unique(_row_id(row), taken), stored_tokens(row.values, row.place)
         place, writer = f"{row.file}:{row.number}", _row_writer(row.values)
-        yield Conversation(name, messages, place, tokens, writer)
+        category = row.values.get("category")
+        kind = category if isinstance(category, str) else None
+        yield Conversation(name, messages, place, tokens, writer, kind)
         count += 1
         if count == limit:
             break

@@ -1,6 +1,7 @@
 """The arithmetic of comparisons, on numbers small enough to check by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
-from drafthead.infer.measuring.comparison import divergences, race, rows_of
+from drafthead.infer.measuring.comparison import divergences, rows_of
 from drafthead.infer.measuring.contestants import Answer, Contestant, Ours, Transformers
+from drafthead.infer.measuring.race import race
 from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
-from drafthead.scripts.reports.comparison import comparison_table, write_report
+from drafthead.scripts.reports.comparison import category_tables, comparison_table, write_report
 
 
 def test_tau_counts_returned_tokens_per_pass() -> None:
@@ -88,6 +90,35 @@ def test_baselines_have_speedup_one_over_themselves(small_race) -> None:
     assert head.speedup_range[0] <= head.speedup <= head.speedup_range[1]
     assert head.speedup_bound > 0
     assert sum(head.accept_length_counts.values()) > 0
+
+
+def test_categories_of_prompts_are_counted_apart(small_race) -> None:
+    records, _ = small_race
+    rows = rows_of(records, 0.0, frozenset({7}), ["maths", "prose"])
+    plain, generate, _, head = rows
+    assert all(row.categories.keys() == {"maths", "prose"} for row in rows)
+    assert plain.categories["maths"].speedup == 1 and plain.categories["prose"].tau == 1
+    assert generate.categories["maths"].tau is None
+    stats = records[-1].part([1]).stats()
+    assert head.categories["prose"].tau == stats.tau and head.categories["prose"].prompts == 1
+    speedups = sorted(figures.speedup for figures in head.categories.values())
+    assert speedups[0] <= head.speedup_range[1] and speedups[1] >= head.speedup_range[0]
+    tables = category_tables(rows)
+    columns, cells = tables["tau by category"]
+    assert columns == ["mode", "T", "maths", "prose"] and len(cells) == len(rows)
+    assert cells[1][2:] == ["-", "-"], "of another engine nothing is known"
+
+
+def test_one_category_is_no_table_and_answers_of_one_token_have_no_speed(small_race) -> None:
+    records, _ = small_race
+    assert not category_tables(rows_of(records, 0.0, frozenset({7}), ["maths", "maths"]))
+    assert not category_tables(rows_of(records, 0.0, frozenset({7}), [None, None]))
+    short = [replace(record, answers=[[Answer([1], 0, 0.0, 0.1)]] * 2) for record in records]
+    for record, old in zip(short, records, strict=True):
+        record.answers = [[a, b[1]] for (a,), b in zip(record.answers, old.answers, strict=True)]
+    rows = rows_of(short, 0.0, frozenset({7}), ["one token", "prose"])
+    assert all(row.categories["one token"].speedup is None for row in rows)
+    assert rows[-1].categories["prose"].speedup > 0
 
 
 def test_a_divergence_is_located_and_its_gap_measured(small_race, target) -> None:

@@ -1,0 +1,109 @@
+"""The run of a race: every way of decoding on the same prompts, in turns.
+
+The speed of a machine drifts, so contestants take turns prompt by prompt.
+"""
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.infer.engine.results import DecodeStats, summed
+from drafthead.infer.measuring.contestants import Answer, Contestant
+
+
+@dataclass
+class Record:
+    """All answers of one contestant: answers[round][prompt]."""
+
+    contestant: Contestant
+    answers: list[list[Answer]] = field(default_factory=list)
+    peak_memory_bytes: int = 0
+
+    def rates(self) -> list[float]:
+        """Decoded tokens per second of each round, over all prompts."""
+        return [
+            sum(a.decoded_tokens for a in answers) / sum(a.decode_seconds for a in answers)
+            for answers in self.answers
+        ]
+
+    def part(self, places: Sequence[int]) -> "Record":
+        """The same of some of the prompts, by their places."""
+        answers = [[answers[place] for place in places] for answers in self.answers]
+        return Record(self.contestant, answers, self.peak_memory_bytes)
+
+    def stats(self) -> DecodeStats | None:
+        """The engine's statistics of all rounds, added up; None for another engine."""
+        stats = [a.stats for answers in self.answers for a in answers if a.stats is not None]
+        return summed(stats) if stats else None
+
+
+def race(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[list[int]],
+    rounds: int,
+    max_new_tokens: int,
+    seed: int,
+    on_answer: Callable[[], None],
+) -> list[Record]:
+    """Decode every prompt with every contestant, `rounds` times, in random order.
+
+    A warm-up on the first prompt comes first and is not recorded. `on_answer` is called after each
+    answer. Raises UserError when a contestant's answers are too short to be timed.
+    """
+    records = [Record(contestant) for contestant in contestants]
+    for contestant in contestants:
+        contestant.prepare()
+        contestant.decode(prompts[0], min(16, max_new_tokens), seed)
+    order = random.Random(seed)
+    for number in range(rounds):
+        for record in records:
+            record.answers.append([])
+        for index, prompt in enumerate(prompts):
+            for record in order.sample(records, len(records)):
+                # Sampled answers change from round to round, but not from contestant to contestant.
+                row_seed = seed + number * len(prompts) + index
+                _take_turn(record, prompt, max_new_tokens, row_seed)
+                on_answer()
+        _refuse_short_answers(records)
+    return records
+
+
+def _take_turn(record: Record, prompt: list[int], max_new_tokens: int, seed: int) -> None:
+    """Decode one prompt and record the answer in the current round."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    record.answers[-1].append(undisturbed(record.contestant, prompt, max_new_tokens, seed))
+    record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
+
+
+def _refuse_short_answers(records: Sequence[Record]) -> None:
+    for record in records:
+        if not any(answer.decoded_tokens for answer in record.answers[-1]):
+            raise UserError(
+                f"no answer of {record.contestant.mode} goes beyond its first tokens, so there is "
+                "no decoding to time: allow more new tokens, or use other prompts"
+            )
+
+
+def undisturbed(
+    contestant: Contestant, prompt: list[int], max_new_tokens: int, seed: int
+) -> Answer:
+    """The answer to a prompt, decoded again as long as a graph had to be compiled for it."""
+    while True:
+        before = Compiled.made
+        answer = contestant.decode(prompt, max_new_tokens, seed)
+        if Compiled.made == before:
+            return answer
+
+
+def memory_in_use() -> int:
+    """Peak bytes of the GPU since the last reset, or of the whole process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return psutil.Process(os.getpid()).memory_info().rss
