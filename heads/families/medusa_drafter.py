@@ -10,7 +10,7 @@ from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.medusa import MedusaHeads
-from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
@@ -97,21 +97,15 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     def compile(self) -> None:
         """Compile the heads, a graph for each number of heads that a tree needs."""
-        made_for = self.target.device, self.target.dtype
-        reads = *self.read_by_graphs, self.widest
-        self.guess = Compiled(self._guess, *made_for, dims={"hidden": "B ."}, reads=reads)
-        self.fill = Compiled(
-            self._fill,
-            *made_for,
-            dims={
-                "hidden": "B .",
-                "roots": "B",
-                "head_of_node": "N",
-                "ranks": "N",
-                "draws": DRAWS,
-            },
-            reads=reads,
-        )
+        filling: dict[str, Spec] = {
+            "hidden": "B .",
+            "roots": "B",
+            "head_of_node": "N",
+            "ranks": "N",
+            "draws": DRAWS,
+        }
+        self.guess = self.compiled(self._guess, {"hidden": "B ."}, self.widest)
+        self.fill = self.compiled(self._fill, filling, self.widest)
 
     def layout(self, budget: Budget, random: Choice) -> MedusaLayout:
         """The tables of the tree for a budget; with a `RowRandom`, one of drawn children."""

@@ -14,7 +14,6 @@ from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
-from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.layers.cache import DraftCache
@@ -212,11 +211,9 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
     def compile(self) -> None:
         """Compile the passes."""
         self.memory, self.is_compiled = CacheMemory.where_recorded(self.target.device), True
-        made_for = self.target.device, self.target.dtype
-        reads = self.read_by_graphs
-        self.read = Compiled(self.read_eagerly, *made_for, READING, reads=reads)
-        self.block = Compiled(self.block_eagerly, *made_for, PASSING, reads=reads)
-        draft = Compiled(self._draft, *made_for, DRAFTING, reads=reads)
+        self.read = self.compiled(self.read_eagerly, READING)
+        self.block = self.compiled(self.block_eagerly, PASSING)
+        draft = self.compiled(self._draft, DRAFTING)
         self.draft, self.move = draft, replacement_of(move_columns, draft.has_kernels)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:

@@ -13,7 +13,6 @@ from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.recurrent import RecurrentHead
-from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
@@ -135,9 +134,8 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
         self.memory = CacheMemory.where_recorded(self.target.device)
-        made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, READING, reads=self.read_by_graphs)
-        self.draft = Compiled(self._draft, *made_for, DRAFTING, reads=self.read_by_graphs)
+        self.read = self.compiled(self.read_eagerly, READING)
+        self.draft = self.compiled(self._draft, DRAFTING)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""

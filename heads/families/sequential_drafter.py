@@ -12,7 +12,6 @@ from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.sequential import SequentialHead
-from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
@@ -66,16 +65,10 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
     def compile(self) -> None:
         """Compile each depth, and what reads committed positions."""
         self.memory = CacheMemory.where_recorded(self.target.device)
-        made_for = self.target.device, self.target.dtype
-        self.read = Compiled(self.read_eagerly, *made_for, READING, reads=self.read_by_graphs)
+        self.read = self.compiled(self.read_eagerly, READING)
+        step = {"states": "B n .", "tokens": "B n"}
         self.steps = [
-            Compiled(
-                partial(self._step, index),
-                *made_for,
-                {"states": "B n .", "tokens": "B n"},
-                reads=self.read_by_graphs,
-            )
-            for index in range(self.head.depth)
+            self.compiled(partial(self._step, index), step) for index in range(self.head.depth)
         ]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:

@@ -87,18 +87,20 @@ class Compiled:
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
         reads: Sequence[Any] | None = None,
+        in_bytes: bool = False,
     ):
         """`dims` declares the shapes of the arguments, see `Dims`; they are checked when a graph is
         made. `variant(*arguments)` is for what else asks for another graph. `dtype` is that of the
         weights. A graph is made within `around`: with the hooks, say, whose work is to become part
         of it. `reads` are the models and other values that the function reads beside its arguments;
-        a graph is kept on the disk where they are known.
+        a graph is kept on the disk where they are known. With `in_bytes` our kernels read weights
+        as bytes: half of the time, and about two digits of each weight, for drafts.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
         keep_compiled_code()
         self.function, self.variant, self.around = function, variant, around
-        self.reads = reads
+        self.reads, self.in_bytes = reads, in_bytes
         self.dims = Dims(function, dims)
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
@@ -147,7 +149,14 @@ class Compiled:
         """Under which a graph for these arguments is kept on the disk; None if it cannot be."""
         if self.reads is None:
             return None
-        own = self.function, self.dims.specs, self.kind(arguments), self.has_kernels, self.reads
+        own = (
+            self.function,
+            self.dims.specs,
+            self.kind(arguments),
+            self.has_kernels,
+            self.in_bytes,
+            self.reads,
+        )
         options = {name: value for name, value in self.options.items() if name != REWRITES}
         try:
             return digest([surroundings(), described([*own, options])])
@@ -224,7 +233,7 @@ class Compiled:
         for first, *others in equal:
             for other in others:
                 torch._check(size_at(arguments, other) == size_at(arguments, first))
-        with CpuKernels(self.has_kernels) if self.on_cpu else nullcontext():
+        with CpuKernels(self.has_kernels, self.in_bytes) if self.on_cpu else nullcontext():
             return self.function(*arguments)
 
 

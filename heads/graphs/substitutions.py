@@ -18,10 +18,13 @@ from drafthead.heads.cache import additive, move_columns
 class CpuKernels(TorchFunctionMode):
     """Replaces torch's operations within it; those of our own are replaced by `replacement_of`."""
 
-    def __init__(self, has_kernels: bool):
-        """With `has_kernels`, replacements that are our kernels can be compiled."""
+    def __init__(self, has_kernels: bool, in_bytes: bool):
+        """With `has_kernels`, replacements that are our kernels can be compiled; they read weights
+        as bytes, which are less exact, if `in_bytes`.
+        """
         super().__init__()
         self.has_kernels = has_kernels
+        self.rows = (IN_BYTES, *SUBSTITUTIONS) if in_bytes else SUBSTITUTIONS
 
     def __torch_function__(
         self,
@@ -32,7 +35,7 @@ class CpuKernels(TorchFunctionMode):
     ) -> Any:
         """Run the first replacement whose condition holds, or else the operation."""
         kwargs = kwargs or {}
-        for row in SUBSTITUTIONS:
+        for row in self.rows:
             available = self.has_kernels or not row.is_kernel
             if func is row.operation and available and row.condition(*args, **kwargs):
                 return row.replacement(*args, **kwargs)
@@ -63,6 +66,25 @@ def can_be_packed(
     """Whether bfloat16 weights stay as they are, with values that are multiplied in pairs."""
     are_pairs = input.dtype == weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
     return isinstance(weight, nn.Parameter) and are_pairs
+
+
+def byte_linear(
+    input: torch.Tensor,  # [..., K]
+    weight: torch.Tensor,  # [N, K]
+    bias: torch.Tensor | None = None,  # [N]
+) -> torch.Tensor:
+    """input weight^T + bias [..., N], from weights packed in bytes."""
+    packed = torch.ops.drafthead.pack([weight], False, True)
+    return torch.ops.drafthead.linear(input, packed, weight.shape[0], bias)
+
+
+def can_be_bytes(
+    input: torch.Tensor,  # [..., K]
+    weight: torch.Tensor,  # [N, K]
+    bias: torch.Tensor | None = None,  # [N]
+) -> bool:
+    """Whether weights that can be packed can be packed in bytes."""
+    return can_be_packed(input, weight, bias) and weight.shape[1] % 8 == 0
 
 
 def top_few(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,6 +199,7 @@ class Substitution(NamedTuple):
     is_kernel: bool = True  # one of ours: needs bfloat16 weights and a processor with AVX512-BF16
 
 
+IN_BYTES = Substitution(functional.linear, byte_linear, can_be_bytes)
 SUBSTITUTIONS = (
     Substitution(functional.linear, packed_linear, can_be_packed),
     Substitution(torch.Tensor.topk, top_few, are_few),

@@ -114,8 +114,8 @@ class DraftModel(Drafter):
         return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
 
     def compile(self) -> None:
-        """Compile the model's passes."""
-        self.model = CompiledTarget(self.model)
+        """Compile the model's passes; on a CPU they read its weights as bytes."""
+        self.model = CompiledTarget(self.model, in_bytes=True)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session whose model has read the prompts [B, T] of lengths [B]."""

@@ -36,8 +36,10 @@ class CompiledTarget(Target):
     one or several rows. Cache columns, tree nodes and rows change freely within a kind.
     """
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, in_bytes: bool = False):
+        """With `in_bytes` passes read the weights as bytes, see `Compiled`: for draft models."""
         super().__init__(target.model, target.tokenizer)
+        self.in_bytes = in_bytes
         self.memory = CacheMemory.where_recorded(target.device)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
@@ -101,19 +103,20 @@ class CompiledTarget(Target):
                 input_ids, position_ids, attention_mask, features, cache, logits_to_keep
             )
         if features not in self.passes:
-            self.passes.setdefault(features, CompiledPass(self, features))
+            self.passes.setdefault(features, CompiledPass(self, features, self.in_bytes))
         return self.passes[features](input_ids, position_ids, attention_mask, cache)
 
 
 class CompiledPass:
     """The passes of a target that keep the same features."""
 
-    def __init__(self, target: Target, features: FeatureSpec):
+    def __init__(self, target: Target, features: FeatureSpec, in_bytes: bool):
         self.target = target
         self.taps = Taps(target, features)
-        made_for = target.device, target.dtype
-        reads = target.model, features
-        self.graphs = Compiled(self._forward, *made_for, PASS, self._variant, self.taps, reads)
+        made_for, reads = (target.device, target.dtype), (target.model, features)
+        self.graphs = Compiled(
+            self._forward, *made_for, PASS, self._variant, self.taps, reads, in_bytes
+        )
 
     def __call__(
         self,

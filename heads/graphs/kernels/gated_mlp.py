@@ -9,22 +9,24 @@ import torch
 from torch._inductor.lowering import register_lowering
 from torch.nn import functional
 
+from drafthead.heads.graphs.kernels.linear import form_of, unpacked
 from drafthead.heads.graphs.kernels.template import Node, call_by_rows
 
 CALL = """
-    gated({{start(x)}}, {{start(packed)}}, {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}},
-          {{size(output, 1)}}, {{threads}});
+    gated<{{in_bytes}}>(
+        {{start(x)}}, {{start(packed)}}, {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}},
+        {{size(output, 1)}}, {{threads}});
 """
 
 
 @torch.library.custom_op("drafthead::gated", mutates_args=())
 def gated(
     x: torch.Tensor,  # [..., K]
-    packed: torch.Tensor,  # [2N / 32, K / 2, 32, 2], paired, from `linear.pack`
+    packed: torch.Tensor,  # [2N / 32, .., 32, 2], paired, from `linear.pack`
     size: int,  # N, a multiple of 32
 ) -> torch.Tensor:
     """silu(x gate^T) * (x up^T) [..., N]."""
-    rows = packed.transpose(1, 2).flatten(2)  # [2N / 32, 32, K]
+    rows = unpacked(packed, x.shape[-1])
     gate, up = (functional.linear(x, rows[half::2].flatten(0, 1)) for half in range(2))
     return functional.silu(gate) * up
 
@@ -37,4 +39,5 @@ def _(x: torch.Tensor, packed: torch.Tensor, size: int) -> torch.Tensor:
 @register_lowering(torch.ops.drafthead.gated.default, type_promotion_kind=None)
 def _lower(x: Node, packed: Node, size: int) -> Node:
     """The operation in the code generator's graph."""
-    return call_by_rows("gated_mlp", CALL, {"x": x, "packed": packed}, [size], x.get_dtype())
+    inputs, form = {"x": x, "packed": packed}, form_of(x, packed)
+    return call_by_rows("gated_mlp", CALL, inputs, [size], x.get_dtype(), form)

@@ -56,7 +56,7 @@ def join_products(graph: torch.fx.Graph) -> None:
     """Make one product of those of one input, such as queries, keys and values."""
     alike = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=ours.linear.default):
-        alike[node.args[0], node.args[3] is None].append(node)
+        alike[node.args[0], node.args[3] is None, is_in_bytes(node)].append(node)
     for nodes in alike.values():
         if len(nodes) > 1:
             join(graph, nodes)
@@ -68,7 +68,7 @@ def join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
     sizes: list[int] = [node.args[2] for node in nodes]  # type: ignore[misc]
     weights = [weight for node in nodes for weight in node.args[1].args[0]]  # type: ignore
     with graph.inserting_before(nodes[0]):
-        packed = graph.call_function(ours.pack.default, (weights,))
+        packed = graph.call_function(ours.pack.default, (weights, False, is_in_bytes(nodes[0])))
         bias = None
         if biases[0] is not None:
             bias = graph.call_function(aten.cat.default, (biases,))
@@ -85,6 +85,12 @@ def join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
     for pack in dict.fromkeys(packs):
         if not pack.users:  # weights would be packed and stored all the same
             graph.erase_node(pack)
+
+
+def is_in_bytes(product: Any) -> bool:
+    """Whether the weights of a product are packed in bytes."""
+    weights = product.args[1]
+    return len(weights.args) > 2 and weights.args[2]
 
 
 # What transformers' `repeat_kv` consists of, from its result on.
@@ -171,10 +177,12 @@ gated_halves = PatternMatcherPass()
 )
 def use_gated(match: Match, gate: Any, up: Any) -> None:
     """Replace a product, silu and the product of its halves by the function of `gated_mlp`."""
-    x, packed, size, _ = gate.args[0].args[0].args
+    whole = gate.args[0].args[0]
+    x, packed, size, _ = whole.args
     output = match.output_node()
     with match.graph.inserting_before(output):
-        paired = match.graph.call_function(ours.pack.default, (packed.args[0], True))
+        arguments = packed.args[0], True, is_in_bytes(whole)
+        paired = match.graph.call_function(ours.pack.default, arguments)
         node = match.graph.call_function(ours.gated.default, (x, paired, size // 2))
     node.meta.update(output.meta)
     output.replace_all_uses_with(node)

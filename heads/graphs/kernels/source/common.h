@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 #define INLINE __attribute__((always_inline))  // for lambdas that keep sums in registers
 

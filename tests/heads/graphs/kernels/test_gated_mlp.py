@@ -35,8 +35,9 @@ def made(size: int, together: bool, bias: bool = False) -> GatedMLP:
     return GatedMLP(size, together, bias).bfloat16().requires_grad_(False)
 
 
-def compiled(mlp: GatedMLP) -> Compiled:
-    return Compiled(lambda x: mlp(x), torch.device("cpu"), torch.bfloat16, {"x": "B ."})
+def compiled(mlp: GatedMLP, in_bytes: bool = False) -> Compiled:
+    made_for = torch.device("cpu"), torch.bfloat16
+    return Compiled(lambda x: mlp(x), *made_for, {"x": "B ."}, in_bytes=in_bytes)
 
 
 @pytest.mark.parametrize(
@@ -98,4 +99,32 @@ def test_paired_blocks_lie_next_to_each_other() -> None:
     torch.testing.assert_close(
         torch.ops.drafthead.gated(x, paired, 64),
         functional.silu(functional.linear(x, gate)) * functional.linear(x, up),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 13, 40])
+def test_weights_in_bytes_are_multiplied_in_the_same_way(rows, sizes_rendered) -> None:
+    """The function for bytes equals the separate operations on the rounded weights."""
+    rendered, mlp = sizes_rendered("gated_mlp"), made(64, together=False)
+    rounded = made(64, together=False)
+    for product in (*rounded.products, rounded.down):
+        weight = product.weight
+        packed = linear.pack([weight], False, True)
+        product.weight.data = linear.unpacked(packed, weight.shape[1]).flatten(0, 1)
+    x = torch.randn(rows, INNER).bfloat16()
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        found = compiled(mlp, in_bytes=True)(x)
+    assert set(rendered) == {64}
+    torch.testing.assert_close(found, rounded(x), rtol=2**-6, atol=4e-3)
+
+
+def test_paired_bytes_are_read_as_they_are_packed() -> None:
+    gate, up = torch.randn(2, 64, 8).bfloat16()
+    apart, paired = (linear.pack([gate, up], kind, True) for kind in (False, True))
+    assert torch.equal(paired.view(torch.int16), apart[[0, 2, 1, 3]].view(torch.int16))
+    x = torch.randn(2, 8).bfloat16()
+    whole = torch.ops.drafthead.linear(x, apart, 128, None)
+    first, second = whole.chunk(2, dim=-1)
+    torch.testing.assert_close(
+        torch.ops.drafthead.gated(x, paired, 64), functional.silu(first) * second
     )

@@ -24,11 +24,11 @@ def layers() -> nn.ModuleList:
     return nn.ModuleList(made).to(torch.bfloat16).requires_grad_(False)
 
 
-def compiled(layers: nn.ModuleList) -> Compiled:
+def compiled(layers: nn.ModuleList, in_bytes: bool = False) -> Compiled:
     def multiply(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(layer(x) for layer, x in zip(layers, rows, strict=True))
 
-    return Compiled(multiply, CPU, torch.bfloat16, {"rows": "B ."})
+    return Compiled(multiply, CPU, torch.bfloat16, {"rows": "B ."}, in_bytes=in_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +128,56 @@ def test_a_row_has_the_same_bits_in_a_product_of_any_number_of_rows(layers, prod
             part = products([rows[:count] for rows in x])
             for whole, some in zip(everything, part, strict=True):
                 assert torch.equal(whole[:count], some)
+
+
+# Weights in bytes
+
+
+def in_bytes(layer: nn.Linear) -> torch.Tensor:
+    """The layer's weights [N, K] as its bytes have them."""
+    scales = layer.weight.float().abs().amax(1, keepdim=True) / 63
+    return (layer.weight.float() / scales).round() * scales
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 40])
+def test_products_of_bytes_are_those_of_rounded_weights(layers, rows) -> None:
+    """The last layer's rows have 70 values, which fill no blocks of bytes: it stays as it is."""
+    arguments = inputs(layers, rows)
+    with torch.inference_mode():
+        results = compiled(layers, in_bytes=True)(arguments)
+    for layer, x, result in zip(layers, arguments, results, strict=True):
+        weight = in_bytes(layer) if layer.in_features % 8 == 0 else layer.weight.float()
+        bias = None if layer.bias is None else layer.bias.float()
+        expected = nn.functional.linear(x.float(), weight, bias)
+        torch.testing.assert_close(result.float(), expected, rtol=2**-8, atol=2e-3)
+
+
+def test_a_row_in_bytes_has_the_same_product_alone_and_among_others(layers) -> None:
+    product, arguments = compiled(layers, in_bytes=True), inputs(layers, 13)
+    with torch.inference_mode():
+        together = product(arguments)
+        for row in (0, 7, 12):
+            alone = product([x[[row]] for x in arguments])
+            for part, whole in zip(alone, together, strict=True):
+                assert torch.equal(part[0], whole[row])
+
+
+def test_bytes_hold_every_column_to_seven_bits() -> None:
+    """Of very different sizes, zeros among them."""
+    torch.manual_seed(0)
+    weight = (torch.randn(40, 64) * 10.0 ** torch.arange(-20, 20)[:, None]).bfloat16()
+    weight[3] = 0
+    packed = linear.pack([weight], False, True)
+    assert packed.shape == (2, 64 // 4 + 1, 32, 2)
+    found = linear.unpacked(packed, 64).flatten(0, 1)[:40].float()
+    step = weight.float().abs().amax(1, keepdim=True) / 63
+    error = (found - weight.float()).abs()
+    assert error.le(0.501 * step + 2**-8 * found.abs()).all(), "half a step, in bfloat16"
+    assert not found[3].any()
+
+
+def test_bytes_and_bfloat16_are_packed_apart() -> None:
+    weight = torch.randn(32, 64).bfloat16()
+    first, second = linear.pack([weight]), linear.pack([weight], False, True)
+    assert first.shape[1] == 32 and second.shape[1] == 17
+    assert torch.equal(linear.unpacked(first, 64)[0], weight)
