@@ -51,7 +51,13 @@ DraftTokens = Annotated[
 CompileSwitch = Annotated[
     bool, typer.Option(help="Compile the passes: minutes the first time, then faster.")
 ]
-DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+DtypeName = Annotated[
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16, float16; or int7, a lossy copy of the model with weights "
+        "of seven bits, which compiled passes on a CPU read in half of the time."
+    ),
+]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 NewFolder = Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")]
 HeadPath = Annotated[Path, typer.Argument(help="Folder or file of a head in any known format.")]

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from drafthead.heads import sampling
 from drafthead.heads.cache import additive, move_columns
+from drafthead.heads.seven_bits import MULTIPLE
 
 
 class CpuKernels(TorchFunctionMode):
@@ -84,7 +85,7 @@ def can_be_bytes(
     bias: torch.Tensor | None = None,  # [N]
 ) -> bool:
     """Whether weights that can be packed can be packed in bytes."""
-    return can_be_packed(input, weight, bias) and weight.shape[1] % 8 == 0
+    return can_be_packed(input, weight, bias) and weight.shape[1] % MULTIPLE == 0
 
 
 def top_few(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:

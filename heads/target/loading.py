@@ -10,6 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 
 TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
+INT7 = "int7"  # the type of targets whose matrices are rounded, see `heads.seven_bits`
 
 
 def load_tokenizer(
@@ -46,10 +47,13 @@ def refuse_missing_folder(name: str) -> None:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch type called `name`; raises UserError for a name that is not a floating type."""
-    dtype = getattr(torch, name, None)
+    """The torch type called `name`; raises UserError for a name that is not a floating type.
+
+    That of INT7 is bfloat16, which its rounded weights are stored in.
+    """
+    dtype = torch.bfloat16 if name == INT7 else getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"unknown dtype {name!r}: use auto, float32, bfloat16 or float16")
+        raise UserError(f"unknown dtype {name!r}: use auto, float32, bfloat16, float16 or {INT7}")
     return dtype
 
 

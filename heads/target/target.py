@@ -22,11 +22,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.errors import UserError
+from drafthead.heads.seven_bits import round_matrices
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
 from drafthead.heads.target.loading import (
+    INT7,
     device_named,
     dtype_named,
     is_on,
@@ -110,6 +112,7 @@ class Target:
 
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
+    in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         """Freeze `model` and find its layers; a PEFT wrapper is removed, its adapters stay.
@@ -144,8 +147,9 @@ class Target:
     ) -> "Target":
         """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
 
-        `dtype` is `auto` (as stored), `float32`, `bfloat16` or `float16`; `device` is `auto` (a GPU
-        if there is one) or a torch device. Raises UserError naming what could not be loaded.
+        `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or `int7`: bfloat16 with
+        matrices of seven bits, which is another model. `device` is `auto` (a GPU if there is one)
+        or a torch device. Raises UserError naming what could not be loaded.
         """
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
@@ -161,7 +165,16 @@ class Target:
         except Exception as error:  # transformers raises many kinds for a bad folder
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(f"cannot load the model {name}: {reason}") from error
-        return cls(model, tokenizer)
+        target = cls(model, tokenizer)
+        if dtype == INT7:
+            round_matrices(target.model)
+            target.in_bytes = True
+        return target
+
+    @property
+    def precision(self) -> str:
+        """The type of the weights, as `from_pretrained` takes it."""
+        return INT7 if self.in_bytes else str(self.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> torch.device:

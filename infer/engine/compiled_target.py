@@ -39,7 +39,7 @@ class CompiledTarget(Target):
     def __init__(self, target: Target, in_bytes: bool = False):
         """With `in_bytes` passes read the weights as bytes, see `Compiled`: for draft models."""
         super().__init__(target.model, target.tokenizer)
-        self.in_bytes = in_bytes
+        self.in_bytes = in_bytes or target.in_bytes
         self.memory = CacheMemory.where_recorded(target.device)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
@@ -52,6 +52,11 @@ class CompiledTarget(Target):
         # Lists of the values: another thread may add one meanwhile.
         passes = [made.graphs for made in list(self.passes.values())]
         return [*passes, *(made.graphs for made in list(self.steps.values()))]
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether passes read bytes: there is a kernel for it."""
+        return self.in_bytes and self.move.has_kernels
 
     @property
     def compile_seconds(self) -> float:

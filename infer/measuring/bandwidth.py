@@ -12,7 +12,9 @@ import psutil
 import torch
 from torch import nn
 
+from drafthead.heads.seven_bits import can_be_rounded
 from drafthead.heads.target.target import Target, find_decoder
+from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.clock import seconds_of
 
 # The copied buffer must not fit into a cache: it has at least SMALLEST_BUFFER bytes, and CACHES
@@ -64,7 +66,8 @@ def last_level_cache(device: torch.device) -> int:
 def weight_bytes(target: Target, tokens: int) -> int:
     """Bytes of weights that a pass over `tokens` tokens reads, each weight once.
 
-    Counts the parameters and buffers of the decoder and the output head as they are stored. A table
+    Counts the parameters and buffers of the decoder and the output head as they are stored, or as
+    bytes where compiled passes read these. A table
     that is only looked up (positions, embeddings that the output head does not share) counts with
     one row per token. All experts of a mixture count, though a pass reads only those to which its
     tokens are sent: there the result is an upper limit (`has_experts`). The key-value cache does
@@ -82,10 +85,13 @@ def weight_bytes(target: Target, tokens: int) -> int:
         for module in (decoder, target.output_head)
         for weight in (*module.parameters(), *module.buffers())
     }
+    modules = [*decoder.modules(), target.output_head]
+    matrices = {id(module.weight) for module in modules if can_be_rounded(module)}
+    in_bytes = matrices if isinstance(target, CompiledTarget) and target.reads_bytes else set()
     total = 0
     for key, weight in weights.items():
         share = min(1.0, tokens / weight.shape[0]) if key in looked_up else 1.0
-        total += round(share * weight.numel() * weight.element_size())
+        total += round(share * weight.numel() * (1 if key in in_bytes else weight.element_size()))
     return total
 
 

@@ -60,7 +60,7 @@ def costs_file(target: Target, drafter: Drafter) -> Path:
         describe_machine(),
         describe_versions(),
         target.config.to_diff_dict(),
-        str(target.dtype),
+        target.precision,
         type(target).__name__,
         drafter.identity(),
         [astuple(budget) for budget in drafter.budgets],

@@ -19,7 +19,7 @@ def describe_run(name: str, target: Target) -> dict[str, object]:
         "machine": describe_machine(),
         "versions": describe_versions(),
         "target": name,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.precision,
     }
 
 

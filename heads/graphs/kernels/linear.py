@@ -5,8 +5,8 @@ fast as weights come from memory. oneDNN, which torch calls by default, spends a
 call and reads at half of the memory's speed. Here weights are packed once in the order in which
 they are read, and one function multiplies up to twelve rows at a time with a block of 32 columns.
 
-Weights of drafts are packed in bytes: seven bits each, and a scale for each column. Half as much is
-read, and what a draft guesses changes no answer.
+Weights of drafts, and of targets of the type int7, are packed in bytes: seven bits each, and a
+scale for each column. Half as much is read; what a draft guesses changes no answer.
 
 Every row is summed in the same order whatever the number of rows, so that its product has the same
 bits in a pass over one token as in a pass over a tree.
@@ -22,9 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from drafthead.heads.graphs.kernels.huge_pages import HugePages
 from drafthead.heads.graphs.kernels.template import Node, call_by_rows
+from drafthead.heads.seven_bits import LEVELS, rounded
 
 COLUMNS = 32  # of the product, in a block of packed weights
-LEVELS = 63  # of a weight in a byte, on either side of 0
 CALL = """
     linear<{{in_bytes}}>(
         {{start(x)}}, {{start(packed)}}, {{start(bias) if bias is defined else "nullptr"}},
@@ -83,10 +83,10 @@ def in_blocks(weight: torch.Tensor) -> torch.Tensor:
 def in_byte_blocks(weight: torch.Tensor) -> torch.Tensor:
     """`pack` of one weight [N, K] in bytes, which are seen as bfloat16: see `multiply.h`."""
     missing = -weight.shape[0] % COLUMNS
-    columns = functional.pad(weight.float(), (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
-    scales = columns.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
-    values = (columns / scales[..., None]).round() + LEVELS + 1  # 1 to 127
-    values = values.to(torch.uint8).unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1)
+    columns = functional.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
+    numbers, scales = rounded(columns)
+    values = (numbers + LEVELS + 1).to(torch.uint8)  # 1 to 127
+    values = values.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1)
     parts = values.view(torch.bfloat16), scales.view(torch.bfloat16)
     return torch.cat(parts, dim=1).unflatten(1, (-1, COLUMNS, 2))
 
