@@ -22,7 +22,7 @@ from drafthead.infer.verifiers import Verifier
 logger = logging.getLogger(__name__)
 
 # Goes up when steps change or their costs are stored in another way: older files are not read.
-COSTS_VERSION = 5
+COSTS_VERSION = 6
 
 
 @dataclass(frozen=True)
