@@ -97,7 +97,7 @@ class Decoder:
         accepted and not the output's distribution. Raises UserError when it is not above 0.
         """
         self.target, self.drafter = target, drafter
-        self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
+        self.budget = budget or (drafter.main_budgets[-1] if drafter is not None else None)
         self.adaptive = adaptive
         if draft_temperature is not None and not draft_temperature > 0:
             raise UserError(f"draft_temperature must be above 0, got {draft_temperature}")

@@ -175,7 +175,7 @@ class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
     features: FeatureSpec
-    budgets: tuple[Budget, ...]  # those that it can use, from small to large, the main ones last
+    budgets: tuple[Budget, ...]  # those that it can use, of each source from small to large
     # The lossless rule above temperature 0 that accepts most of its trees, as measured by
     # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
     # the graph of a step, and its trees cannot change their size from step to step.

@@ -39,8 +39,10 @@ class TreeGrowth:
         tokens: torch.Tensor,  # [B, F, k]
     ) -> None:
         """Give each open node k children, with the draft's log-probability of each."""
-        # Rounding must not make a child more valuable than its parent: see `tree`.
-        scores = self.opened_scores[..., None] + log_probs.clamp_max(0)
+        # Rounding must not make a child more valuable than its parent, and neither must a damaged
+        # draft: NaN would be sorted before everything else. See `best`.
+        values = log_probs.clamp_max(0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        scores = self.opened_scores[..., None] + values
         self.scores.append(scores.flatten(1))
         self.tokens.append(tokens.flatten(1))
         self.parents.append(self.opened[..., None].expand_as(tokens).flatten(1))

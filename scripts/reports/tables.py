@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-WIDE = 130  # characters in a line when the output is not a terminal
+WIDE = 250  # characters in a line, at most, when the output is not a terminal
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -459,3 +459,19 @@ def test_sampling_with_a_draft_vocabulary_follows_the_targets_law(make_target, m
 )
 def test_low_middle_and_high_layers_are_tapped(num_layers: int, taps: tuple[int, ...]) -> None:
     assert default_taps(num_layers) == taps
+
+
+def test_a_draft_of_nan_still_gives_a_tree_that_begins_with_the_root() -> None:
+    """Sorting puts NaN before everything: damaged weights must not cost the answer its root."""
+    growth = TreeGrowth(torch.tensor([7]))
+    growth.add_children(
+        torch.tensor([[[-1.0, float("nan"), -2.0]]]), torch.tensor([[[11, 12, 13]]])
+    )
+    growth.open_best(2)
+    growth.add_children(torch.full((1, 2, 3), float("nan")), torch.arange(20, 26).view(1, 2, 3))
+    for num_nodes in (2, 4, 8):
+        tree = growth.tree(num_nodes)
+        assert tree.tokens[0, 0] == 7 and tree.parents[0, 0] == -1
+        above = tree.parents[0, 1:]
+        assert (above >= 0).all() and (above < torch.arange(1, num_nodes)).all()
+    assert growth.tree(3).tokens[0].tolist() == [7, 11, 13]
