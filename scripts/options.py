@@ -55,7 +55,7 @@ DtypeName = Annotated[
     str,
     typer.Option(
         help="auto, float32, bfloat16, float16; or int7, a lossy copy of the model with weights "
-        "of seven bits, which compiled passes on a CPU read in half of the time."
+        "of seven bits, of which compiled passes on a CPU read half as much."
     ),
 ]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

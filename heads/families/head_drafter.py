@@ -56,7 +56,7 @@ class HeadDrafter(Drafter, Generic[Head]):
     ) -> Compiled:
         """A pass of the draft, compiled; `reads` as for `Compiled`, beside head and target.
 
-        On a CPU it reads weights as bytes, in half of the time: no guess changes an answer.
+        On a CPU it reads weights as bytes, half as much: no guess changes an answer.
         """
         made_for = self.target.device, self.target.dtype
         read = *self.read_by_graphs, *reads

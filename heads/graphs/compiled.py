@@ -94,7 +94,7 @@ class Compiled:
         weights. A graph is made within `around`: with the hooks, say, whose work is to become part
         of it. `reads` are the models and other values that the function reads beside its arguments;
         a graph is kept on the disk where they are known. With `in_bytes` our kernels read weights
-        as bytes: half of the time, and about two digits of each weight, for drafts.
+        as bytes: half as much, and about two digits of each weight.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """

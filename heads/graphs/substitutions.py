@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +54,10 @@ def packed_linear(
     input: torch.Tensor,  # [..., K]
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None = None,  # [N]
+    in_bytes: bool = False,
 ) -> torch.Tensor:
     """input weight^T + bias [..., N], from packed weights."""
-    packed = torch.ops.drafthead.pack([weight])
+    packed = torch.ops.drafthead.pack([weight], False, in_bytes)
     return torch.ops.drafthead.linear(input, packed, weight.shape[0], bias)
 
 
@@ -67,16 +69,6 @@ def can_be_packed(
     """Whether bfloat16 weights stay as they are, with values that are multiplied in pairs."""
     are_pairs = input.dtype == weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
     return isinstance(weight, nn.Parameter) and are_pairs
-
-
-def byte_linear(
-    input: torch.Tensor,  # [..., K]
-    weight: torch.Tensor,  # [N, K]
-    bias: torch.Tensor | None = None,  # [N]
-) -> torch.Tensor:
-    """input weight^T + bias [..., N], from weights packed in bytes."""
-    packed = torch.ops.drafthead.pack([weight], False, True)
-    return torch.ops.drafthead.linear(input, packed, weight.shape[0], bias)
 
 
 def can_be_bytes(
@@ -200,7 +192,7 @@ class Substitution(NamedTuple):
     is_kernel: bool = True  # one of ours: needs bfloat16 weights and a processor with AVX512-BF16
 
 
-IN_BYTES = Substitution(functional.linear, byte_linear, can_be_bytes)
+IN_BYTES = Substitution(functional.linear, partial(packed_linear, in_bytes=True), can_be_bytes)
 SUBSTITUTIONS = (
     Substitution(functional.linear, packed_linear, can_be_packed),
     Substitution(torch.Tensor.topk, top_few, are_few),

@@ -45,9 +45,7 @@ class DraftCache(ColumnCache):
         assert self.lengths is not None
         nodes = torch.arange(self.pending, device=counts.device)
         path = None if self.no_gaps else nodes.expand(len(counts), -1)
-        pairs = zip(self.host_lengths, host_counts, strict=True)
-        self.host_lengths = [length + count for length, count in pairs]
-        self.commit(path, self.lengths + counts, max(self.host_lengths))
+        self.advance(self.lengths + counts, host_counts, path)
 
     def room_after(
         self, host_counts: Sequence[int], positions: int, drafted: int
@@ -66,11 +64,13 @@ class DraftCache(ColumnCache):
         seen = numbers[: self.seen(after + drafted)]
         return numbers[start : start + positions], numbers[after : after + drafted], seen
 
-    def advance(self, lengths: torch.Tensor, host_counts: Sequence[int]) -> None:
-        """Take over what such a pass has committed, of which `lengths` [B] are the new lengths."""
+    def advance(
+        self, lengths: torch.Tensor, host_counts: Sequence[int], path: torch.Tensor | None = None
+    ) -> None:
+        """Take over what a pass has committed, with the new lengths [B]; `path` as for `commit`."""
         pairs = zip(self.host_lengths, host_counts, strict=True)
         self.host_lengths = [length + count for length, count in pairs]
-        self.commit(None, lengths, max(self.host_lengths))
+        self.commit(path, lengths, max(self.host_lengths))
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
         """Continue with the rows [R] of the batch only, in that order."""

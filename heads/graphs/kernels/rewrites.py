@@ -90,7 +90,7 @@ def join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
 def is_in_bytes(product: Any) -> bool:
     """Whether the weights of a product are packed in bytes."""
     weights = product.args[1]
-    return len(weights.args) > 2 and weights.args[2]
+    return len(weights.args) > 2 and weights.args[2]  # torch leaves out what is the default
 
 
 # What transformers' `repeat_kv` consists of, from its result on.
