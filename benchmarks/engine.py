@@ -193,7 +193,7 @@ class Bench:
         def generate(item: int) -> float:
             ends = self.eager.model.generation_config.eos_token_id
             self.eager.model.generation_config.eos_token_id = None
-            answer = theirs.decode(self.prompts[item], self.tokens, 0)
+            answer = theirs.decode([self.prompts[item]], self.tokens, 0)
             self.eager.model.generation_config.eos_token_id = ends
             return answer.decoded_tokens / answer.decode_seconds
 

@@ -52,6 +52,7 @@ class ComparisonRow:
     acceptance_by_depth: list[float]
     accept_length_counts: dict[int, int]
     draft_cost: float | None  # seconds of drafting a step / seconds of a plain step
+    steps: int | None
     phase_seconds: dict[str, float]
     speedup: float
     speedup_range: tuple[float, float]
@@ -72,7 +73,7 @@ def rows_of(
     end_ids: frozenset[int],
     categories: Sequence[str | None] = (),
 ) -> list[ComparisonRow]:
-    """The table of a race in which both baselines took part; `categories` are those of prompts."""
+    """The table of a race in which both baselines took part; `categories` are those of batches."""
     by_mode = {record.contestant.mode: record for record in records}
     plain, generate = by_mode[PLAIN], by_mode[GENERATE]
     places: dict[str, list[int]] = {}
@@ -90,7 +91,8 @@ def _row(
     end_ids: frozenset[int],
     places: dict[str, list[int]],
 ) -> ComparisonRow:
-    answers = [answer for answers in record.answers for answer in answers]
+    batches = [batch for batches in record.answers for batch in batches]
+    sequences = [sequence for batch in batches for sequence in batch.sequences]
     speedups = _ratios(record, plain)
     speedups_hf = _ratios(record, generate)
     stats, drafted = record.stats(), record.stats() if record is not plain else None
@@ -102,14 +104,15 @@ def _row(
         verifier=contestant.verifier,
         tree_nodes=stats.nodes_per_step if stats else None,
         temperature=temperature,
-        tokens=sum(answer.decoded_tokens for answer in answers),
-        seconds=sum(answer.decode_seconds for answer in answers),
+        tokens=sum(batch.decoded_tokens for batch in batches),
+        seconds=sum(batch.decode_seconds for batch in batches),
         tokens_per_second=median(record.rates()),
-        prefill_seconds=sum(answer.prefill_seconds for answer in answers),
+        prefill_seconds=sum(batch.prefill_seconds for batch in batches),
         tau=stats.tau if stats else None,
         acceptance_by_depth=stats.acceptance_by_depth() if stats else [],
         accept_length_counts=_counts(stats) if stats else {},
         draft_cost=_draft_cost(drafted, t_1) if drafted else None,
+        steps=stats.steps if stats else None,
         phase_seconds=stats.seconds if stats else {},
         speedup=median(speedups),
         speedup_range=(min(speedups), max(speedups)),
@@ -118,8 +121,8 @@ def _row(
         speedup_bound=_bound(drafted, t_1) if drafted else None,
         efficiency=median(speedups) / drafted.tau if drafted else None,
         chain_prediction=_prediction(contestant, drafted, t_1) if drafted else None,
-        repeated_8gram_share=repeated_ngram_share([answer.sequence for answer in answers]),
-        answers_ended=sum(bool(end_ids & {*a.sequence[-1:]}) for a in answers) / len(answers),
+        repeated_8gram_share=repeated_ngram_share(sequences),
+        answers_ended=sum(bool(end_ids & {*s[-1:]}) for s in sequences) / len(sequences),
         peak_memory_bytes=record.peak_memory_bytes,
         categories={name: _category(record, plain, some) for name, some in places.items()},
     )
@@ -179,16 +182,19 @@ def _prediction(contestant: Contestant, stats: DecodeStats, t_1: float) -> Chain
 def divergences(
     records: Sequence[Record], prompts: Sequence[list[int]], target: Target
 ) -> list[Divergence]:
-    """Where our greedy answers of the first round differ from plain decoding's."""
+    """Where greedy answers of the first round to prompts differ from plain decoding's."""
     plain = next(record for record in records if record.contestant.mode == PLAIN)
-    differences = []
-    for record in records:
-        if record is plain:
-            continue
-        pairs = zip(plain.answers[0], record.answers[0], strict=True)
-        for index, (expected, answer) in enumerate(pairs):
-            if expected.sequence != answer.sequence:
-                sequences = expected.sequence, answer.sequence
-                mode = record.contestant.mode
-                differences.append(divergence(mode, index, prompts[index], *sequences, target))
-    return differences
+    return [
+        divergence(record.contestant.mode, index, prompts[index], expected, sequence, target)
+        for record in records
+        if record is not plain
+        for index, (expected, sequence) in enumerate(
+            zip(first_round(plain), first_round(record), strict=True)
+        )
+        if expected != sequence
+    ]
+
+
+def first_round(record: Record) -> list[list[int]]:
+    """The answers of the first round, prompt by prompt."""
+    return [sequence for batch in record.answers[0] for sequence in batch.sequences]

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,14 +14,15 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.request.decode_options import DecodeOptions
+from drafthead.infer.request.stopping import end_token_ids
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One prompt decoded once. Tokens and seconds of decoding exclude those of the prompt pass."""
+class Answers:
+    """One batch of prompts decoded once; tokens and seconds of decoding exclude the prompt pass."""
 
-    sequence: list[int]  # new tokens, with the end token if it was reached
-    decoded_tokens: int
+    sequences: list[list[int]]  # new tokens of each prompt, with the end token if it was reached
+    decoded_tokens: int  # of all rows
     decode_seconds: float
     prefill_seconds: float
     stats: DecodeStats | None = None  # of our engine
@@ -36,12 +38,12 @@ class Contestant(ABC):
     verifier: str = field(default="auto", kw_only=True)
     is_chain: bool = field(default=False, kw_only=True)  # drafts token by token
 
-    def prepare(self) -> None:  # noqa: B027  (nothing to prepare is a good default)
-        """What must not happen while answers are timed."""
+    def prepare(self, batch_size: int) -> None:  # noqa: B027  (nothing is a good default)
+        """What must not happen while answers to so many prompts at a time are timed."""
 
     @abstractmethod
-    def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
-        """Decode one prompt."""
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+        """Decode a batch of prompts; the seed is that of the first row."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,18 @@ class Ours(Contestant):
             "verifier": self.verifier,
         }
 
-    def prepare(self) -> None:
+    def prepare(self, batch_size: int) -> None:
         """Time the steps from which trees are planned, and compile graphs."""
-        self.decoder.warm_up(**self.options)
+        self.decoder.warm_up((batch_size,), **self.options)
 
-    def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
-        """Decode one prompt."""
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+        """Decode a batch of prompts; row r has the seed `seed` + r."""
         ask: DecodeOptions = {**self.options, "max_new_tokens": max_new_tokens, "seed": seed}
-        result = self.decoder.generate(prompt, **ask)
+        result = self.decoder.generate(prompts, **ask)
         stats = result.stats
-        return Answer(
-            sequence=result.sequences[0],
-            decoded_tokens=stats.decoded_tokens[0],
+        return Answers(
+            sequences=result.sequences,
+            decoded_tokens=sum(stats.decoded_tokens),
             decode_seconds=stats.decode_seconds,
             prefill_seconds=stats.seconds["prefill"],
             stats=stats,
@@ -87,7 +89,7 @@ class FirstTokenClock(BaseStreamer):
         self.first_tokens = 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Called with the prompt [1, T], then with each batch of new tokens [n]."""
+        """Called with the prompts [B, T], then with new tokens: n of one row, or one of each."""
         if not self.prompt_seen:
             self.prompt_seen = True
         elif self.first_at is None:
@@ -102,7 +104,8 @@ class FirstTokenClock(BaseStreamer):
 class Transformers(Contestant):
     """`model.generate`, alone or with `assistant_model`.
 
-    `assistant_tokens` None leaves the assistant's length to transformers' own schedule.
+    `assistant_tokens` None leaves the assistant's length to transformers' own schedule; it takes
+    one prompt at a time.
     """
 
     target: Target
@@ -110,26 +113,31 @@ class Transformers(Contestant):
     assistant_tokens: int | None = None
     verifier: str = field(default="transformers", kw_only=True)
 
-    def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
-        """Decode one prompt."""
-        ids = torch.tensor([prompt], device=self.target.device)
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+        """Decode a batch of prompts, padded on the left; one seed serves all rows."""
+        width = max(map(len, prompts))
+        rows = [[0] * (width - len(prompt)) + [*prompt] for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        device = self.target.device
         clock = FirstTokenClock()
         torch.manual_seed(seed)
         started = time.perf_counter()
         output = self.target.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
             max_new_tokens=max_new_tokens,
             streamer=clock,
             **self._sampling_arguments(),
             **self._assistant_arguments(),
         )
-        sequence = output[0, len(prompt) :].tolist()
+        generated = output[:, width:].tolist()
         ended = time.perf_counter()
         first_at = clock.first_at or ended
-        return Answer(
-            sequence=sequence,
-            decoded_tokens=len(sequence) - clock.first_tokens,
+        ends = end_token_ids(self.target)
+        sequences = [up_to_end(tokens, ends) for tokens in generated]
+        return Answers(
+            sequences=sequences,
+            decoded_tokens=sum(map(len, sequences)) - clock.first_tokens,
             decode_seconds=ended - first_at,
             prefill_seconds=first_at - started,
         )
@@ -158,3 +166,9 @@ class Transformers(Contestant):
                 "assistant_tokenizer": self.assistant.tokenizer,
             }
         return arguments
+
+
+def up_to_end(tokens: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """The tokens up to the first end token: 5 2 of 5 2 0 0 with end token 2."""
+    places = (place for place, token in enumerate(tokens) if token in end_ids)
+    return list(tokens[: next(places, len(tokens)) + 1])

@@ -1,12 +1,13 @@
 """The run of a race: every way of decoding on the same prompts, in turns.
 
-The speed of a machine drifts, so contestants take turns prompt by prompt.
+The speed of a machine drifts, so contestants take turns batch by batch.
 """
 
 import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import psutil
 import torch
@@ -14,15 +15,15 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.infer.engine.results import DecodeStats, summed
-from drafthead.infer.measuring.contestants import Answer, Contestant
+from drafthead.infer.measuring.contestants import Answers, Contestant
 
 
 @dataclass
 class Record:
-    """All answers of one contestant: answers[round][prompt]."""
+    """All answers of one contestant: answers[round][batch]."""
 
     contestant: Contestant
-    answers: list[list[Answer]] = field(default_factory=list)
+    answers: list[list[Answers]] = field(default_factory=list)
     peak_memory_bytes: int = 0
 
     def rates(self) -> list[float]:
@@ -33,7 +34,7 @@ class Record:
         ]
 
     def part(self, places: Sequence[int]) -> "Record":
-        """The same of some of the prompts, by their places."""
+        """The same of some of the batches, by their places."""
         answers = [[answers[place] for place in places] for answers in self.answers]
         return Record(self.contestant, answers, self.peak_memory_bytes)
 
@@ -45,40 +46,44 @@ class Record:
 
 def race(
     contestants: Sequence[Contestant],
-    prompts: Sequence[list[int]],
+    batches: Sequence[Sequence[list[int]]],
     rounds: int,
     max_new_tokens: int,
     seed: int,
-    on_answer: Callable[[], None],
+    on_answers: Callable[[int], object],
 ) -> list[Record]:
-    """Decode every prompt with every contestant, `rounds` times, in random order.
+    """Decode every batch of prompts with every contestant, `rounds` times, in random order.
 
-    A warm-up on the first prompt comes first and is not recorded. `on_answer` is called after each
-    answer. Raises UserError when a contestant's answers are too short to be timed.
+    A warm-up on the first batch comes first and is not recorded. `on_answers` is called with the
+    number of answers after each batch. Raises UserError when a contestant's answers are too short
+    to be timed.
     """
     records = [Record(contestant) for contestant in contestants]
+    starts = [0, *accumulate(map(len, batches))]  # numbers of the batches' first prompts
     for contestant in contestants:
-        contestant.prepare()
-        contestant.decode(prompts[0], min(16, max_new_tokens), seed)
+        contestant.prepare(len(batches[0]))
+        contestant.decode(batches[0], min(16, max_new_tokens), seed)
     order = random.Random(seed)
     for number in range(rounds):
         for record in records:
             record.answers.append([])
-        for index, prompt in enumerate(prompts):
+        for prompts, start in zip(batches, starts, strict=False):
             for record in order.sample(records, len(records)):
                 # Sampled answers change from round to round, but not from contestant to contestant.
-                row_seed = seed + number * len(prompts) + index
-                _take_turn(record, prompt, max_new_tokens, row_seed)
-                on_answer()
+                first_seed = seed + number * starts[-1] + start
+                _take_turn(record, prompts, max_new_tokens, first_seed)
+                on_answers(len(prompts))
         _refuse_short_answers(records)
     return records
 
 
-def _take_turn(record: Record, prompt: list[int], max_new_tokens: int, seed: int) -> None:
-    """Decode one prompt and record the answer in the current round."""
+def _take_turn(
+    record: Record, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+) -> None:
+    """Decode a batch and record the answers in the current round."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    record.answers[-1].append(undisturbed(record.contestant, prompt, max_new_tokens, seed))
+    record.answers[-1].append(undisturbed(record.contestant, prompts, max_new_tokens, seed))
     record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
 
 
@@ -92,14 +97,14 @@ def _refuse_short_answers(records: Sequence[Record]) -> None:
 
 
 def undisturbed(
-    contestant: Contestant, prompt: list[int], max_new_tokens: int, seed: int
-) -> Answer:
-    """The answer to a prompt, decoded again as long as a graph had to be compiled for it."""
+    contestant: Contestant, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+) -> Answers:
+    """The answers to a batch, decoded again as long as a graph had to be compiled for it."""
     while True:
         before = Compiled.made
-        answer = contestant.decode(prompt, max_new_tokens, seed)
+        answers = contestant.decode(prompts, max_new_tokens, seed)
         if Compiled.made == before:
-            return answer
+            return answers
 
 
 def memory_in_use() -> int:

@@ -41,8 +41,8 @@ def main(
 ) -> None:
     """Talk to a model, and see after each answer how fast it was.
 
-    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, which adds
-    a branch to its trees; with none of them, plain decoding.
+    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, whose
+    trees then have the best guesses of both; with none of them, plain decoding.
     Ctrl-C ends an answer, which stays as it is. /new begins a new conversation, /quit or Ctrl-D
     ends. Messages can also come through a pipe, one a line.
     """

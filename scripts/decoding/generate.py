@@ -99,8 +99,8 @@ def main(
 ) -> None:
     """Answer a prompt, printing the text while it is decoded, and report the speed.
 
-    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, which adds
-    a branch to its trees; with none of them, plain decoding.
+    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, whose
+    trees then have the best guesses of both; with none of them, plain decoding.
     The answer goes to standard output, the speed to standard error. Of several answers each is
     printed when all are there, after its number.
     """

@@ -33,7 +33,9 @@ def main(
     temperature: Annotated[
         list[float] | None, typer.Option(help="0 is greedy; repeatable.")
     ] = None,
+    top_p: options.TopP = 1.0,
     max_new_tokens: options.MaxNewTokens = 128,
+    batch_size: options.BatchSize = 1,
     limit: options.PromptLimit = 20,
     rounds: Annotated[int, typer.Option(help="Times that every prompt is decoded.")] = 3,
     tree_nodes: options.TreeNodes = None,
@@ -54,9 +56,12 @@ def main(
     All decode the same prompts, in turns. "speedup" is over plain decoding on this engine, "over
     generate" over transformers' model.generate; "bound" is the speedup that tau and the measured
     phases allow. Where prompts have a "category", as Spec-Bench's have, the categories are listed
-    as well. On a CPU bfloat16 is faster only if the processor computes in it.
+    as well, if prompts are decoded one by one. With --batch-size so many are decoded together, and
+    tokens/s are those of all rows. On a CPU bfloat16 is faster only if the processor computes in
+    it.
     """
-    terms = RaceTerms(tuple(temperature or [0.0]), max_new_tokens, rounds, verifier, seed)
+    temperatures = tuple(temperature or [0.0])
+    terms = RaceTerms(temperatures, max_new_tokens, rounds, verifier, seed, batch_size, top_p)
     loaded = Target.from_pretrained(target, dtype, device)
     assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
@@ -66,10 +71,13 @@ def main(
     )
     questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens)
     rows, differing = run_races(drafters, questions, terms, assisted=True)
-    notes = [*predictions(rows), *divergence_notes(differing, len(questions))]
+    notes = predictions(rows)
+    if 0 in temperatures:
+        notes += divergence_notes(differing, len(questions))
     print_report(rows, notes)
     about = {
         **describe_run(target, loaded), "prompts": len(questions), "max_new_tokens": max_new_tokens,
-        "rounds": rounds, "divergences": [vars(divergence) for divergence in differing],
+        "rounds": rounds, "batch_size": batch_size, "top_p": top_p,
+        "divergences": [vars(divergence) for divergence in differing],
     }  # fmt: skip
     write_report(rows, notes, about, output)

@@ -40,6 +40,8 @@ class RaceTerms:
     rounds: int = 3
     verifier: str = "auto"
     seed: int = 0
+    batch_size: int = 1  # prompts that are decoded together
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or not self.temperatures:
@@ -97,7 +99,9 @@ class Drafters:
     def contestants(
         self, sampling: SamplingConfig, verifier: str, assisted: bool
     ) -> list[Contestant]:
-        """The race at one temperature, baselines first; `assisted` adds transformers' assistant."""
+        """The race at one temperature, baselines first; `assisted` adds transformers' assistant,
+        which takes one prompt at a time.
+        """
         contestants: list[Contestant] = [
             Ours(PLAIN, "none", sampling, self.plain),
             Transformers(GENERATE, "none", sampling, self.target),
@@ -132,17 +136,22 @@ class Drafters:
 def run_races(
     drafters: Drafters, prompts: Sequence[Prompt], terms: RaceTerms, assisted: bool
 ) -> tuple[list[ComparisonRow], list[Divergence]]:
-    """One race per temperature: all rows, and where greedy answers differ from plain decoding."""
-    ids, categories = [p.ids for p in prompts], [p.category for p in prompts]
+    """One race per temperature: all rows, and where greedy answers differ from plain decoding.
+
+    Categories of prompts are told apart where these are decoded one by one.
+    """
+    ids, size = [p.ids for p in prompts], terms.batch_size
+    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
+    categories = [p.category for p in prompts] if size == 1 else []
     rows: list[ComparisonRow] = []
     differing: list[Divergence] = []
     for temperature in terms.temperatures:
-        sampling = SamplingConfig(temperature=temperature)
-        contestants = drafters.contestants(sampling, terms.verifier, assisted)
+        sampling = SamplingConfig(temperature=temperature, top_p=terms.top_p)
+        contestants = drafters.contestants(sampling, terms.verifier, assisted and size == 1)
         total = terms.rounds * len(prompts) * len(contestants)
         with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
             records = race(
-                contestants, ids, terms.rounds, terms.max_new_tokens, terms.seed, bar.update
+                contestants, batches, terms.rounds, terms.max_new_tokens, terms.seed, bar.update
             )
         rows += rows_of(records, temperature, drafters.plain.end_ids, categories)
         if temperature == 0:

@@ -133,15 +133,11 @@ def _draw_phases(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     for phase, colour in (
         ("draft", "#e09f3e"), ("verify", OURS), ("accept", "#9e2a2b"), ("commit", "#540b0e"),
     ):  # fmt: skip
-        width = [1000 * row.phase_seconds[phase] / max(1, _steps(row)) for row in rows]
+        width = [1000 * row.phase_seconds[phase] / max(1, row.steps or 0) for row in rows]
         axes.barh([row.mode for row in rows], width, left=left, color=colour, label=phase)
         left = [a + b for a, b in zip(left, width, strict=True)]
     axes.set_xlabel("milliseconds per step")
     axes.legend(fontsize=8)
-
-
-def _steps(row: ComparisonRow) -> int:
-    return sum(row.accept_length_counts.values())
 
 
 def write_report(
@@ -151,11 +147,11 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     content = {**about, "rows": [asdict(row) for row in rows], "notes": list(notes)}
     write_text(folder / "comparison.json", json.dumps(content, indent=2) + "\n")
-    machine = about["machine"]
+    machine, batch = about["machine"], about["batch_size"]
     text = [
         f"{machine['processor']}, {machine['threads']} threads, {about['dtype']}, "
         f"{about['prompts']} prompts, up to {about['max_new_tokens']} new tokens, "
-        f"{about['rounds']} rounds.",
+        f"{about['rounds']} rounds" + (f", {batch} at a time." if batch > 1 else "."),
         f"`{about['command']}`",
         comparison_table(rows),
         *(f"{name}:\n\n{markdown_table(*table)}" for name, table in category_tables(rows).items()),

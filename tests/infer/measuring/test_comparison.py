@@ -1,6 +1,7 @@
 """The arithmetic of comparisons, on numbers small enough to check by hand."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,8 @@ from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
-from drafthead.infer.measuring.comparison import divergences, rows_of
-from drafthead.infer.measuring.contestants import Answer, Contestant, Ours, Transformers
+from drafthead.infer.measuring.comparison import divergences, first_round, rows_of
+from drafthead.infer.measuring.contestants import Answers, Contestant, Ours, Transformers, up_to_end
 from drafthead.infer.measuring.race import race
 from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
 from drafthead.scripts.reports.comparison import category_tables, comparison_table, write_report
@@ -65,20 +66,64 @@ def small_race(target, make_drafter):
     ]
     prompts = [[9, 10, 11], [20, 21]]
     seen: list[int] = []
-    records = race(contestants, prompts, 2, 24, seed=0, on_answer=lambda: seen.append(1))
-    assert len(seen) == 2 * 2 * 4
+    records = race(contestants, [[p] for p in prompts], 2, 24, seed=0, on_answers=seen.append)
+    assert seen == [1] * (2 * 2 * 4)
     return records, prompts
 
 
 def test_all_contestants_are_counted_alike(small_race) -> None:
     records, _ = small_race
-    first = [[a.sequence for a in record.answers[0]] for record in records]
+    first = [first_round(record) for record in records]
     assert first[1:] == first[:-1], "greedy answers agree in float32"
     for record in records[:2]:
-        for answer in record.answers[0]:
-            assert answer.decoded_tokens == len(answer.sequence) - 1
-    for answer in records[2].answers[0]:  # the assistant's first tokens come several at a time
-        assert len(answer.sequence) - 4 <= answer.decoded_tokens <= len(answer.sequence) - 1
+        for batch in record.answers[0]:
+            assert batch.decoded_tokens == len(batch.sequences[0]) - 1
+    for batch in records[2].answers[0]:  # the assistant's first tokens come several at a time
+        assert 1 <= len(batch.sequences[0]) - batch.decoded_tokens <= 4
+
+
+@pytest.fixture(scope="module")
+def batch_race(target, make_drafter):
+    """The same without an assistant: three prompts, of which two are decoded together."""
+    greedy = SamplingConfig()
+    contestants = [
+        Ours("plain", "none", greedy, Decoder(target)),
+        Transformers("generate", "none", greedy, target),
+        Ours("head", "medusa", greedy, Decoder(target, make_drafter("medusa:tree", target))),
+    ]
+    prompts = [[9, 10, 11], [20, 21], [7, 30, 31, 32]]
+    seen: list[int] = []
+    batches = [prompts[:2], prompts[2:]]
+    records = race(contestants, batches, 2, 24, seed=0, on_answers=seen.append)
+    assert sorted(seen) == [1] * (2 * 3) + [2] * (2 * 3)
+    return records, prompts
+
+
+def test_prompts_that_are_decoded_together_have_the_answers_of_each_alone(
+    batch_race, target
+) -> None:
+    records, prompts = batch_race
+    alone = [Decoder(target).generate(p, max_new_tokens=24).sequences[0] for p in prompts]
+    for record in records:
+        assert first_round(record) == alone
+        batch = record.answers[0][0]
+        assert batch.decoded_tokens == sum(map(len, batch.sequences)) - 2, "two first tokens"
+    assert divergences(records, prompts, target) == []
+
+
+def test_figures_of_batches_count_all_rows_and_steps_once(batch_race) -> None:
+    records, _ = batch_race
+    plain, _, head = rows_of(records, 0.0, frozenset({7}))
+    longest = [max(map(len, batch.sequences)) for batch in records[0].answers[0]]
+    assert plain.steps == 2 * sum(length - 1 for length in longest)
+    assert plain.tau == 1 and head.steps < plain.steps
+    assert head.tokens == plain.tokens == 2 * sum(b.decoded_tokens for b in records[0].answers[0])
+
+
+def test_an_answer_ends_with_its_first_end_token() -> None:
+    assert up_to_end([5, 2, 0, 2, 0], {2, 3}) == [5, 2]
+    assert up_to_end([5, 6], {2}) == [5, 6]
+    assert up_to_end([2], {2}) == [2]
 
 
 def test_baselines_have_speedup_one_over_themselves(small_race) -> None:
@@ -113,7 +158,7 @@ def test_one_category_is_no_table_and_answers_of_one_token_have_no_speed(small_r
     records, _ = small_race
     assert not category_tables(rows_of(records, 0.0, frozenset({7}), ["maths", "maths"]))
     assert not category_tables(rows_of(records, 0.0, frozenset({7}), [None, None]))
-    short = [replace(record, answers=[[Answer([1], 0, 0.0, 0.1)]] * 2) for record in records]
+    short = [replace(record, answers=[[Answers([[1]], 0, 0.0, 0.1)]] * 2) for record in records]
     for record, old in zip(short, records, strict=True):
         record.answers = [[a, b[1]] for (a,), b in zip(record.answers, old.answers, strict=True)]
     rows = rows_of(short, 0.0, frozenset({7}), ["one token", "prose"])
@@ -125,13 +170,13 @@ def test_a_divergence_is_located_and_its_gap_measured(small_race, target) -> Non
     records, prompts = small_race
     assert divergences(records, prompts, target) == []
     head = records[-1]
-    answer = head.answers[0][0]
-    right = answer.sequence[2]
-    answer.sequence[2] = (right + 1) % 64
+    answer = head.answers[0][0].sequences[0]
+    right = answer[2]
+    answer[2] = (right + 1) % 64
     (found,) = divergences(records, prompts, target)
-    answer.sequence[2] = right
+    answer[2] = right
     assert (found.prompt, found.position, found.plain_token) == (0, 2, right)
-    ids = torch.tensor([prompts[0] + answer.sequence[:2]])
+    ids = torch.tensor([prompts[0] + answer[:2]])
     top = target.model(ids).logits[0, -1].topk(2).values
     assert found.top2_gap == pytest.approx(float(top[0] - top[1]), abs=1e-5)
 
@@ -142,6 +187,7 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
     about = {
         "command": "drafthead compare", "machine": {"processor": "p", "threads": 1}, "target": "t",
         "dtype": "float32", "prompts": len(prompts), "max_new_tokens": 24, "rounds": 2,
+        "batch_size": 1,
     }  # fmt: skip
     write_report(rows, ["a note"], about, tmp_path / "out")
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
@@ -157,14 +203,14 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
 
 def test_an_answer_that_had_to_be_compiled_for_is_timed_again(monkeypatch) -> None:
     class Compiling(Contestant):
-        def decode(self, prompt: list[int], max_new_tokens: int, seed: int) -> Answer:
+        def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
             seeds.append(seed)
             if len(seeds) == 2:  # the first is the warm-up
                 monkeypatch.setattr(Compiled, "made", Compiled.made + 1)
-            return Answer([1, 2], 1, float(len(seeds)), 0.0)
+            return Answers([[1, 2]], 1, float(len(seeds)), 0.0)
 
     seeds: list[int] = []
     contestant = Compiling("ours", "none", SamplingConfig())
-    (record,) = race([contestant], [[1]], 2, 8, seed=5, on_answer=lambda: None)
+    (record,) = race([contestant], [[[1]]], 2, 8, seed=5, on_answers=lambda count: None)
     assert seeds == [5, 5, 5, 6]
     assert [answers[0].decode_seconds for answers in record.answers] == [3.0, 4.0]
