@@ -127,11 +127,11 @@ class Decoder:
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
-        That is a head or a draft model, prompt lookup, or one of the former with a branch from
-        prompt lookup in its trees (`WithLookup`); with none of them, decoding is plain. With a
-        `datastore` of `drafthead build-datastore`, lookup also proposes what the target has written
-        before, alone or beside a head or a draft model; with `learn_answers` it also proposes what
-        this decoder reads and says from now on, up to the last 200,000 tokens.
+        That is a head or a draft model, prompt lookup, or one of the former and prompt lookup,
+        whose trees have the best nodes of both (`WithLookup`); with none of them, decoding is
+        plain. With a `datastore` of `drafthead build-datastore`, lookup also proposes what the
+        target has written before, alone or beside a head or a draft model; with `learn_answers` it
+        also proposes what this decoder reads and says from now on, up to the last 200,000 tokens.
 
         A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
         for prompts and answers that are texts.

@@ -17,12 +17,11 @@ from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.static import UNMEASURED_ALPHA
 from drafthead.heads.trees.tree import Budget, TokenTree
 
 # The outlook of sessions that cannot tell their next proposal from any other.
 NO_OUTLOOK = -1
-# Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
-UNMEASURED_ALPHA = 0.6
 
 
 def at_last(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

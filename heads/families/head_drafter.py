@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from drafthead.heads.base import DraftHead
 from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import Choice
@@ -45,6 +47,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.trees = StaticTrees(head.path_counts, head.depth, shape)
         self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
         self.known_levels: dict[TreeShape, list[Level]] = {}
+        self.known_scores: dict[TreeShape, torch.Tensor] = {}
 
     @property
     def read_by_graphs(self) -> tuple[object, ...]:
@@ -67,6 +70,13 @@ class HeadDrafter(Drafter, Generic[Head]):
         if shape not in self.known_levels:
             self.known_levels[shape] = levels_of(shape, self.target.device)
         return self.known_levels[shape]
+
+    def scores(self, shape: TreeShape) -> torch.Tensor:
+        """The scores [N] of the nodes of a static tree by what was measured, made once."""
+        if shape not in self.known_scores:
+            scores = self.trees.scores(shape)
+            self.known_scores[shape] = torch.tensor(scores, device=self.target.device)
+        return self.known_scores[shape]
 
     def shape(self, budget: Budget, random: Choice) -> TreeShape:
         """The static tree for a budget; with a `RowRandom`, one whose children can be drawn."""

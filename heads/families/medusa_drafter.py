@@ -145,7 +145,7 @@ class MedusaSession(DraftSession):
         tables = layout.head_of_node, layout.ranks
         draws = None if random is None else random.padded(self.drafter.head.depth)
         tokens = self.drafter.fill(self.hidden, self.roots, *tables, draws, depth)
-        return TokenTree.from_shape(layout.shape, tokens)
+        return TokenTree.from_shape(layout.shape, tokens, scores=self.drafter.scores(layout.shape))
 
     def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
         """For heads that share one output head, whose cost does not depend on the tree's depth."""

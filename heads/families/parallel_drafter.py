@@ -64,6 +64,7 @@ class Grown(NamedTuple):
     parents: torch.Tensor  # [B, N]
     depths: torch.Tensor  # [B, N]
     ancestors: torch.Tensor  # [B, N, N]
+    scores: torch.Tensor  # [B, N]
 
 
 class Drafted(NamedTuple):
@@ -73,6 +74,7 @@ class Drafted(NamedTuple):
     parents: torch.Tensor
     depths: torch.Tensor
     ancestors: torch.Tensor
+    scores: torch.Tensor
     before: torch.Tensor  # [B, D] fused features before the roots
     lengths: torch.Tensor  # [B] positions that have been read
 
@@ -181,9 +183,9 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
     ) -> Grown:
         """The most probable tree; with `draws`, of the target's own draws."""
         scorer = Candidates.of(Block(self.head, hidden, logits), roots, draws)
-        tokens, parents = best_first_growth(roots, scorer, *growing).best(slots)
+        tokens, parents, scores = best_first_growth(roots, scorer, *growing).best(slots)
         ancestors = ancestor_mask(parents, growing.levels)
-        return Grown(tokens, parents, ancestors.sum(-1) - 1, ancestors)
+        return Grown(tokens, parents, ancestors.sum(-1) - 1, ancestors, scores)
 
     def guesses(
         self,
@@ -261,7 +263,8 @@ class ParallelSession(LateReader):
         how = slots, None if draws is None else draws.padded(depth), growing
         tree = self._after_prompt(*how) if unread is None else self._after(unread, *how)
         tables = tree.tokens, tree.parents, tree.depths, tree.ancestors
-        return TokenTree(*tables, min(growing.levels, nodes - 1), min(width, nodes - 1))
+        most = min(growing.levels, nodes - 1), min(width, nodes - 1)
+        return TokenTree(*tables, *most, scores=tree.scores)
 
     def _after_prompt(
         self, slots: torch.Tensor, draws: NextDraws | None, growing: Growing
@@ -318,7 +321,8 @@ class ParallelSession(LateReader):
             states, guesses = drafter.guesses(*slot, states, level, tokens)
             return guesses
 
-        return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)
+        levels, scores = drafter.levels(shape), drafter.scores(shape)
+        return filled_tree(shape, levels, self.roots, guess, sampling, random, scores)
 
     def block_states(self) -> torch.Tensor:
         """Hidden states [B, K, D] of the block after the roots."""

@@ -328,4 +328,5 @@ class RecurrentSession(LateReader):
                 latest = self._guess_at(latest, above, tokens, depth, visible[depth])
             return latest.logits, latest.ids
 
-        return filled_tree(shape, self.drafter.levels(shape), self.roots, guess, sampling, random)
+        levels, scores = self.drafter.levels(shape), self.drafter.scores(shape)
+        return filled_tree(shape, levels, self.roots, guess, sampling, random, scores)

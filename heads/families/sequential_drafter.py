@@ -126,4 +126,5 @@ class SequentialSession(LateReader):
             return logits, ids
 
         shape = drafter.shape(budget, random)
-        return filled_tree(shape, drafter.levels(shape), self.roots, guess, sampling, random)
+        levels, scores = drafter.levels(shape), drafter.scores(shape)
+        return filled_tree(shape, levels, self.roots, guess, sampling, random, scores)

@@ -60,8 +60,9 @@ class TreeGrowth:
         self.opened_scores = self.scores[-1].gather(1, order)
         return self.tokens[-1].gather(1, order), order // width
 
-    def best(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and parents [B, N] of the most valuable candidates; `slots` [N] is 0, 1, ..., N-1.
+    def best(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, parents and scores [B, N] of the most valuable candidates, for `slots` [N], the
+        numbers from 0 on.
 
         Of equals the one with the lower number comes first. A child is never more valuable than its
         parent and has a higher number, so no node is chosen without its parent. With candidates 1
@@ -77,14 +78,16 @@ class TreeGrowth:
         node = torch.zeros_like(parents)  # that each candidate became
         node.scatter_(1, chosen, slots.expand_as(chosen))
         above = node.gather(1, parents.gather(1, chosen).clamp_min(0))
-        return tokens.gather(1, chosen), above.masked_fill(slots == 0, -1)
+        above = above.masked_fill(slots == 0, -1)
+        return tokens.gather(1, chosen), above, scores.gather(1, chosen)
 
     def tree(self, num_nodes: int) -> TokenTree:
         """The trees of the most valuable candidates, at most `num_nodes` nodes with the root."""
         available = sum(level.shape[1] for level in self.scores)
         slots = torch.arange(min(num_nodes, available), device=self.opened.device)
         width = min(self.scores[1].shape[1], len(slots) - 1)
-        return TokenTree.from_parents(*self.best(slots), len(self.scores) - 1, width)
+        tokens, parents, scores = self.best(slots)
+        return TokenTree.from_parents(tokens, parents, len(self.scores) - 1, width, scores)
 
 
 def dynamic_tree(

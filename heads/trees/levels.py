@@ -76,6 +76,7 @@ def filled_tree(
     guess: Callable[[int, Level, torch.Tensor], Guesses],
     sampling: SamplingConfig,
     random: Choice,
+    scores: torch.Tensor,  # [N] of the shape's nodes, for trees that are not drawn
 ) -> TokenTree:
     """A tree of a given shape: the best guesses, or as `random` chooses, see `propose`.
 
@@ -96,7 +97,7 @@ def filled_tree(
         tokens.append(ids[:, level.parents, level.ranks])
     filled = torch.cat(tokens, dim=1)
     if not isinstance(random, RowRandom):
-        return TokenTree.from_shape(shape, filled)
+        return TokenTree.from_shape(shape, filled, scores=scores)
     nodes = torch.cat([level.nodes for level in levels])
     return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))
 

@@ -1,10 +1,13 @@
 """Static trees: the sizes worth choosing from, and the best tree of each by measured paths."""
 
+import math
 from dataclasses import astuple
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.trees.tree import Budget, Path, TreeShape
 
+# Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
+UNMEASURED_ALPHA = 0.6
 # Tree sizes that differ enough to choose between; 64 nodes are cheap to verify on large GPUs only.
 TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -82,6 +85,19 @@ class StaticTrees:
         assert self.path_counts is not None
         grown = grow_tree(self.path_counts, num_nodes, depth)
         return grown if grown.depth > 0 else TreeShape.chain(1)
+
+    def scores(self, shape: TreeShape) -> list[float]:
+        """Logarithms of how often the path of each node of a tree was right, the root's first.
+
+        Without measurements a guess is right in UNMEASURED_ALPHA of all cases, the next best in as
+        many of the others, and so on.
+        """
+        if not self.path_counts or not self.path_counts.get(()):
+            right, wrong = math.log(UNMEASURED_ALPHA), math.log(1 - UNMEASURED_ALPHA)
+            return [0.0, *(len(path) * right + sum(path) * wrong for path in shape.paths)]
+        everywhere = self.path_counts[()]
+        found = (self.path_counts.get(path, 0) for path in shape.paths)
+        return [0.0, *(math.log((count + 0.5) / (everywhere + 1)) for count in found)]
 
     def chances(self, budget: Budget) -> tuple[float, ...] | None:
         """How often the tree for a budget was accepted to depth 1, 2, ...; None if never measured.

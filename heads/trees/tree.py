@@ -191,6 +191,9 @@ class TokenTree:
     width: int
     draft_ids: torch.Tensor | None = None  # [B, N, k]
     draft_probs: torch.Tensor | None = None  # [B, N, k], sums to 1
+    # [B, N] logarithms of the draft's own guess of how likely each node is accepted, if it has one;
+    # a child's is never above its parent's, and the root's is 0.
+    scores: torch.Tensor | None = None
 
     @classmethod
     def from_shape(
@@ -199,10 +202,13 @@ class TokenTree:
         tokens: torch.Tensor,  # [B, N]
         draft_ids: torch.Tensor | None = None,  # [B, N, k]
         draft_probs: torch.Tensor | None = None,  # [B, N, k]
+        scores: torch.Tensor | None = None,  # [B, N], or [N] for all rows
     ) -> "TokenTree":
         """A tree of the given shape on the device of `tokens`."""
         tables = shape.tables(tokens.shape[0], tokens.device)
-        return cls(tokens, *tables, shape.depth, shape.width, draft_ids, draft_probs)
+        if scores is not None:
+            scores = scores.expand(tokens.shape)
+        return cls(tokens, *tables, shape.depth, shape.width, draft_ids, draft_probs, scores)
 
     @classmethod
     def from_parents(
@@ -211,11 +217,12 @@ class TokenTree:
         parents: torch.Tensor,  # [B, N], -1 for the root, which is node 0
         max_depth: int,
         width: int,
+        scores: torch.Tensor | None = None,  # [B, N]
     ) -> "TokenTree":
         """Trees that differ from row to row, within `max_depth` and `width`; children not drawn."""
         ancestors = ancestor_mask(parents, max_depth)
         depths = ancestors.sum(-1) - 1
-        return cls(tokens, parents, depths, ancestors, max_depth, width)
+        return cls(tokens, parents, depths, ancestors, max_depth, width, scores=scores)
 
     @property
     def num_nodes(self) -> int:

@@ -187,19 +187,17 @@ class DraftModelSession(DraftSession):
     def _chain(self, depth: int, draws: NextDraws | None) -> TokenTree:
         """The most probable token after each other; with `draws`, guesses of the target's."""
         assert self.roots is not None and self.logits is not None
-        drafter, tokens, logits = self.drafter, [self.roots], self.logits
+        tokens, logits = [self.roots], self.logits
+        scores = [torch.zeros_like(self.roots, dtype=torch.float32)]
         for level in range(depth):
             if level > 0:
                 logits = self._feed_one(tokens[-1], level)
-            known = drafter.proposable(logits)
-            if draws is None:
-                tokens.append(drafter.target_ids(known.argmax(-1)))
-            else:
-                top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
-                ids = drafter.target_ids(top.indices)
-                place = draws.scores(level, top.values, ids).argmax(-1, keepdim=True)
-                tokens.append(ids.gather(1, place).squeeze(1))
-        return TokenTree.from_shape(drafter.shapes[depth], torch.stack(tokens, 1))
+            log_probs, ids = self._best(logits, 1, level, draws)
+            tokens.append(ids[:, 0])
+            values = log_probs[:, 0].clamp_max(0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+            scores.append(scores[-1] + values)
+        shape = self.drafter.shapes[depth]
+        return TokenTree.from_shape(shape, torch.stack(tokens, 1), scores=torch.stack(scores, 1))
 
     def _drawn(self, depth: int, sampling: SamplingConfig, random: RowRandom) -> TokenTree:
         """A chain of tokens drawn from the draft's distributions, which the tree carries."""
@@ -242,8 +240,20 @@ class DraftModelSession(DraftSession):
         draws: NextDraws | None,
     ) -> Children:
         """The best children of F nodes, as many as a tree of the budget may give each."""
+        return self._best(logits, min(MOST_OPENED, budget.nodes - 1), depth, draws)
+
+    def _best(
+        self,
+        logits: torch.Tensor,  # [B, ..., V] after nodes of a depth
+        count: int,
+        depth: int,
+        draws: NextDraws | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and tokens [B, ..., count] of the best children of nodes, or of the
+        likeliest draws of the target's.
+        """
         known = self.drafter.proposable(logits).float()
-        count = min(MOST_OPENED, budget.nodes - 1, known.shape[-1])
+        count = min(count, known.shape[-1])
         if draws is None:
             best, places = known.topk(count, dim=-1)
             log_probs = best - known.logsumexp(-1, keepdim=True)

@@ -1,8 +1,14 @@
 """The most promising tree of what may follow, from texts that followed before."""
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from drafthead.heads.trees.tree import PADDING, TokenTree
 
 
 class Counted:
@@ -19,6 +25,7 @@ class Counted:
         """The common root of weighted texts; a negative token ends a text."""
         root = cls()
         for weight, text in texts:
+            root.weight += weight
             node = root
             for token in text:
                 if token < 0:
@@ -38,30 +45,55 @@ class GuessTree:
     tokens: list[int]
     parents: list[int]
     depths: list[int]
+    scores: list[float]  # logarithms of how likely nodes are accepted; never above the parent's
 
-    @classmethod
-    def grown(cls, first: Sequence[int], counted: Counted, nodes: int, depth: int) -> "GuessTree":
-        """Up to `nodes` nodes: the chain `first`, then the heaviest continuations.
 
-        A node counts as much as the texts that go through it, so a child never more than its
-        parent. From ``b c`` with weight 2 and ``b d`` and ``e`` with weight 1, three nodes are
-        b, c under it, and d or e.
+class GrowingTree:
+    """A tree that nodes are added to, and the best of them."""
+
+    def __init__(self) -> None:
+        self.tree = GuessTree([], [], [], [])
+        self.known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+
+    def __len__(self) -> int:
+        """The number of nodes, without the root."""
+        return len(self.tree.tokens)
+
+    def depth(self, node: int) -> int:
+        """The depth of a node; 0 for the root, which is node 0."""
+        return self.tree.depths[node - 1] if node else 0
+
+    def add(self, parent: int, token: int, score: float) -> int:
+        """The child of a node with a token. One that is there keeps the better of both scores."""
+        tree = self.tree
+        if parent:
+            score = min(score, tree.scores[parent - 1])
+        node = self.known.get((parent, token))
+        if node is not None:
+            tree.scores[node - 1] = max(score, tree.scores[node - 1])
+            return node
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.depths.append(self.depth(parent) + 1)
+        tree.scores.append(score)
+        node = self.known[parent, token] = len(tree.tokens)
+        return node
+
+    def add_chain(self, tokens: Iterable[int], scores: Iterable[float]) -> None:
+        """Add tokens after each other, from the root on."""
+        node = 0
+        for token, score in zip(tokens, scores, strict=True):
+            node = self.add(node, token, score)
+
+    def add_heaviest(
+        self, counted: Counted, reached: Sequence[float], nodes: int, depth: int
+    ) -> None:
+        """Add the heaviest texts until there are `nodes` nodes, to a depth.
+
+        `reached[d]` is the chance that one of the texts is right to depth d + 1. A node has its
+        share of it by weight, so a child never more than its parent. Of texts ``b c`` with weight 2
+        and ``b d`` and ``e`` with weight 1, three nodes are b, c under it, and d or e.
         """
-        tree = cls([], [], [])
-        known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-
-        def node(parent: int, token: int) -> int:
-            """The child of a node, which is made if it is new."""
-            if (parent, token) not in known:
-                tree.tokens.append(token)
-                tree.parents.append(parent)
-                tree.depths.append(tree.depths[parent - 1] + 1 if parent else 1)
-                known[parent, token] = len(tree.tokens)
-            return known[parent, token]
-
-        place = 0
-        for token in first[: min(nodes, depth)]:
-            place = node(place, token)
         heap: list[tuple[float, int, int, int, Counted]] = []
         order = 0  # of equal weights the first goes first
 
@@ -72,9 +104,51 @@ class GuessTree:
                 heapq.heappush(heap, (-child.weight, order, parent, token, child))
 
         open_children(0, counted)
-        while heap and len(tree.tokens) < nodes:
+        while heap and len(self) < nodes:
             _, _, parent, token, child = heapq.heappop(heap)
-            place = node(parent, token)
-            if tree.depths[place - 1] < depth:
-                open_children(place, child)
-        return tree
+            chance = child.weight / counted.weight * reached[self.depth(parent)]
+            node = self.add(parent, token, math.log(chance) if chance > 0 else -math.inf)
+            if self.depth(node) < depth:
+                open_children(node, child)
+
+    def add_tree(self, tree: GuessTree) -> None:
+        """Add all nodes of another tree with the same root."""
+        nodes = [0]
+        for parent, token, score in zip(tree.parents, tree.tokens, tree.scores, strict=True):
+            nodes.append(self.add(nodes[parent], token, score))
+
+    def best(self, nodes: int) -> GuessTree:
+        """The tree of the `nodes` best nodes; of equals the first.
+
+        Nodes a, b under it, and c with scores -1, -2 and -1.5 are a and c where two are wanted.
+        """
+        tree, every = self.tree, range(1, len(self) + 1)
+        kept = sorted(sorted(every, key=lambda node: (-tree.scores[node - 1], node))[:nodes])
+        numbers = {0: 0} | {node: number for number, node in enumerate(kept, start=1)}
+        return GuessTree(
+            [tree.tokens[node - 1] for node in kept],
+            [numbers[tree.parents[node - 1]] for node in kept],
+            [tree.depths[node - 1] for node in kept],
+            [tree.scores[node - 1] for node in kept],
+        )
+
+
+def token_tree(roots: Sequence[int], trees: Sequence[GuessTree], device: torch.device) -> TokenTree:
+    """Trees of different sizes as one batch; what is missing is padding under the root."""
+    nodes = 1 + max(len(tree.tokens) for tree in trees)
+    # Of each node: token, parent, depth, and which nodes are its ancestors or itself. Made here,
+    # where the trees are, and copied to the device at once.
+    table = np.zeros((len(trees), nodes, 3 + nodes), dtype=np.int64)
+    table[:, :, 0], table[:, 0, 1], table[:, 1:, 2], table[:, :, 3] = PADDING, -1, 1, 1
+    for row, root, tree in zip(table, roots, trees, strict=True):
+        count = 1 + len(tree.tokens)
+        row[:count, 0] = [root, *tree.tokens]
+        row[1:count, 1], row[1:count, 2] = tree.parents, tree.depths
+        for node, parent in enumerate(tree.parents, start=1):
+            row[node, 3:] = row[parent, 3:]
+            row[node, 3 + node] = 1
+        row[range(count, nodes), range(3 + count, 3 + nodes)] = 1
+    there = torch.from_numpy(table).to(device)
+    tokens, parents, depths = (there[:, :, column].contiguous() for column in range(3))
+    deepest = int(table[:, :, 2].max())
+    return TokenTree(tokens, parents, depths, there[:, :, 3:].bool(), deepest, nodes - 1)

@@ -1,58 +1,46 @@
-"""Prompt lookup: propose what followed the last few tokens at their previous occurrence.
+"""Prompt lookup: propose what followed the last few tokens at an earlier occurrence.
 
 It needs no model and pays where answers repeat their prompt, as in editing and summarising
 (Saxena, 2023; transformers calls it `prompt_lookup_num_tokens`).
 """
 
-from functools import cache
+import math
 
-import torch
-
-from drafthead.heads.coupling import Choice
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.static import chain_budgets
-from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape
-from drafthead.infer.drafters.past import Lookup, Past, Pasts
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer.drafters.guess_tree import GrowingTree, GuessTree
+from drafthead.infer.drafters.match_record import MatchRecord
+from drafthead.infer.drafters.past import Lookup, Past
 
-# Acceptance of each depth, given the depth before, that is assumed where so many tokens were found
-# again.
-FOUND_ALPHA = {1: 0.4, 2: 0.65, 3: 0.85}
-
-chain = cache(TreeShape.chain)  # a shape keeps its tables
-
-
-class PromptLookupSession(Pasts["PromptLookup"]):
-    """Prompt lookup at work."""
-
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """A chain as long as the longest continuation; the root alone if no row has one."""
-        guesses = [past.continuation(budget.depth, self.drafter.least) for past in self.pasts]
-        depth = max(map(len, guesses))
-        rows = []
-        for past, guess in zip(self.pasts, guesses, strict=True):
-            rows.append([past.tokens[-1], *guess, *[PADDING] * (depth - len(guess))])
-        tokens = torch.tensor(rows, device=self.device)
-        # Copied tokens are not drawn, so the tree has no draft distribution.
-        return TokenTree.from_shape(chain(depth), tokens)
+# Lengths of matches from which proposals count as another kind.
+KINDS = (1, 2, 4, 6, 8, 16)
 
 
 class PromptLookup(Lookup):
     """A chain of up to `depth` tokens copied from the row's own past."""
 
-    session = PromptLookupSession
-
     def __init__(self, depth: int, least: int = 1):
-        """N-grams of fewer than `least` tokens do not count. Raises UserError for a depth of 0."""
+        """Matches of fewer than `least` tokens do not count. Raises UserError for a depth of 0."""
         if depth < 1:
             raise UserError(f"prompt lookup must draft at least 1 token, got {depth}")
         self.least = least
         self.budgets = chain_budgets(depth)
+        self.matches = MatchRecord()
+
+    def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
+        """The chain that followed the match, or nothing."""
+        tokens = past.continuation(min(nodes, depth), self.least)
+        tree = GrowingTree()
+        tree.add_chain(tokens, self.matches.log_chances(past.matched(self.least), len(tokens)))
+        return tree.tree
 
     def outlook(self, past: Past) -> int:
-        """How many of the row's last tokens have occurred before, in a row."""
-        return past.matched(self.least)
+        """The longer the match, the more: 3 for one of 4 or 5 tokens, see `KINDS`."""
+        length = past.matched(self.least)
+        return sum(kind <= length for kind in KINDS)
 
     def chances_found(self, outlook: int, budget: Budget) -> tuple[float, ...]:
-        """Depends on the text; this is what it is before anything is known of it."""
-        return tuple(FOUND_ALPHA[outlook] ** depth for depth in range(1, budget.depth + 1))
+        """What is believed of the shortest matches of that kind."""
+        chances = self.matches.log_chances(KINDS[outlook - 1], budget.depth)
+        return tuple(map(math.exp, chances))

@@ -1,6 +1,7 @@
 """An index of what a target has written, and trees of what followed the same words there."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ from drafthead.infer.drafters.datastore import (
     ngram_numbers,
 )
 from drafthead.infer.drafters.earlier import Earlier
-from drafthead.infer.drafters.guess_tree import Counted, GuessTree
+from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree, token_tree
 from drafthead.infer.drafters.past import Past
-from drafthead.infer.drafters.store_lookup import OWN, StoreLookup, token_tree
+from drafthead.infer.drafters.store_lookup import OWN, StoreLookup
 from drafthead.infer.measuring.replayed_lookup import accepted, reached, replayed
 
 
@@ -126,10 +127,19 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         Datastore.load(tmp_path, "w")
 
 
-def grown(first: str, texts: dict[str, float], nodes: int, depth: int = 9) -> list[str]:
-    """The path of each node of a tree."""
+def grown_tree(first: str, texts: dict[str, float], nodes: int, depth: int = 9) -> GuessTree:
+    """A chain whose tokens are right in half of all cases each, and the heaviest of some texts."""
+    tree = GrowingTree()
+    chain = letters(first)[: min(nodes, depth)]
+    tree.add_chain(chain, [math.log(0.5) * place for place in range(1, len(chain) + 1)])
     counted = Counted.of((weight, letters(text)) for text, weight in texts.items())
-    tree = GuessTree.grown(letters(first), counted, nodes, depth)
+    tree.add_heaviest(counted, [0.8**place for place in range(1, depth + 1)], nodes, depth)
+    return tree.tree
+
+
+def grown(first: str, texts: dict[str, float], nodes: int, depth: int = 9) -> list[str]:
+    """The path of each node of such a tree."""
+    tree = grown_tree(first, texts, nodes, depth)
     paths = [""]
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append(paths[parent] + chr(token))
@@ -152,11 +162,34 @@ def test_no_path_is_deeper_than_asked() -> None:
     assert grown("abc", {"abcd": 1.0, "bbbb": 1.0}, 9, depth=2) == ["a", "ab", "b", "bb"]
 
 
+def test_a_node_is_as_likely_as_its_share_of_the_texts() -> None:
+    tree = grown_tree("", {"bc": 2.0, "bd": 1.0, "e": 1.0}, 9)
+    chances = dict(zip("bcde", [0.75 * 0.8, 0.5 * 0.64, 0.25 * 0.64, 0.25 * 0.8], strict=True))
+    assert {chr(token) for token in tree.tokens} == {*chances}
+    for token, score in zip(tree.tokens, tree.scores, strict=True):
+        assert math.exp(score) == pytest.approx(chances[chr(token)])
+
+
+def test_what_both_say_has_the_better_score() -> None:
+    tree = grown_tree("b", {"b": 3.0, "c": 1.0}, 9)
+    assert [math.exp(score) for score in tree.scores] == pytest.approx([0.6, 0.2])
+    assert grown_tree("b", {"b": 1.0, "c": 1.0}, 9).scores[0] == math.log(0.5)
+
+
+def test_the_best_nodes_of_a_tree_are_a_tree() -> None:
+    tree = GrowingTree()
+    tree.add_chain(letters("abc"), [-1.0, -2.0, -2.5])
+    other = tree.add(0, ord("x"), -1.5)
+    tree.add(other, ord("y"), -0.1)  # no likelier than its parent
+    best = tree.best(3)
+    assert best.tokens == letters("axy") and best.parents == [0, 0, 2]
+    assert best.depths == [1, 1, 2] and best.scores == [-1.0, -1.5, -1.5]
+    assert tree.best(9).tokens == tree.tree.tokens
+    assert tree.best(0).tokens == []
+
+
 def test_rows_of_a_batch_have_their_own_trees() -> None:
-    trees = [
-        GuessTree.grown(letters("ab"), Counted.of([(1.0, letters("c"))]), 3, 9),
-        GuessTree.grown([], Counted(), 3, 9),
-    ]
+    trees = [grown_tree("ab", {"c": 1.0}, 3), grown_tree("", {}, 3)]
     tree = token_tree([1, 2], trees, torch.device("cpu"))
     assert tree.tokens.tolist() == [[1, *letters("abc")], [2, *[PADDING] * 3]]
     assert tree.parents.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 0]]
@@ -166,7 +199,7 @@ def test_rows_of_a_batch_have_their_own_trees() -> None:
 
 
 def test_accepted_tokens_are_a_path_from_the_root() -> None:
-    tree = GuessTree.grown(letters("ab"), Counted.of([(1.0, letters("ac"))]), 3, 9)
+    tree = grown_tree("ab", {"ac": 1.0}, 3)
     assert [accepted(tree, letters(text)) for text in ("abx", "acx", "cab", "")] == [2, 2, 0, 0]
 
 
@@ -203,7 +236,16 @@ def past_of(text: str) -> Past:
 
 @pytest.mark.parametrize(
     ("text", "outlook"),
-    [("xy", 0), ("xab", 2), ("xabc", 3), ("xabcdef", 6), ("xyxy", 5), ("xyzxyz", 7), ("abxab", 5)],
+    [
+        ("xy", 0),
+        ("xab", 2),
+        ("xabc", 3),
+        ("xabcdef", 6),
+        ("xyxy", 5),
+        ("xyzxyz", 5),
+        ("stuvwxstuvwx", 7),
+        ("abxab", 5),
+    ],
 )
 def test_the_outlook_is_what_was_found_again(text: str, outlook: int) -> None:
     """Tokens found in the datastore; what the text repeats of itself goes first, as in a draft."""

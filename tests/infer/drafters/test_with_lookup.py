@@ -1,8 +1,8 @@
-"""A branch of prompt lookup in a drafter's tree."""
+"""Prompt lookup beside a drafter."""
 
 import pytest
 import torch
-from tiny import BUSHY, tiny_llama
+from tiny import tiny_llama
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
@@ -11,29 +11,55 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup, branch_nodes, grafted
+from drafthead.infer.drafters.guess_tree import GrowingTree, GuessTree
+from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup, merged
 
 GREEDY = SamplingConfig()
 
 
-def test_a_chain_is_grafted_under_the_root() -> None:
-    tree = TokenTree.from_shape(TreeShape.chain(2), torch.tensor([[5, 6, 7]]))
-    branch = TokenTree.from_shape(TreeShape.chain(2), torch.tensor([[5, 8, 9]]))
-    both = grafted(tree, branch)
-    assert both.tokens.tolist() == [[5, 6, 7, 8, 9]]
-    assert both.parents.tolist() == [[-1, 0, 1, 0, 3]]
-    assert both.depths.tolist() == [[0, 1, 2, 1, 2]]
+def guess_of(tokens: str, *scores: float) -> GuessTree:
+    """A chain of lookup, a letter a token."""
+    tree = GrowingTree()
+    tree.add_chain(map(ord, tokens), scores)
+    return tree.tree
 
 
-@pytest.mark.parametrize("length", [1, 4, 0])  # of a chain; 0 for a bushy branch
-def test_ancestors_follow_from_the_parents(length: int) -> None:
-    tokens = torch.arange(2 * BUSHY.num_nodes).view(2, -1)
-    shape = TreeShape.chain(length) if length else BUSHY
-    branch = TokenTree.from_shape(shape, torch.full((2, shape.num_nodes), PADDING))
-    both = grafted(TokenTree.from_shape(BUSHY, tokens), branch)
-    assert both.ancestors.equal(ancestor_mask(both.parents, both.max_depth))
-    assert both.max_depth == max(3, length)
-    assert both.depths.equal(both.ancestors.sum(-1) - 1)
+def chain_of(tokens: str, *scores: float) -> TokenTree:
+    """A drafter's chain; the first letter is the root."""
+    table = torch.tensor([[ord(token) for token in tokens]])
+    return TokenTree.from_shape(
+        TreeShape.chain(len(tokens) - 1), table, scores=torch.tensor([0.0, *scores])
+    )
+
+
+@pytest.mark.parametrize(
+    ("guess", "scores", "nodes", "expected"),
+    [
+        ("xz", (-0.2, -0.9), 3, "rxy"),  # both say x
+        ("xz", (-0.2, -0.9), 4, "rxyz"),
+        ("xz", (-0.2, -0.25), 3, "rxz"),
+        ("abc", (-0.05, -0.1, -0.2), 4, "rxab"),
+        ("abc", (-2.0, -3.0, -4.0), 3, "rxy"),
+        ("", (), 3, "rxy"),
+    ],
+)
+def test_a_tree_has_the_best_nodes_of_both(
+    guess: str, scores: tuple[float, ...], nodes: int, expected: str
+) -> None:
+    tree = merged(chain_of("rxy", -0.1, -0.3), [guess_of(guess, *scores)], nodes)
+    assert "".join(map(chr, tree.tokens[0].tolist())) == expected
+    assert tree.ancestors.equal(ancestor_mask(tree.parents, tree.max_depth))
+    assert tree.depths.equal(tree.ancestors.sum(-1) - 1)
+
+
+def test_rows_have_trees_of_their_own_and_padding_is_no_guess() -> None:
+    tokens = torch.tensor([[5, 6, 7], [8, 9, PADDING]])
+    scores = torch.tensor([[0.0, -0.1, -0.4], [0.0, -0.1, -0.4]])
+    tree = TokenTree.from_shape(TreeShape(((0,), (1,))), tokens, scores=scores)
+    both = merged(tree, [guess_of("a", -9.0), guess_of("", *())], 3)
+    assert both.tokens.tolist() == [[5, 6, 7], [8, 9, PADDING]]
+    both = merged(tree, [guess_of("a", -0.2), guess_of("bc", -0.2, -0.3)], 3)
+    assert both.tokens.tolist() == [[5, 6, ord("a")], [8, 9, ord("b")]]
 
 
 def session_after(drafter: WithLookup, *rows: list[int]):
@@ -45,13 +71,14 @@ def session_after(drafter: WithLookup, *rows: list[int]):
     return session
 
 
-def test_half_of_the_tree_is_what_followed_before(target, make_drafter) -> None:
+def test_what_followed_a_long_match_fills_the_tree(target, make_drafter) -> None:
     drafter = make_drafter("self+lookup", target)
-    session = session_after(drafter, [10, 11, 12, 13, 14, 10, 11], [20, 21, 22, 23, 24, 25, 26])
-    tree = session.propose(Budget(8, 3), GREEDY, None)
-    assert tree.tokens.shape[1] <= 8
-    assert tree.tokens[0, -4:].tolist() == [12, 13, 14, 10]
-    assert tree.tokens[1, -4:].tolist() == [PADDING] * 4
+    rows = [[*range(10, 18), *range(10, 15)], list(range(20, 33))]
+    tree = session_after(drafter, *rows).propose(Budget(8, 3), GREEDY, None)
+    assert tree.tokens.shape[1] == 8
+    assert {15, 16, 17} < {*tree.tokens[0].tolist()}
+    alone = session_after(make_drafter("self", target), *rows).propose(Budget(8, 3), GREEDY, None)
+    assert [t for t in tree.tokens[1].tolist() if t != PADDING] == alone.tokens[1].tolist()
 
 
 def test_a_text_without_repetition_leaves_the_whole_tree_to_the_drafter(target, make_drafter):
@@ -63,11 +90,11 @@ def test_a_text_without_repetition_leaves_the_whole_tree_to_the_drafter(target, 
     assert tree.tokens.equal(expected.tokens)
 
 
-def test_trees_of_rules_that_draw_have_no_branch(target, make_drafter) -> None:
+def test_trees_of_rules_that_draw_have_nothing_of_lookup(target, make_drafter) -> None:
     session = session_after(make_drafter("self+lookup", target), [10, 11, 12, 10, 11])
     random = RowRandom([1], torch.device("cpu"))
     random.begin_step([8])
-    assert session.has_branch(Budget(8, 3))
+    assert session.lookup.offers()
     tree = session.propose(Budget(8, 3), SamplingConfig(temperature=1.0), random)
     assert tree.draft_probs is not None
 
@@ -84,10 +111,6 @@ def test_trees_of_lookup_alone_ask_the_drafter_for_nothing(target, make_drafter)
     assert session.outlook() == 2
 
 
-def test_small_trees_have_no_branch() -> None:
-    assert [branch_nodes(Budget(nodes, 1)) for nodes in (2, 3, 4, 16)] == [0, 0, 2, 8]
-
-
 @pytest.mark.parametrize(("name", "budget"), [("self", Budget(16, 3)), ("medusa:tree", None)])
 def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(
     make_drafter, name: str, budget: Budget | None
@@ -102,21 +125,13 @@ def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(
     assert longest[f"{name}+lookup"] > 4
 
 
-def test_a_branch_comes_on_top_of_a_tree_that_is_fixed(target, make_drafter) -> None:
-    own = BUSHY.num_nodes
-    drafter = make_drafter("medusa:tree+lookup", target)
-    [budget] = drafter.main_budgets
-    assert budget == Budget(own + own // 2, max(BUSHY.depth, own // 2))
-    assert drafter.own_budget(budget) == BUSHY.budget
-
-
 def test_the_planner_expects_the_better_of_head_and_datastore(target, make_drafter) -> None:
     drafter = make_drafter("parallel:own+store", target)
-    budget = Budget(16, 10)
-    own = drafter.drafter.chances(drafter.own_budget(budget))
+    budget = Budget(16, 4)
+    own = drafter.drafter.chances(budget)
     drafter.lookup.store.record.reached[3] = {8: [own[0] / 2, *[own[1] + 0.1] * 9]}
     assert drafter.chances_at(3, budget)[0] == own[0]
-    assert drafter.chances_at(3, budget)[1:] == pytest.approx([own[1] + 0.1] * 7)
+    assert drafter.chances_at(3, budget)[1:] == pytest.approx([own[1] + 0.1] * 9)
     assert drafter.chances_at(0, budget)[: len(own)] == own  # nothing was found
     assert drafter.chances_at(3, Budget(8, 7, LOOKUP)) == drafter.lookup.chances_at(3, Budget(8, 7))
 
