@@ -76,7 +76,7 @@ def filled_tree(
     guess: Callable[[int, Level, torch.Tensor], Guesses],
     sampling: SamplingConfig,
     random: Choice,
-    scores: torch.Tensor,  # [N] of the shape's nodes, for trees that are not drawn
+    scores: torch.Tensor | None = None,  # [N] of the shape's nodes, see `TokenTree`
 ) -> TokenTree:
     """A tree of a given shape: the best guesses, or as `random` chooses, see `propose`.
 

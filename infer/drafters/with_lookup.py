@@ -119,13 +119,16 @@ def merged(tree: TokenTree, guesses: Sequence[GuessTree], nodes: int) -> TokenTr
     are the root, x and y: both say x, which has the better of its scores.
     """
     assert tree.scores is not None
-    tables = to_host(tree.tokens), to_host(tree.parents), to_host(tree.scores)
-    rows = []
-    for tokens, parents, scores, guess in zip(*tables, guesses, strict=True):
+    # One table, for which the host waits once. Tokens are whole numbers in float32 as well.
+    table = torch.stack([tree.tokens.float(), tree.parents.float(), tree.scores], dim=1)
+    roots, rows = [], []
+    for (tokens, parents, scores), guess in zip(to_host(table), guesses, strict=True):
         both, numbers = GrowingTree(), [0]
         for token, parent, score in zip(tokens[1:], parents[1:], scores[1:], strict=True):
             # What fills up a row proposes nothing.
-            numbers.append(both.add(numbers[parent], token, score) if token != PADDING else 0)
+            known = token != PADDING
+            numbers.append(both.add(numbers[int(parent)], int(token), score) if known else 0)
         both.add_tree(guess)
+        roots.append(int(tokens[0]))
         rows.append(both.best(nodes - 1))
-    return token_tree([tokens[0] for tokens in tables[0]], rows, tree.tokens.device)
+    return token_tree(roots, rows, tree.tokens.device)
