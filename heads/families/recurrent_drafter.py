@@ -69,7 +69,6 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
     def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
         super().__init__(head, target, shape, dynamic_budgets(head.depth))
-        self.draft_ids = head.draft_ids
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
         self.draft: Callable[..., Guess] = self._draft
@@ -124,12 +123,7 @@ class RecurrentDrafter(HeadDrafter[RecurrentHead]):
         """The guesses from outputs [B, n, D]."""
         logits = self.head.logits(outputs, self.target).float()
         total = logits.logsumexp(-1, keepdim=True)
-        return Guess(outputs, *best_guesses(logits, self.draft_ids), total)
-
-    @property
-    def read_by_graphs(self) -> tuple[object, ...]:
-        """The draft vocabulary as well."""
-        return *super().read_by_graphs, self.draft_ids
+        return Guess(outputs, *best_guesses(logits, self.head.draft_ids), total)
 
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""

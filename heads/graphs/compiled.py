@@ -216,7 +216,8 @@ class Compiled:
             ):
                 result = compiled(*arguments)
         except (TorchDynamoException, InductorError) as error:
-            reason = str(error).strip().splitlines()[0]
+            cause = getattr(error, "inner_exception", error)  # of what a backend has raised
+            reason = str(cause).strip().splitlines()[0]
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error

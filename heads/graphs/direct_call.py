@@ -51,6 +51,10 @@ class Recorder:
         nodes = graph.graph.find_nodes(op="placeholder")
         names = [node.meta["grapharg"].source.name for node in nodes]
         self.inputs = [name() if callable(name) else name for name in names]  # older torch: methods
+        if strange := [name for name in self.inputs if "arguments" not in name]:
+            raise TypeError(
+                f"it reads {', '.join(strange)}, which is no argument, parameter or buffer"
+            )
         self.examples = [node.meta["example_value"] for node in nodes]
         with self.recipes.watch():
             generate: Any = self._generated

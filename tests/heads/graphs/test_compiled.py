@@ -43,6 +43,18 @@ def test_another_layout_gets_a_graph_of_our_making_and_the_first_stays_in_use(
     assert "double has 2 graphs for arguments of other layouts" in message
 
 
+def test_a_tensor_that_is_neither_argument_nor_weight_is_named() -> None:
+    class Shifted:
+        shift = torch.ones(4)
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.shift
+
+    shifted = Compiled(Shifted(), torch.device("cpu"), torch.float32, {"x": "B ."})
+    with torch.no_grad(), pytest.raises(UserError, match=r"reads .*shift.* no argument"):
+        shifted(SQUARE)
+
+
 def test_graphs_are_called_directly_under_the_conditions_that_they_were_made_under(doubled) -> None:
     """torch's own entry would run the function as it is, while it is told to."""
     with torch.no_grad():

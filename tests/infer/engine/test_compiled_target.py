@@ -121,6 +121,19 @@ def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
     assert before > 0 and graphs() == before
 
 
+def test_a_compiled_recurrent_head_knows_its_draft_vocabulary(target, make_head) -> None:
+    head = make_head("eagle3", target, draft_vocab_size=24)
+    head.prepare(torch.arange(target.vocab_size))
+    eager, compiled = (drafter_for(head, target) for _ in range(2))
+    compiled.compile()
+    results = [
+        Decoder(target, drafter, Budget(6, 2)).generate(prompts(1), max_new_tokens=12)
+        for drafter in (eager, compiled)
+    ]
+    assert results[0].sequences == results[1].sequences
+    assert results[0].stats.accept_lengths == results[1].stats.accept_lengths
+
+
 def test_a_step_that_begins_with_its_draft_says_what_plain_decoding_says(
     compiled, target, make_head, monkeypatch
 ) -> None:
