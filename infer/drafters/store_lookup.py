@@ -1,6 +1,6 @@
 """Lookup in a datastore: trees of what the target has written before after the same words.
 
-The row's own past goes first, as in prompt lookup; the rest of the tree is for what followed in the
+A tree has the likeliest of what followed in the row's own past, as in prompt lookup, in the
 datastore, and in what this process has written. It needs no training and next to no time, so it
 pays wherever a target answers many requests of a kind.
 """
@@ -16,7 +16,6 @@ from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree
 from drafthead.infer.drafters.match_record import MatchRecord
 from drafthead.infer.drafters.past import Lookup, Past
 
-OWN = 8  # tokens that the row's own past proposes
 LEAST_NGRAM = 2  # tokens that must have occurred in it before; one alone says too little
 # Outlooks where so many tokens or more were found in the row's own past; elsewhere it is their
 # number. Tokens found in the same text say more than as many found elsewhere.
@@ -55,12 +54,12 @@ class StoreLookup(Lookup):
         is drafted. It must not depend on earlier answers, which are then left out.
         """
         tree, depth = GrowingTree(), min(depth, DEPTH)
-        own = past.continuation(min(OWN, nodes, depth), LEAST_NGRAM)
+        own = past.continuation(min(nodes, depth), LEAST_NGRAM)
         tree.add_chain(own, self.matches.log_chances(past.matched(LEAST_NGRAM), len(own)))
         counted = Counted.of(self.continuations(past, follows))
         reached = self.chances_at(self.found_elsewhere(past), Budget(max(TREE_SIZES), depth))
-        tree.add_heaviest(counted, reached, nodes, depth)
-        return tree.tree
+        tree.add_heaviest(counted, reached, len(tree) + nodes, depth)
+        return tree.best(nodes)
 
     def learn(self, past: Past, place: int) -> None:
         """Remember the token for other rows and later answers."""

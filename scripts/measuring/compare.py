@@ -67,7 +67,7 @@ def main(
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
     stored = store_lookup(datastore, False, loaded)
     drafters = Drafters(
-        loaded, head or [], assistant, chain, [tree_nodes], compile, branches=True, stored=stored
+        loaded, head or [], assistant, chain, [tree_nodes], compile, with_lookup=True, stored=stored
     )
     questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens)
     rows, differing = run_races(drafters, questions, terms, assisted=True)

@@ -62,14 +62,14 @@ class Drafters:
         draft_tokens: int,
         tree_nodes: Sequence[int | None],
         compile: bool,
-        branches: bool = False,
+        with_lookup: bool = False,
         stored: StoreLookup | None = None,
     ):
         """transformers' own decoding runs on `target`; `assistant` is a draft model.
 
         Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
-        have the first size. With `branches` each head also takes part with lookup beside it: prompt
-        lookup, and if there is something `stored`, lookup in that.
+        have the first size. With `with_lookup` each head also takes part with lookup beside it:
+        prompt lookup, and if there is something `stored`, lookup in that.
         """
         self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
         first = tree_nodes[0]
@@ -82,8 +82,8 @@ class Drafters:
             drafter = model_drafter(assistant, ours, draft_tokens)
             self.draft = decoder_for(ours, drafter, first, compile)
         self.is_chain = first is not None and first <= draft_tokens + 1  # of the draft model
-        beside: dict[str, StoreLookup | None] = {"lookup": None} if branches else {}
-        if branches and stored is not None:
+        beside: dict[str, StoreLookup | None] = {"lookup": None} if with_lookup else {}
+        if with_lookup and stored is not None:
             beside["datastore"] = stored
         self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
         for folder in heads:
@@ -93,8 +93,8 @@ class Drafters:
                 mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
                 self.heads.append((mode, folder.name, decoder))
             for name, lookup in beside.items():
-                branched = decoder_for(ours, WithLookup(head, lookup), first, False)
-                self.heads.append((f"head {folder.name} + {name}", folder.name, branched))
+                both = decoder_for(ours, WithLookup(head, lookup), first, False)
+                self.heads.append((f"head {folder.name} + {name}", folder.name, both))
 
     def contestants(
         self, sampling: SamplingConfig, verifier: str, assisted: bool

@@ -26,7 +26,7 @@ from drafthead.infer.drafters.datastore import (
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree, token_tree
 from drafthead.infer.drafters.past import Past
-from drafthead.infer.drafters.store_lookup import OWN, StoreLookup
+from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.measuring.replayed_lookup import accepted, reached, replayed
 
 
@@ -252,12 +252,21 @@ def test_the_outlook_is_what_was_found_again(text: str, outlook: int) -> None:
     assert StoreLookup(store_of("abcdefg")).outlook(past_of(text)) == outlook
 
 
-def test_the_own_past_is_tried_before_the_datastore() -> None:
-    past = past_of("abXYab")
-    tree = StoreLookup(store_of("abZ")).guess(past, nodes=OWN + 1, depth=DEPTH)
-    text = "".join(map(chr, tree.tokens))
-    assert text == "XYabXYabZ"  # in a circle, then what the datastore knows
-    assert tree.parents[-1] == 0
+@pytest.mark.parametrize(
+    ("text", "nodes", "expected"),
+    [
+        ("abXYab", 2, "XZ"),  # after two tokens of its own past, and two of the datastore
+        ("abXYab", DEPTH + 1, "XYabXYabXYZ"),  # in a circle
+        ("opqrstuvabXopqrstuvab", 2, "Xo"),  # after ten tokens of its own past
+    ],
+)
+def test_the_likeliest_of_the_own_past_and_the_datastore_are_taken(
+    text: str, nodes: int, expected: str
+) -> None:
+    lookup = StoreLookup(store_of("abZ"))
+    lookup.store.record.reached[2] = {2: [0.4] * DEPTH}
+    tree = lookup.guess(past_of(text), nodes, DEPTH)
+    assert "".join(map(chr, tree.tokens)) == expected
 
 
 @pytest.fixture(scope="module")
