@@ -11,7 +11,7 @@ from drafthead.heads.errors import UserError
 def at_least_one(option: typer.CallbackParam, value: int) -> int:
     """The value; raises UserError if it is below 1, before anything is loaded."""
     if value < 1:
-        raise UserError(f"--{option.name} must be at least 1, got {value}")
+        raise UserError(f"{option.opts[0]} must be at least 1, got {value}")
     return value
 
 

@@ -330,6 +330,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         ),
         (("compare", *RACE, "--head", "@head", "--tree-nodes", "1"), "at least 2"),
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
+        (("compare", *RACE, "--batch-size", "0"), "--batch-size must be at least 1, got 0"),
         (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
         (("profile", *TARGET, "--batch", "0"), "--batch must be at least 1"),
         (("profile", *TARGET, "--max-new-tokens", "1"), "no step to account for"),
