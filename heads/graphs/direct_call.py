@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.convert_frame import GlobalStateGuard
 
 from drafthead.heads.graphs.fingerprint import UndescribedError
-from drafthead.heads.graphs.graph_record import GraphRecord, twins
+from drafthead.heads.graphs.graph_record import ARGUMENTS, GraphRecord, twins
 from drafthead.heads.graphs.layouts import checker, layout_of
 from drafthead.heads.graphs.recipes import Recipes
 from drafthead.heads.graphs.threads import threads
@@ -51,7 +51,7 @@ class Recorder:
         nodes = graph.graph.find_nodes(op="placeholder")
         names = [node.meta["grapharg"].source.name for node in nodes]
         self.inputs = [name() if callable(name) else name for name in names]  # older torch: methods
-        if strange := [name for name in self.inputs if "arguments" not in name]:
+        if strange := [name for name in self.inputs if not name.startswith(ARGUMENTS)]:
             raise TypeError(
                 f"it reads {', '.join(strange)}, which is no argument, parameter or buffer"
             )

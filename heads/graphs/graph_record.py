@@ -20,6 +20,8 @@ from drafthead.heads.graphs.recipes import Recipe, cooked, has_gap
 
 logger = logging.getLogger(__name__)
 
+ARGUMENTS = "L['arguments']"  # how torch's expressions for what is passed begin
+
 
 class GraphRecord(NamedTuple):
     """What is needed to call a graph; all of it is JSON."""
@@ -86,7 +88,7 @@ def twins(arguments: Sequence[Any]) -> list[str]:
             for place, part in enumerate(value):
                 visit(part, f"{path}[{place}]")
 
-    visit(arguments, "L['arguments']")
+    visit(arguments, ARGUMENTS)
     return same
 
 

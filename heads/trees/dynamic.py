@@ -17,6 +17,15 @@ Children = tuple[torch.Tensor, torch.Tensor]  # log-probabilities and tokens [B,
 Expand = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Children]
 
 
+def as_values(log_probs: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [...] as what a path's score changes by: never above 0, and no NaN.
+
+    Rounding must not make a child more valuable than its parent, and neither must a damaged draft,
+    whose NaN would be sorted before everything else. See `TreeGrowth.best`.
+    """
+    return log_probs.clamp_max(0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+
 class TreeGrowth:
     """The candidates for a batch of trees, numbered in the order of their depth; the root is 0.
 
@@ -39,10 +48,7 @@ class TreeGrowth:
         tokens: torch.Tensor,  # [B, F, k]
     ) -> None:
         """Give each open node k children, with the draft's log-probability of each."""
-        # Rounding must not make a child more valuable than its parent, and neither must a damaged
-        # draft: NaN would be sorted before everything else. See `best`.
-        values = log_probs.clamp_max(0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        scores = self.opened_scores[..., None] + values
+        scores = self.opened_scores[..., None] + as_values(log_probs)
         self.scores.append(scores.flatten(1))
         self.tokens.append(tokens.flatten(1))
         self.parents.append(self.opened[..., None].expand_as(tokens).flatten(1))

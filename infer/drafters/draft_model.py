@@ -34,7 +34,7 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.dynamic import Children, dynamic_tree
+from drafthead.heads.trees.dynamic import Children, as_values, dynamic_tree
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.compiled_target import CompiledTarget
@@ -194,8 +194,7 @@ class DraftModelSession(DraftSession):
                 logits = self._feed_one(tokens[-1], level)
             log_probs, ids = self._best(logits, 1, level, draws)
             tokens.append(ids[:, 0])
-            values = log_probs[:, 0].clamp_max(0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-            scores.append(scores[-1] + values)
+            scores.append(scores[-1] + as_values(log_probs[:, 0]))
         shape = self.drafter.shapes[depth]
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), scores=torch.stack(scores, 1))
 
@@ -227,20 +226,11 @@ class DraftModelSession(DraftSession):
             tokens: torch.Tensor, above: torch.Tensor, visible: torch.Tensor, depth: int
         ) -> Children:
             logits = self._feed(tokens, depth, visible)
-            return self._children(logits, budget, depth, draws)
+            return self._best(logits, width, depth, draws)
 
-        children = self._children(self.logits[:, None], budget, 0, draws)
+        width = min(MOST_OPENED, budget.nodes - 1)  # children of a node
+        children = self._best(self.logits[:, None], width, 0, draws)
         return dynamic_tree(self.roots, budget, children, expand)
-
-    def _children(
-        self,
-        logits: torch.Tensor,  # [B, F, V] after nodes of a depth
-        budget: Budget,
-        depth: int,
-        draws: NextDraws | None,
-    ) -> Children:
-        """The best children of F nodes, as many as a tree of the budget may give each."""
-        return self._best(logits, min(MOST_OPENED, budget.nodes - 1), depth, draws)
 
     def _best(
         self,
@@ -248,7 +238,7 @@ class DraftModelSession(DraftSession):
         count: int,
         depth: int,
         draws: NextDraws | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Children:
         """Log-probabilities and tokens [B, ..., count] of the best children of nodes, or of the
         likeliest draws of the target's.
         """

@@ -47,6 +47,12 @@ class GuessTree:
     depths: list[int]
     scores: list[float]  # logarithms of how likely nodes are accepted; never above the parent's
 
+    @classmethod
+    def chain(cls, tokens: Sequence[int], scores: Sequence[float]) -> "GuessTree":
+        """Tokens after each other."""
+        places = range(len(tokens))
+        return cls(list(tokens), list(places), [place + 1 for place in places], list(scores))
+
 
 class GrowingTree:
     """A tree that nodes are added to, and the best of them."""
@@ -79,11 +85,11 @@ class GrowingTree:
         node = self.known[parent, token] = len(tree.tokens)
         return node
 
-    def add_chain(self, tokens: Iterable[int], scores: Iterable[float]) -> None:
-        """Add tokens after each other, from the root on."""
-        node = 0
-        for token, score in zip(tokens, scores, strict=True):
-            node = self.add(node, token, score)
+    def add_tree(self, tree: GuessTree) -> None:
+        """Add all nodes of another tree with the same root."""
+        nodes = [0]
+        for parent, token, score in zip(tree.parents, tree.tokens, tree.scores, strict=True):
+            nodes.append(self.add(nodes[parent], token, score))
 
     def add_heaviest(
         self, counted: Counted, reached: Sequence[float], nodes: int, depth: int
@@ -110,12 +116,6 @@ class GrowingTree:
             node = self.add(parent, token, math.log(chance) if chance > 0 else -math.inf)
             if self.depth(node) < depth:
                 open_children(node, child)
-
-    def add_tree(self, tree: GuessTree) -> None:
-        """Add all nodes of another tree with the same root."""
-        nodes = [0]
-        for parent, token, score in zip(tree.parents, tree.tokens, tree.scores, strict=True):
-            nodes.append(self.add(nodes[parent], token, score))
 
     def best(self, nodes: int) -> GuessTree:
         """The tree of the `nodes` best nodes; of equals the first.

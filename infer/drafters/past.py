@@ -141,8 +141,8 @@ class Lookup(Drafter):
         """A session with the first tokens of prompts [B, T]; the others come with commits."""
         return Pasts(self, to_host(prompts[:, 0]))
 
-    def learn(self, past: Past, place: int) -> None:
-        """A row has gained its token at a place."""
+    def learn(self, past: Past) -> None:
+        """A row has gained a token."""
 
 
 class Pasts(DraftSession):
@@ -179,7 +179,7 @@ class Pasts(DraftSession):
                 if self.knows_prompt and past.match is not None:
                     self.drafter.matches.add(past.match.length, past.guess == token)
                 past.append(token)
-                self.drafter.learn(past, len(past.tokens) - 1)
+                self.drafter.learn(past)
         self.knows_prompt = True
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:

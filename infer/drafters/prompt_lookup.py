@@ -9,7 +9,7 @@ import math
 from drafthead.heads.errors import UserError
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.drafters.guess_tree import GrowingTree, GuessTree
+from drafthead.infer.drafters.guess_tree import GuessTree
 from drafthead.infer.drafters.match_record import MatchRecord
 from drafthead.infer.drafters.past import Lookup, Past
 
@@ -31,9 +31,8 @@ class PromptLookup(Lookup):
     def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
         """The chain that followed the match, or nothing."""
         tokens = past.continuation(min(nodes, depth), self.least)
-        tree = GrowingTree()
-        tree.add_chain(tokens, self.matches.log_chances(past.matched(self.least), len(tokens)))
-        return tree.tree
+        scores = self.matches.log_chances(past.matched(self.least), len(tokens))
+        return GuessTree.chain(tokens, scores)
 
     def outlook(self, past: Past) -> int:
         """The longer the match, the more: 3 for one of 4 or 5 tokens, see `KINDS`."""

@@ -55,16 +55,17 @@ class StoreLookup(Lookup):
         """
         tree, depth = GrowingTree(), min(depth, DEPTH)
         own = past.continuation(min(nodes, depth), LEAST_NGRAM)
-        tree.add_chain(own, self.matches.log_chances(past.matched(LEAST_NGRAM), len(own)))
+        scores = self.matches.log_chances(past.matched(LEAST_NGRAM), len(own))
+        tree.add_tree(GuessTree.chain(own, scores))
         counted = Counted.of(self.continuations(past, follows))
         reached = self.chances_at(self.found_elsewhere(past), Budget(max(TREE_SIZES), depth))
         tree.add_heaviest(counted, reached, len(tree) + nodes, depth)
         return tree.best(nodes)
 
-    def learn(self, past: Past, place: int) -> None:
+    def learn(self, past: Past) -> None:
         """Remember the token for other rows and later answers."""
         if self.earlier is not None:
-            self.earlier.add(past.tokens, place)
+            self.earlier.add(past.tokens, len(past.tokens) - 1)
 
     def outlook(self, past: Past) -> int:
         """How much of the row's end was found again: in its past, or else elsewhere."""

@@ -131,7 +131,8 @@ def grown_tree(first: str, texts: dict[str, float], nodes: int, depth: int = 9) 
     """A chain whose tokens are right in half of all cases each, and the heaviest of some texts."""
     tree = GrowingTree()
     chain = letters(first)[: min(nodes, depth)]
-    tree.add_chain(chain, [math.log(0.5) * place for place in range(1, len(chain) + 1)])
+    scores = [math.log(0.5) * place for place in range(1, len(chain) + 1)]
+    tree.add_tree(GuessTree.chain(chain, scores))
     counted = Counted.of((weight, letters(text)) for text, weight in texts.items())
     tree.add_heaviest(counted, [0.8**place for place in range(1, depth + 1)], nodes, depth)
     return tree.tree
@@ -178,7 +179,7 @@ def test_what_both_say_has_the_better_score() -> None:
 
 def test_the_best_nodes_of_a_tree_are_a_tree() -> None:
     tree = GrowingTree()
-    tree.add_chain(letters("abc"), [-1.0, -2.0, -2.5])
+    tree.add_tree(GuessTree.chain(letters("abc"), [-1.0, -2.0, -2.5]))
     other = tree.add(0, ord("x"), -1.5)
     tree.add(other, ord("y"), -0.1)  # no likelier than its parent
     best = tree.best(3)

@@ -11,7 +11,7 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.guess_tree import GrowingTree, GuessTree
+from drafthead.infer.drafters.guess_tree import GuessTree
 from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup, merged
 
 GREEDY = SamplingConfig()
@@ -19,9 +19,7 @@ GREEDY = SamplingConfig()
 
 def guess_of(tokens: str, *scores: float) -> GuessTree:
     """A chain of lookup, a letter a token."""
-    tree = GrowingTree()
-    tree.add_chain(map(ord, tokens), scores)
-    return tree.tree
+    return GuessTree.chain([ord(token) for token in tokens], scores)
 
 
 def chain_of(tokens: str, *scores: float) -> TokenTree:

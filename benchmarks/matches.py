@@ -1,0 +1,67 @@
+"""How often the token after a match is right in given answers: `benchmarks/matches.py --help`.
+
+The texts are read again as lookup in a row's own past reads them: each token that the target wrote
+is compared with what followed the longest match before it. What drafthead believes at first of
+matches of each length (`infer/drafters/match_record.py`) comes from here.
+"""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+from drafthead.heads.files import write_text
+from drafthead.infer.drafters.past import LONGEST, Past
+from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.scripts.data.inspect_data import load_tokenizer
+from drafthead.scripts.reports.tables import number, print_table
+from drafthead.train.data.token_table import Reading, TokenTable, token_table
+
+ROW = 1 << 20  # tokens of a conversation: nothing is cut
+
+
+def counted(table: TokenTable) -> tuple[list[int], list[int]]:
+    """Tokens that the target wrote after matches of 1, 2, ... `LONGEST` tokens, and right ones."""
+    seen, right = [0] * LONGEST, [0] * LONGEST
+    for sequence in tqdm(table, desc="texts", leave=False):
+        first, *others = sequence.input_ids.tolist()
+        past = Past(first)
+        for token, written in zip(others, sequence.supervised[1:].tolist(), strict=True):
+            if written and past.match is not None:
+                seen[past.match.length - 1] += 1
+                right[past.match.length - 1] += past.guess == token
+            past.append(token)
+    return seen, right
+
+
+def main(
+    tokenizer: Annotated[str, typer.Option(help="The target that wrote the answers.")],
+    data: Annotated[str, typer.Option(help="Conversations with the target's answers.")],
+    output: Annotated[Path, typer.Option(help="JSON file to write.")],
+    limit: Annotated[int, typer.Option(help="Use this many conversations.")] = 2000,
+) -> None:
+    """Count how often what followed a match was right, by the length of the match."""
+    table = token_table(Reading(data, None, ROW, limit), load_tokenizer(tokenizer))
+    seen, right = counted(table)
+    shares = [a / b if b else None for a, b in zip(right, seen, strict=True)]
+    rows = [
+        [str(length), str(count), number(share)]
+        for length, (count, share) in enumerate(zip(seen, shares, strict=True), start=1)
+    ]
+    print_table("tokens after matches", ["length", "tokens", "right"], rows)
+    about = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "seen": seen,
+        "right": right,
+    }
+    write_text(output, json.dumps(about, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
