@@ -23,7 +23,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.earlier import Earlier
-from drafthead.infer.drafters.other_vocabulary import model_drafter
+from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup

@@ -19,11 +19,13 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.frequent_tokens import FrequentTokens
 from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.train.data import token_table
+from drafthead.train.draft_models.student import FAMILY
 
 
 class ScriptedRandom(RowRandom):
@@ -132,9 +134,34 @@ def store_for(target: Target) -> Datastore:
     return Datastore.of(text.tolist(), "")
 
 
+SMALL_MODELS = ("draft-model", "frequent-tokens", "other-vocabulary", "self")
+
+
+@pytest.fixture(scope="session")
+def make_small_model(make_target: Callable[..., Target]) -> Callable[[str, Target], Drafter]:
+    """A draft model by name, of those in SMALL_MODELS."""
+
+    def make(kind: str, target: Target) -> Drafter:
+        if kind == "self":
+            return DraftModel(target, target, depth=3)
+        vocab = target.vocab_size
+        if kind == "other-vocabulary":
+            letters = "".join(map(chr, range(0x4E00, 0x4E00 + vocab)))
+            few = letters_tokenizer(letters[:0:-1], (letters[2:4],))
+            small = make_target(seed=1, layers=1, vocab=len(few), hidden=target.hidden_size)
+            theirs = Target(target.model, letters_tokenizer(letters))
+            return OtherVocabulary(Target(small.model, few), theirs, depth=3)
+        small = make_target(seed=1, layers=1, vocab=vocab, hidden=target.hidden_size)
+        if kind == "frequent-tokens":
+            return FrequentTokens(small, target, 3, torch.arange(0, vocab, 2))
+        return DraftModel(small, target, depth=3)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def make_drafter(
-    make_target: Callable[..., Target], make_head: Callable[..., DraftHead]
+    make_small_model: Callable[[str, Target], Drafter], make_head: Callable[..., DraftHead]
 ) -> Callable[[str, Target], Drafter]:
     """A drafter by name: every head family as tree and as chain, and what is not a head."""
 
@@ -148,19 +175,8 @@ def make_drafter(
 
     def alone(name: str, target: Target) -> Drafter:
         kind, _, form = name.partition(":")
-        if kind == "draft-model":
-            small = make_target(
-                seed=1, layers=1, vocab=target.vocab_size, hidden=target.hidden_size
-            )
-            return DraftModel(small, target, depth=3)
-        if kind == "other-vocabulary":
-            letters = "".join(map(chr, range(0x4E00, 0x4E00 + target.vocab_size)))
-            few = letters_tokenizer(letters[:0:-1], (letters[2:4],))
-            small = make_target(seed=1, layers=1, vocab=len(few), hidden=target.hidden_size)
-            theirs = Target(target.model, letters_tokenizer(letters))
-            return OtherVocabulary(Target(small.model, few), theirs, depth=3)
-        if kind == "self":
-            return DraftModel(target, target, depth=3)
+        if kind in SMALL_MODELS:
+            return make_small_model(kind, target)
         if kind == "datastore":
             return StoreLookup(store_for(target))
         if kind == "prompt-lookup":
@@ -175,7 +191,7 @@ def make_drafter(
 
 
 FORMS = ("tree", "chain", "own")
-NO_HEADS = ["draft-model", "other-vocabulary", "self", "prompt-lookup", "datastore"]
+NO_HEADS = [*SMALL_MODELS, "prompt-lookup", "datastore"]
 BRANCHED = [
     "medusa:tree+lookup", "parallel:own+lookup", "parallel:own+store", "draft-model+lookup",
 ]  # fmt: skip
@@ -196,3 +212,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("lawful_drafter", lawful)
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", sorted(HEADS))
+    if "trainable_family" in metafunc.fixturenames:
+        metafunc.parametrize("trainable_family", [*sorted(HEADS), FAMILY])

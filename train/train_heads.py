@@ -16,14 +16,16 @@ from accelerate.utils import set_seed
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from drafthead.heads.base import DraftHead, head_family
+from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.train.data.checks import check_held_out, check_writers
 from drafthead.train.data.packing import PackedData, load_packed
+from drafthead.train.draft_models.folder import load_student
+from drafthead.train.draft_models.student import Student
 from drafthead.train.features.kept import FeatureSource, KeptFeatures
-from drafthead.train.features.reading import load_target
+from drafthead.train.features.reading import NOTHING, load_target
 from drafthead.train.jobs.full_disk import full_disk_named
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.engines import build_accelerator
@@ -33,6 +35,7 @@ from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.run.folder import RunFolder
 from drafthead.train.run.saved_states import Sources
 from drafthead.train.run.starting_config import write_starting_config
+from drafthead.train.run.trainables import trainable
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +78,21 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
         check_held_out(rows, held_out, data.validation)
     kept = None
     if data.feature_folder is not None:
+        refuse_nothing_to_keep(head)
         source = FeatureSource(sources.target, sources.data, str(target.dtype), precision)
         kept = KeptFeatures(Path(data.feature_folder), source, head.features_needed)
         check_space(kept, target, rows)
     task = TrainingTask(target, config.target.name, head, sources, rows, held_out, kept)
     return Trainer(accelerator, task, config.train, config.optimizer, folder)
+
+
+def refuse_nothing_to_keep(head: DraftHead) -> None:
+    """Raise UserError for a head that reads no features of the target."""
+    if head.features_needed == NOTHING:
+        raise UserError(
+            "data.feature_folder keeps the target's features, of which a draft model with "
+            f"head.loss={head.config.loss} reads none: leave it out"
+        )
 
 
 def check_space(kept: KeptFeatures, target: Target, rows: PackedData) -> None:
@@ -94,7 +107,7 @@ def new_head(family: str, config: Any, target: Target, token_counts: torch.Tenso
 
     Raises UserError when the head cannot have the configured sizes.
     """
-    cls = head_family(family)
+    cls = trainable(family)
     check_taps(cls, config, target)
     head = cls(cls.sized(config, target))
     head.prepare(token_counts)
@@ -107,6 +120,9 @@ def begin_with(head: DraftHead, source: str, target: Target) -> None:
 
     Raises UserError when that is of another family or shape.
     """
+    if isinstance(head, Student):
+        load_student(head, Path(source))
+        return
     trained = load_head(Path(source), target)
     if trained.family != head.family:
         raise UserError(

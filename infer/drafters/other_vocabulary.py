@@ -14,7 +14,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.host import to_host
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
-from drafthead.infer.drafters.draft_model import DraftModel, DraftModelSession, same_tokenizer
+from drafthead.infer.drafters.draft_model import DraftModel, DraftModelSession
 from drafthead.infer.drafters.translation import SharedTokens, TranslatedRow, Translator
 from drafthead.infer.engine.prefill import padded
 
@@ -58,11 +58,6 @@ class OtherVocabulary(DraftModel):
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session whose model has read the text of the prompts [B, T] of lengths [B]."""
         return OtherVocabularySession(self, prompts, lengths)
-
-
-def model_drafter(model: Target, target: Target, depth: int) -> DraftModel:
-    """A drafter for a draft model with the target's tokenizer or another one."""
-    return (DraftModel if same_tokenizer(target, model) else OtherVocabulary)(model, target, depth)
 
 
 class OtherVocabularySession(DraftModelSession):

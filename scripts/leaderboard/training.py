@@ -13,7 +13,7 @@ from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import decoder_for
-from drafthead.infer.drafters.other_vocabulary import model_drafter
+from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.scripts.leaderboard.config import Board, Entry
 from drafthead.scripts.measuring.record import prompt_ids
 from drafthead.train.data.conversations import read_conversations

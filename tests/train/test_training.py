@@ -45,6 +45,7 @@ from drafthead.train.learning.loop import Trainer
 from drafthead.train.learning.ranks import RankedAnchors, count_paths
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.folder import RunFolder, cut_log, first_difference
+from drafthead.train.run.trainables import trainable
 from drafthead.train.train_heads import new_head, train
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +166,7 @@ def features(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> HeadBatch
 def fresh_head(family: str, target: Target) -> DraftHead:
     torch.manual_seed(0)
     counts = torch.ones(target.vocab_size, dtype=torch.long)
-    return new_head(family, HEADS[family].config_class(), target, counts)
+    return new_head(family, trainable(family).config_class(), target, counts)
 
 
 # Data
@@ -224,8 +225,8 @@ def test_features_of_a_packed_row_equal_those_of_its_conversations_alone(name: s
         start = end
 
 
-def test_packing_does_not_change_a_heads_loss(family: str, target: Target):
-    head = fresh_head(family, target)
+def test_packing_does_not_change_a_heads_loss(trainable_family: str, target: Target):
+    head = fresh_head(trainable_family, target)
     sequences = [sequence(length, length) for length in (7, 12, 5)]
     packed = features(target, collate([sequences]), head.features_needed)
     alone = features(target, collate([[s] for s in sequences]), head.features_needed)
@@ -479,13 +480,13 @@ def test_the_on_policy_stage_is_entered_and_a_run_killed_in_it_continues_alike(c
     assert losses(folder) == pytest.approx(expected, abs=1e-6)
 
 
-def test_kept_features_change_no_loss(family: str, configure, tmp_path: Path):
+def test_kept_features_change_no_loss(trainable_family: str, configure, tmp_path: Path):
     """Over the first epoch, which writes them, and the later ones, which read them.
 
     A row is rounded as in the batch in which it was read first.
     """
-    online = losses(run(configure("online", family, epochs=3)))
-    kept = configure("kept", family, epochs=3)
+    online = losses(run(configure("online", trainable_family, epochs=3)))
+    kept = configure("kept", trainable_family, epochs=3)
     settings = f"data.feature_folder={tmp_path / 'features'}"
     assert losses(run(kept, settings)) == pytest.approx(online, rel=1e-4)
 

@@ -11,10 +11,12 @@ import torch
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData, TokenBatch
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
+
+NOTHING = FeatureSpec(layers=(), last=False)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,11 @@ def segment_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def read_features(
     target: Target, tokens: TokenBatch, spec: FeatureSpec, mixed_precision: str
 ) -> HeadBatch:
-    """Run the target over packed rows [B, T] and return what the head reads."""
+    """Run the target over packed rows [B, T] and return what the head reads, if it is anything."""
     tokens = tokens.to(target.device)
+    if spec == NOTHING:
+        features = Features(last=None)
+        return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
     # A 16-bit target runs as in decoding; autocast is only for a float32 target.
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
     with computing_in(mixed_precision if casts else "no", target.device):

@@ -8,6 +8,8 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from drafthead.heads.checkpoint import save_head
+from drafthead.train.draft_models.folder import save_draft_model
+from drafthead.train.draft_models.student import Student
 from drafthead.train.learning.evaluation import Evaluation
 from drafthead.train.learning.step import TrainingTask
 from drafthead.train.run.folder import BestEvaluation, RunFolder, provenance
@@ -71,6 +73,9 @@ class RunWriter:
             **vars(progress),
             "evaluation": evaluation.summary() if evaluation else None,
         }
+        if isinstance(head, Student):
+            save_draft_model(head, folder, target, origin)
+            return
         save_head(head, folder, target, self.task.target_name, origin, dtype=target.dtype)
 
 

@@ -14,12 +14,12 @@ import yaml
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 import drafthead.heads  # noqa: F401  fills the registry of head families
-from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.train.data.packing import DataConfig
 from drafthead.train.features.reading import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.folder import RunFolder, Settings
+from drafthead.train.run.trainables import trainable
 
 DEFAULT_FAMILY = "medusa"
 
@@ -137,7 +137,7 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
     sections = {
         "target": TargetConfig,
-        "head": head_family(family).config_class,
+        "head": trainable(family).config_class,
         "data": DataConfig,
         "optimizer": OptimizerConfig,
         "train": TrainConfig,

@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
-from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import refuse_missing_folder
 from drafthead.train.run.config import load_run_config
+from drafthead.train.run.trainables import trainable
 
 WIDE = 1024  # hidden size from which a target counts as large
 # For small targets and for large ones.
@@ -27,7 +27,7 @@ def write_starting_config(family: str, target: str, path: Path) -> None:
     Raises UserError when the file exists, the family does not, or the target's sizes cannot be
     read.
     """
-    head_family(family)
+    trainable(family)
     if path.exists():
         raise UserError(f"{path} exists already: give --config another name for the new file")
     template = files("drafthead.configs").joinpath(f"{family}.yaml").read_text(encoding="utf-8")

@@ -13,7 +13,8 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.drafters.other_vocabulary import OtherVocabulary, model_drafter
+from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.translation import (
     SharedTokens,
     TranslatedRow,

@@ -61,8 +61,10 @@ class Makings(TorchFunctionMode):
 
 
 def on_meta(drafter: Drafter) -> Drafter:
-    """The drafter with all of its weights on the meta device."""
-    for part in vars(drafter).values():
+    """The drafter with all of its weights and tables on the meta device."""
+    for name, part in [*vars(drafter).items()]:
+        if torch.is_tensor(part):
+            setattr(drafter, name, part.to(META))
         if isinstance(part, Drafter):
             on_meta(part)
         model = part.model if isinstance(part, Target) else part

@@ -53,10 +53,10 @@ def test_defaults_give_way_to_the_file_and_the_file_to_the_override(load):
     assert (overridden.lr, overridden.warmup_ratio) == (1e-4, 0.1)
 
 
-def test_the_family_decides_the_heads_settings(load, family: str):
-    config = load(RUN, f"head.family={family}")
-    assert config.family == family
-    assert config.settings()["head"]["family"] == family
+def test_the_family_decides_the_heads_settings(load, trainable_family: str):
+    config = load(RUN, f"head.family={trainable_family}")
+    assert config.family == trainable_family
+    assert config.settings()["head"]["family"] == trainable_family
 
 
 def test_head_settings_reach_the_familys_dataclass(load):

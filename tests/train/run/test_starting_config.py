@@ -1,4 +1,4 @@
-"""The first configuration of a run, fitted to a target. conftest.py gives each `family`."""
+"""The first configuration of a run, fitted to a target. conftest.py gives the families."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +32,13 @@ def settings(hidden_size: int, vocab_size: int, context: int | None) -> dict[str
     return {key.strip(): value for key, _, value in reversed(lines)}
 
 
-def test_a_family_has_a_file_that_trains_it(family: str, tmp_path: Path):
+def test_a_family_has_a_file_that_trains_it(trainable_family: str, tmp_path: Path):
     target = tmp_path / "target"
     write_target(target, max_position_embeddings=128)
     path = tmp_path / "runs" / "mine.yaml"
-    write_starting_config(family, str(target), path)
+    write_starting_config(trainable_family, str(target), path)
     config = load_run_config(path)
-    assert (config.family, config.target.name) == (family, str(target))
+    assert (config.family, config.target.name) == (trainable_family, str(target))
     assert config.data.max_length == 128  # the target's context
     assert getattr(config.head, "draft_vocab_size", 0) == 0  # a small vocabulary is guessed whole
 

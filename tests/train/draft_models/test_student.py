@@ -1,0 +1,251 @@
+"""Draft models: cut out of a target, trained on its answers, written for transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import VOCAB, llama_config, tiny_llama, write_conversations, write_target
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.frequent_tokens import DRAFT_IDS_FILE, FrequentTokens
+from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.train.data.packing import collate
+from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.draft_models.cut import architecture_of, built, copy_layers, evenly_spaced
+from drafthead.train.draft_models.student import DraftModelConfig, Student
+from drafthead.train.features.reading import read_features
+from drafthead.train.learning.evaluation import measure, ranked_anchors
+from drafthead.train.run.config import load_run_config
+from drafthead.train.train_heads import train
+
+FEW = torch.arange(0, VOCAB, 2)
+
+
+def student_of(target: Target, **options: object) -> Student:
+    """A fresh student in eval mode; with a draft vocabulary it guesses the tokens of FEW."""
+    student = Student(Student.sized(DraftModelConfig(**options), target))
+    counts = torch.zeros(target.vocab_size).index_fill(0, FEW, 1)
+    student.prepare(counts)
+    student.initialize(target)
+    return student.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("count", "layers"), [(1, (0,)), (2, (0, 29)), (4, (0, 10, 19, 29)), (30, tuple(range(30)))]
+)
+def test_layers_are_spaced_evenly(count: int, layers: tuple[int, ...]):
+    assert evenly_spaced(count, 30) == layers
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3"])
+def test_a_model_of_all_layers_is_the_target(name: str):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3,
+             "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    torch.manual_seed(0)
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)))
+    model = built(architecture_of(target, (0, 1, 2)))
+    copy_layers(target, (0, 1, 2), model)
+    ids = torch.arange(8, 20)[None]
+    assert torch.equal(Target(model).forward(ids, torch.arange(12)[None], None),
+                       target.forward(ids, torch.arange(12)[None], None))  # fmt: skip
+
+
+def test_chosen_layers_keep_their_kind_and_their_weights():
+    config = AutoConfig.for_model(
+        "gemma3_text", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, sliding_window=8,
+    )  # fmt: skip
+    target = Target(Gemma3ForCausalLM(config))
+    assert config.layer_types[5] == "full_attention" != config.layer_types[4]
+    model = built(architecture_of(target, (0, 5)))
+    copy_layers(target, (0, 5), model)
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+    assert target.config.num_hidden_layers == 6
+    ours, theirs = model.model.layers[1].state_dict(), target.layers[5].state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_model_of_all_layers_drafts_what_the_target_says(target: Target):
+    student = student_of(target, layers=tuple(range(target.num_layers)), depth=3)
+    drafter = DraftModel(Target(student.model, target.tokenizer), target, depth=3)
+    result = Decoder(target, drafter).generate([[9, 10, 11]], max_new_tokens=40)
+    assert result.stats.tau > 3.5
+
+
+@pytest.mark.parametrize("draft_vocab_size", [0, len(FEW)])
+def test_the_tau_that_is_reported_is_the_tau_of_decoding(target: Target, draft_vocab_size: int):
+    """Answers of several lengths, several to a row, drafted as chains."""
+    depth = 3
+    student = student_of(target, num_layers=1, depth=depth, draft_vocab_size=draft_vocab_size)
+    model = Target(student.model, target.tokenizer)
+    drafter = (
+        FrequentTokens(model, target, depth, FEW)
+        if draft_vocab_size
+        else DraftModel(model, target, depth)
+    )
+    prompts = [[9, 10, 11], [20, 21], [30, 31, 32, 33], [8], [40, 41, 42], [50, 51]]
+    plain = Decoder(target).generate(prompts, max_new_tokens=60)
+    result = Decoder(target, drafter, Budget(depth + 1, depth)).generate(prompts, max_new_tokens=60)
+    assert result.sequences == plain.sequences
+    sequences = [
+        TokenSequence(
+            torch.tensor(p + s, dtype=torch.int32), torch.arange(len(p) + len(s)) >= len(p)
+        )
+        for p, s in zip(prompts, result.sequences, strict=True)
+    ]
+    tokens = collate([sequences[:2], sequences[2:3], sequences[3:]])
+    batch = read_features(target, tokens, student.features_needed, "no")
+    evaluation = measure(ranked_anchors(batch, student.loss(batch, target).ranks))
+    assert evaluation.tau_chain == pytest.approx(result.stats.tau)
+    assert result.stats.tau > 1, "something was accepted"
+
+
+@pytest.mark.parametrize("loss", ["hard", "soft"])
+def test_the_loss_is_that_of_the_tokens_that_drafts_guess(target: Target, loss: str):
+    """One answer of five tokens: drafts begin at the first, and guess the four others."""
+    student = student_of(target, num_layers=1, depth=2, loss=loss)
+    ids = torch.tensor([9, 10, 11, 20, 21, 22, 23, 24], dtype=torch.int32)
+    tokens = collate([[TokenSequence(ids, torch.arange(8) >= 3)]])
+    batch = read_features(target, tokens, student.features_needed, "no")
+    positions = torch.arange(8)[None]
+    log_probs = Target(student.model).forward(tokens.input_ids, positions, None)[0].log_softmax(-1)
+    wanted = target.forward(tokens.input_ids, positions, None)[0].softmax(-1)
+    if loss == "hard":
+        wanted = torch.nn.functional.one_hot(tokens.input_ids[0].roll(-1), target.vocab_size)
+    each = -(wanted * log_probs).sum(-1)
+    found = student.loss(batch, target)
+    # The token after the first one is guessed by one of two drafts, the others by both.
+    torch.testing.assert_close(found.total, each[3] / 2 + each[4] + each[5] + each[6])
+    assert found.depth_counts.tolist() == [4, 3]
+    torch.testing.assert_close(found.depth_losses[1], each[4] + each[5] + each[6])
+
+
+@pytest.fixture
+def configure(tmp_path: Path):
+    """Writes a run's YAML, for a target of four layers."""
+    write_target(tmp_path / "target", max_position_embeddings=128, num_hidden_layers=4)
+    write_conversations(tmp_path / "train.jsonl", 40, seed=0)
+    write_conversations(tmp_path / "validation.jsonl", 8, seed=1)
+
+    def write(name: str = "run", **head: object) -> Path:
+        content = {
+            "target": {"name": str(tmp_path / "target")},
+            "head": {"family": "draft_model", "loss": "hard", **head},
+            "data": {
+                "train": str(tmp_path / "train.jsonl"),
+                "validation": str(tmp_path / "validation.jsonl"),
+                "max_length": 64,
+            },
+            "optimizer": {"name": "muon", "lr": 3e-3},
+            "train": {
+                "output": str(tmp_path / name),
+                "batch_rows": 4,
+                "max_steps": 12,
+                "cpu": True,
+            },
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def run(config: Path, *overrides: str) -> Path:
+    """Train in this process; gives the output folder."""
+    loaded = load_run_config(config, overrides)
+    assert train(loaded)
+    return Path(loaded.train.output)
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_what_is_written_drafts_here_and_loads_in_transformers(configure, tmp_path: Path, few: int):
+    folder = run(configure(num_layers=2, draft_vocab_size=few), "train.max_steps=40")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["loss"] < records[0]["loss"] / 2
+    assert (folder / DRAFT_IDS_FILE).exists() == bool(few)
+    assert not list(folder.glob(".model.*"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.num_hidden_layers == 2
+    target = tmp_path / "target"
+    decoder = Decoder.from_pretrained(target, draft_model=folder, dtype="float32")
+    assert type(decoder.drafter) is (FrequentTokens if few else DraftModel)
+    prompts = ["count", "abcd abcd "]
+    plain = Decoder.from_pretrained(target, dtype="float32").generate(prompts, max_new_tokens=24)
+    assert decoder.generate(prompts, max_new_tokens=24).sequences == plain.sequences
+
+
+def test_a_run_goes_on_where_it_was_stopped(configure):
+    """Twelve steps at once write what eight and then four more write."""
+    steady = ["optimizer.schedule=constant", "optimizer.warmup_ratio=0"]
+    whole, parts = (configure(name, num_layers=1) for name in ("whole", "parts"))
+    stopped = run(parts, *steady, "train.max_steps=8")
+    before = (stopped / "model.safetensors").read_bytes()
+    folders = run(whole, *steady), run(parts, *steady)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert weights[0] == weights[1] != before
+
+
+def test_a_run_can_begin_with_a_draft_model(configure):
+    first = run(configure("first", num_layers=1))
+    second = run(configure("second", num_layers=1), f"train.init_from={first}", "train.max_steps=1")
+    losses = [
+        [json.loads(line)["loss"] for line in (f / "metrics.jsonl").read_text().splitlines()]
+        for f in (first, second)
+    ]
+    assert losses[1][0] < losses[0][0] / 2
+    with pytest.raises(UserError, match=r"init_from=.* has another shape"):
+        run(configure("third", num_layers=2), f"train.init_from={first}")
+
+
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        ({"layers": [0, 4]}, r"head.layers is \[0, 4\], but the target has layers 0 to 3"),
+        ({"num_layers": 3, "layers": [0, 1]}, r"num_layers is 3, but layers names \(0, 1\)"),
+        ({"num_layers": -1}, "must not be negative"),
+        ({"loss": "none"}, "loss must be one of"),
+        ({"draft_vocab_size": 1000}, "head.draft_vocab_size is 1000, but the target has"),
+    ],
+)
+def test_a_wrong_shape_is_said(configure, head: dict[str, object], sentence: str):
+    with pytest.raises(UserError, match=sentence):
+        run(configure(**head))
+
+
+def test_hard_labels_need_no_features(configure, tmp_path: Path):
+    with pytest.raises(UserError, match=r"a draft model with head.loss=hard reads none"):
+        run(configure(), f"data.feature_folder={tmp_path / 'features'}")
+
+
+def test_a_model_with_adapters_cannot_be_cut():
+    target = Target(tiny_llama())
+    target.layers[0].mlp.up_proj = torch.nn.Sequential(target.layers[0].mlp.up_proj)
+    with pytest.raises(UserError, match="cannot be cut out of this target"):
+        copy_layers(target, (0,), built(architecture_of(target, (0,))))
+
+
+@pytest.mark.parametrize(
+    "tokens", ["[1, 2]", '{"draft_ids": []}', '{"draft_ids": [2, 1]}', '{"draft_ids": [1, 64]}',
+               '{"draft_ids": [1, 1]}', '{"draft_ids": [1.5]}', '{"draft_ids": null}', "{"],
+)  # fmt: skip
+def test_a_damaged_draft_vocabulary_is_named(tmp_path: Path, tokens: str):
+    tiny_llama().save_pretrained(tmp_path)
+    (tmp_path / DRAFT_IDS_FILE).write_text(tokens)
+    model = Target.from_pretrained(tmp_path, "float32", "cpu")
+    with pytest.raises(UserError, match=DRAFT_IDS_FILE):
+        model_drafter(model, model, depth=2)
+
+
+def test_the_given_model_keeps_its_output_head():
+    model = Target(AutoModelForCausalLM.from_config(llama_config(tie_word_embeddings=True)))
+    drafter = FrequentTokens(model, model, 2, FEW)
+    assert drafter.model.output_weight().shape[0] == len(FEW)
+    assert model.output_weight().shape[0] == model.model.lm_head.weight.shape[0] == VOCAB
