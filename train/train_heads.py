@@ -30,6 +30,7 @@ from drafthead.train.jobs.full_disk import full_disk_named
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.engines import build_accelerator
 from drafthead.train.learning.loop import Trainer
+from drafthead.train.learning.precision import warn_of_slow_bfloat16
 from drafthead.train.learning.step import TrainingTask
 from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.run.folder import RunFolder
@@ -61,6 +62,8 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     """Load target and data, and make the head."""
     set_seed(config.train.seed)
     data, precision = config.data, config.train.mixed_precision
+    if accelerator.is_main_process:
+        warn_of_slow_bfloat16(accelerator.device, precision)
     target = load_target(config.target, precision, data.max_length, accelerator.device)
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one

@@ -99,15 +99,17 @@ def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:
 
 
 def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
-    """Bars of tokens/s, and beside them the phases of a step; one row of axes per temperature."""
+    """Bars of tokens/s, the phases of a step, and bounds; one row of axes per temperature."""
     temperatures = sorted({row.temperature for row in rows})
+    height = 0.7 + 0.5 * len(rows) + len(temperatures)
     figure, axes = plt.subplots(
-        len(temperatures), 2, figsize=(12, 0.7 + 0.5 * len(rows) + len(temperatures)), squeeze=False
+        len(temperatures), 3, figsize=(18, max(height, 4.5 * len(temperatures))), squeeze=False
     )
-    for (speeds, phases), temperature in zip(axes, temperatures, strict=True):
+    for (speeds, phases, bounds), temperature in zip(axes, temperatures, strict=True):
         chosen = [row for row in rows if row.temperature == temperature][::-1]
         _draw_speeds(speeds, chosen, temperature)
         _draw_phases(phases, [row for row in chosen if row.phase_seconds])
+        _draw_bounds(bounds, [row for row in chosen if row.speedup_bound is not None])
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     save_figure(figure, path)
@@ -124,7 +126,7 @@ def _draw_speeds(axes: Axes, rows: Sequence[ComparisonRow], temperature: float) 
         for row in rows
     ]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
-    axes.margins(x=0.32)  # room for the labels
+    axes.margins(x=0.45)  # room for the labels
     axes.set_xlabel(f"tokens per second, temperature {temperature:g}")
 
 
@@ -138,6 +140,27 @@ def _draw_phases(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         left = [a + b for a, b in zip(left, width, strict=True)]
     axes.set_xlabel("milliseconds per step")
     axes.legend(fontsize=8)
+
+
+def _draw_bounds(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    """Measured speedups against those that the phases of a step allow; grey is up to 10 % less."""
+    bounds = [row.speedup_bound or 0.0 for row in rows]
+    ends = [0.9 * min([1.0, *bounds]), 1.1 * max([1.0, *bounds])]
+    axes.plot(ends, ends, color=BASELINE, linewidth=1)
+    axes.fill_between(ends, [0.9 * end for end in ends], ends, color=BASELINE, alpha=0.15)
+    for place, (row, bound) in enumerate(zip(rows[::-1], bounds[::-1], strict=True), 1):
+        label = f"{place}  {row.mode}"
+        axes.plot(bound, row.speedup, "o", color=OURS, markersize=5, label=label)
+        axes.annotate(
+            str(place),
+            (bound, row.speedup),
+            xytext=(5, -10),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_xlabel("speedup that the phases of a step allow")
+    axes.set_ylabel("measured speedup")
+    axes.legend(fontsize=8, handlelength=0, markerscale=0)
 
 
 def write_report(
