@@ -68,8 +68,8 @@ class Drafters:
         """transformers' own decoding runs on `target`; `assistant` is a draft model.
 
         Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
-        have the first size. With `with_lookup` each head also takes part with lookup beside it:
-        prompt lookup, and if there is something `stored`, lookup in that.
+        have the first size. With `with_lookup` the draft model and each head also take part with
+        lookup beside them: prompt lookup, and if there is something `stored`, lookup in that.
         """
         self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
         first = tree_nodes[0]
@@ -77,14 +77,17 @@ class Drafters:
         ours = self.plain.target
         self.lookup = decoder_for(ours, PromptLookup(draft_tokens), first, compile)
         self.stored = None if stored is None else decoder_for(ours, stored, first, compile)
-        self.draft = None
-        if assistant is not None:
-            drafter = model_drafter(assistant, ours, draft_tokens)
-            self.draft = decoder_for(ours, drafter, first, compile)
-        self.is_chain = first is not None and first <= draft_tokens + 1  # of the draft model
         beside: dict[str, StoreLookup | None] = {"lookup": None} if with_lookup else {}
         if with_lookup and stored is not None:
             beside["datastore"] = stored
+        self.drafts: list[tuple[str, Decoder]] = []  # mode, decoder: the draft model's
+        self.is_chain = first is not None and first <= draft_tokens + 1  # its, alone
+        if assistant is not None:
+            drafter = model_drafter(assistant, ours, draft_tokens)
+            self.drafts.append((DRAFT_MODEL, decoder_for(ours, drafter, first, compile)))
+            for name, lookup in beside.items():
+                both = decoder_for(ours, WithLookup(drafter, lookup), first, False)
+                self.drafts.append((f"{DRAFT_MODEL} + {name}", both))
         self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
         for folder in heads:
             head = head_drafter(load_head(folder, ours), ours)
@@ -108,10 +111,10 @@ class Drafters:
         ]
         if self.assistant is not None and assisted:
             contestants += self._assisted(self.assistant, sampling)
-        if self.draft is not None:
-            kind = DRAFT_MODEL
+        for mode, decoder in self.drafts:
+            chain = self.is_chain and mode == DRAFT_MODEL
             contestants.append(
-                Ours(kind, kind, sampling, self.draft, verifier=verifier, is_chain=self.is_chain)
+                Ours(mode, DRAFT_MODEL, sampling, decoder, verifier=verifier, is_chain=chain)
             )
         contestants.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
         if self.stored is not None:
