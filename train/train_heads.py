@@ -191,6 +191,8 @@ def main(
     is_main = int(os.environ.get("RANK", "0")) == 0
     logging.getLogger("drafthead").setLevel(logging.INFO if is_main else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.WARNING)
+    # It would warn of the two names of tied weights at every save.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # else one line per retry
     disable_progress_bar()
     if not train(load_run_config(config, settings or [])):

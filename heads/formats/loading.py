@@ -27,7 +27,9 @@ def recognised(path: Path) -> tuple[Format, Checkpoint]:
     Raises UserError when there is none, when it is damaged, or when its format is not known.
     """
     problem: UserError | None = None
+    is_model = False
     for checkpoint in checkpoints_at(path):
+        is_model |= is_language_model(checkpoint)
         try:
             for known in FORMATS.values():
                 if known.recognises(checkpoint):
@@ -35,9 +37,16 @@ def recognised(path: Path) -> tuple[Format, Checkpoint]:
                     return known, checkpoint
         except UserError as error:
             problem = problem or error
+    hint = " (its configuration is a language model's: is it a draft model?)" if is_model else ""
     raise problem or UserError(
-        f"{path} holds no draft head of a known format; known formats: {', '.join(FORMATS)}"
+        f"{path} holds no draft head of a known format; known formats: {', '.join(FORMATS)}{hint}"
     )
+
+
+def is_language_model(checkpoint: Checkpoint) -> bool:
+    """Whether a configuration names a class of transformers that predicts tokens."""
+    named = checkpoint.config.get("architectures")
+    return isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
 
 
 @one_sentence()

@@ -9,6 +9,7 @@ import yaml
 from tiny import VOCAB, llama_config, tiny_llama, write_conversations, write_target
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM
 
+from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
@@ -175,6 +176,8 @@ def test_what_is_written_drafts_here_and_loads_in_transformers(configure, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.num_hidden_layers == 2
     target = tmp_path / "target"
+    with pytest.raises(UserError, match=r"no draft head .* is it a draft model\?"):
+        load_head(folder, Target.from_pretrained(target, "float32", "cpu"))
     decoder = Decoder.from_pretrained(target, draft_model=folder, dtype="float32")
     assert type(decoder.drafter) is (FrequentTokens if few else DraftModel)
     prompts = ["count", "abcd abcd "]
