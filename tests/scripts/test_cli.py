@@ -173,6 +173,20 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     assert (tmp_path / "race" / "comparison.png").exists()
 
 
+def test_doctor_says_what_it_has_seen(run, tmp_path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    common = "--target", "@target"
+    run("distill", *common, "--prompts", "@prompts.jsonl", "--output", str(answers))
+    status, out, _ = run(
+        "doctor", *common, "--head", "@head", "--data", str(answers),
+        "--output", str(tmp_path / "doctor.json"),
+    )  # fmt: skip
+    assert status == 0 and "checks, faults: " in out
+    record = json.loads((tmp_path / "doctor.json").read_text())
+    assert record["findings"]["answers of another model"]["remedy"] is None
+    assert record["findings"]["plain decoding is faster"]["evidence"]
+
+
 def test_evaluate_measures_the_tau_of_decoding(run, models_folder, tmp_path) -> None:
     answers = tmp_path / "answers.jsonl"
     common = "--target", "@target"

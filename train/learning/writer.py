@@ -71,6 +71,7 @@ class RunWriter:
         origin = {
             **provenance(self.folder.settings),
             **vars(progress),
+            "target_weights": self.sources.target,
             "evaluation": evaluation.summary() if evaluation else None,
         }
         if isinstance(head, Student):

@@ -1,0 +1,111 @@
+"""`drafthead doctor`: why a head is accepted seldom."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from drafthead.heads.checkpoint import load_head
+from drafthead.heads.files import write_text
+from drafthead.heads.formats import read_foreign
+from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import decoder_for, head_drafter
+from drafthead.scripts import options
+from drafthead.scripts.measuring.plan_tree import measured_plan
+from drafthead.scripts.measuring.record import describe_run
+from drafthead.train.data.conversations import read_conversations
+from drafthead.train.data.token_table import Reading, token_table
+from drafthead.train.diagnosis.checks import CHECKS, Finding
+from drafthead.train.diagnosis.examination import Patient, examine
+
+ROW = 1024  # tokens; longer conversations are cut
+PLANNER = "plain decoding is faster"
+
+
+def main(
+    target: options.TargetName,
+    head: Annotated[Path, typer.Option(help="Folder of a trained head.")],
+    data: Annotated[str, typer.Option(help="Answers of the target, not those of the training.")],
+    limit: Annotated[
+        int,
+        typer.Option(
+            help="Use this many conversations, from the first.", callback=options.at_least_one
+        ),
+    ] = 100,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    dtype: options.DtypeName = "auto",
+    device: options.DeviceName = "auto",
+) -> None:
+    """Look for the reasons why a head is accepted seldom.
+
+    The target reads each answer once, and the head guesses after each token of it. What is checked:
+    who wrote the answers and how, whether prompts are rendered as in decoding, taps and draft
+    vocabulary of the head, loops and cut answers, whether the head was trained on these answers,
+    for this model and for long enough, at which depth its guesses fail, and whether the planner
+    takes its trees on this machine. Each line says what was seen, and of a fault what to do.
+    """
+    patient = patient_of(target, head, data, limit, dtype, device)
+    with tqdm(total=len(patient.answers), desc="reading answers", unit="answer") as bar:
+        seen = examine(patient, bar.update)
+    findings = {name: found for name, look in CHECKS.items() if (found := look(seen)) is not None}
+    findings[PLANNER] = planner_of(patient)
+    show(findings)
+    if output is not None:
+        record = describe_run(target, patient.target) | {
+            "head": str(head),
+            "data": data,
+            "evaluation": seen.evaluation.summary(),
+            "findings": {name: asdict(found) for name, found in findings.items()},
+        }
+        write_text(output, json.dumps(record, indent=2) + "\n")
+
+
+def patient_of(target: str, head: Path, data: str, limit: int, dtype: str, device: str) -> Patient:
+    """Load what is examined; raises UserError for what cannot be read."""
+    model = Target.from_pretrained(target, dtype, device)
+    trained = load_head(head, model)
+    _, foreign = read_foreign(head, TargetFacts.of(model))
+    assert model.tokenizer is not None  # a target read from disk has one
+    longest = min(ROW, model.max_length or ROW)
+    return Patient(
+        model,
+        target,
+        trained,
+        foreign.provenance,
+        data,
+        read_conversations(data, limit=limit),
+        token_table(Reading(data, None, longest, limit), model.tokenizer),
+    )
+
+
+def planner_of(patient: Patient) -> Finding:
+    """What the planner takes for one user, uncompiled, by what steps cost on this machine."""
+    drafter = head_drafter(patient.head, patient.target)
+    decoder = decoder_for(patient.target, drafter, None, compile=False)
+    plan = measured_plan(decoder, batch=1, temperature=0.0, fresh=False)
+    chosen = next(row for row in plan.rows if row.chosen)
+    if chosen.nodes > 1:
+        return Finding(plan.notes[0])
+    return Finding(
+        plan.notes[0],
+        "a better head, or a cheaper one; `drafthead plan-tree --compile` shows compiled steps",
+    )
+
+
+def show(findings: dict[str, Finding]) -> None:
+    """Print what was seen, faults first, and of these what to do."""
+    faults = [name for name, found in findings.items() if found.is_fault]
+    table = Table(title=f"{len(findings)} checks, faults: {len(faults)}", show_lines=True)
+    for column in ("fault", "found", "what was seen, and what to do"):
+        table.add_column(column)
+    for name in sorted(findings, key=lambda name: not findings[name].is_fault):
+        found = findings[name]
+        text = found.evidence if found.remedy is None else f"{found.evidence}\n> {found.remedy}"
+        table.add_row(name, "yes" if found.is_fault else "no", text)
+    Console(highlight=False, markup=False).print(table)

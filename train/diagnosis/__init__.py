@@ -1,0 +1,1 @@
+"""drafthead.train.diagnosis: why a head is accepted less often than it could be."""

@@ -1,0 +1,113 @@
+"""What one reading of answers tells about a head, its target and the answers themselves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from drafthead.heads.base import DraftHead, HeadBatch
+from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.packing import collate
+from drafthead.train.data.token_table import TokenTable
+from drafthead.train.features.reading import read_features
+from drafthead.train.learning.evaluation import Evaluation, measure, ranked_anchors
+from drafthead.train.learning.ranks import RankedAnchors
+
+SHIFTS = (-1, 0, 1)  # of the taps, in layers
+
+
+@dataclass(frozen=True)
+class Patient:
+    """A head, its target, and answers that it was not trained on."""
+
+    target: Target
+    target_name: str
+    head: DraftHead
+    provenance: dict[str, Any]  # of the head: settings, data and evaluation of its training
+    source: str
+    conversations: list[Conversation]
+    answers: TokenTable  # of the conversations
+
+
+@dataclass(frozen=True)
+class Authorship:
+    """How a target sees the tokens of answers. Shares of 1 are of its own greedy answers."""
+
+    tokens: int
+    first: float  # share of the tokens that it finds most probable
+    largest: float  # mean of its largest probability: that share, of answers that it sampled
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the checks look at."""
+
+    patient: Patient
+    evaluation: Evaluation
+    shifted: dict[int, Evaluation]  # with taps one layer lower and higher, where that can be
+    authorship: Authorship
+
+
+@torch.no_grad()
+def examine(patient: Patient, on_answer: Callable[[], object] = lambda: None) -> Examination:
+    """Read each answer once, with the taps of the head and those beside them.
+
+    `on_answer` is called after each answer.
+    """
+    target, head = patient.target, patient.head.eval()
+    needed = head.features_needed
+    specs = {shift: shifted(needed, shift, target) for shift in SHIFTS}
+    possible = {shift: spec for shift, spec in specs.items() if spec is not None}
+    layers = sorted({layer for spec in possible.values() for layer in spec.layers})
+    ranked: dict[int, list[RankedAnchors]] = {shift: [] for shift in possible}
+    seen: list[torch.Tensor] = []
+    for number, sequence in enumerate(patient.answers):
+        batch = read_features(target, collate([[sequence]]), FeatureSpec(tuple(layers), True), "no")
+        for shift, spec in possible.items():
+            part = replace(batch, features=selected(batch.features, layers, spec))
+            ranks = head.loss(part, target).ranks
+            ranked[shift].append(ranked_anchors(part, ranks, first_row=number))
+        seen.append(judged(batch, target))
+        on_answer()
+    found = {shift: measure(together(parts)) for shift, parts in ranked.items()}
+    first, largest = torch.cat(seen, dim=1).double().mean(dim=1).tolist()
+    tokens = sum(part.shape[1] for part in seen)
+    return Examination(patient, found.pop(0), found, Authorship(tokens, first, largest))
+
+
+def shifted(spec: FeatureSpec, shift: int, target: Target) -> FeatureSpec | None:
+    """The features with taps `shift` layers higher; None where there are none to shift so far."""
+    layers = tuple(layer + shift for layer in spec.layers)
+    if shift and not (layers and -1 <= min(layers) <= max(layers) <= target.num_layers):
+        return None
+    return replace(spec, layers=layers)
+
+
+def selected(features: Features, layers: list[int], spec: FeatureSpec) -> Features:
+    """Those of `spec`, of features whose taps are of the given layers."""
+    taps = tuple(features.taps[layers.index(layer)] for layer in spec.layers)
+    return Features(features.last if spec.last else None, taps)
+
+
+def judged(batch: HeadBatch, target: Target) -> torch.Tensor:
+    """Of the A supervised tokens [2, A]: whether each is the target's first choice, and the
+    probability of that choice.
+    """
+    rows, places = anchor_positions(batch)
+    assert batch.features.last is not None
+    probs = target.project(batch.features.last[rows, places]).float().softmax(-1)
+    largest, choice = probs.max(dim=-1)
+    return torch.stack([(choice == batch.input_ids[rows, places + 1]).float(), largest]).cpu()
+
+
+def together(parts: list[RankedAnchors]) -> RankedAnchors:
+    """The anchors of all parts."""
+    return RankedAnchors(
+        torch.cat([part.ranks for part in parts]).long(),
+        [key for part in parts for key in part.conversations],
+        [anchor for part in parts for anchor in part.anchors],
+    )
