@@ -21,6 +21,7 @@ VERBS = {
     "measuring.compare": "Time every way of decoding on the same prompts: a table and a picture.",
     "measuring.evaluate": "How well a head drafts answers, by file and by depth; decodes nothing.",
     "measuring.doctor": "Why a head is accepted seldom: what was checked, seen, and is to be done.",
+    "measuring.report": "A run with its races, traces and findings, as one page to send.",
     "measuring.profile_decoding": "How the time of a step is spent, and what memory allows.",
     "measuring.plan_tree": "What each size of tree costs and gains here; which is chosen.",
     "data.build_datastore": "Index what a target has written, to draft from it without training.",

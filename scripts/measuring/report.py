@@ -1,0 +1,55 @@
+"""`drafthead report`: a training run, and what was measured of its head, as one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.files import write_text
+from drafthead.heads.formats.files import read_json
+from drafthead.scripts.reports.run_page import (
+    comparison_section,
+    doctor_section,
+    facts_of,
+    held_out_section,
+    run_page,
+    settings_section,
+    trace_section,
+    training_section,
+)
+
+
+def main(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run: its train.output.")],
+    comparison: Annotated[
+        list[Path] | None, typer.Option(help="Folder that compare wrote. Several may be given.")
+    ] = None,
+    doctor: Annotated[Path | None, typer.Option(help="File of `doctor --output`.")] = None,
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Page that trace wrote. Several may be given.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Gather a run and what was measured of its head in one page, to look at or to send.
+
+    The page has the curves of the training, its accuracy on held-out answers, races with their
+    pictures, the doctor's findings, traces of single answers, and the settings. It is one file,
+    which works offline.
+    """
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--output {output} must end in .html: it is a page for a browser")
+    record = read_json(run / "run.json")
+    held_out = held_out_section(run)
+    sections = [
+        training_section(run),
+        *([held_out] if held_out is not None else []),
+        *map(comparison_section, comparison or []),
+        *([doctor_section(doctor)] if doctor is not None else []),
+        *map(trace_section, trace or []),
+        settings_section(record),
+    ]
+    title = f"{record['settings']['head']['family']} for {record['settings']['target']['name']}"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, run_page(title, facts_of(record, run), sections))
+    typer.echo(f"{output} is written: open it in a browser")

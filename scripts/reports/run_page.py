@@ -1,0 +1,192 @@
+"""A training run and what was measured of its head, as one page that works offline."""
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from pydantic import TypeAdapter, ValidationError
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.files import read_json
+from drafthead.infer.measuring.comparison import ComparisonRow
+from drafthead.scripts.reports.comparison import COLUMNS, category_tables, cells
+from drafthead.scripts.reports.figures import OURS, THEIRS
+from drafthead.scripts.reports.tables import number
+from drafthead.train.diagnosis.checks import Finding
+from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE
+from drafthead.train.run.summary import read_log
+
+SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of the page; with `words` its cells are text and stand on the left."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    words: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, in this order; `text` is folded under `summary`."""
+
+    title: str
+    notes: Sequence[str] = ()
+    tables: Sequence[PageTable] = ()
+    pictures: Sequence[str] = ()  # PNG files in base64
+    pages: Sequence[str] = ()  # whole pages, each in a frame
+    summary: str = ""
+    text: str = ""
+
+
+def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
+    """The page. All text is escaped."""
+    template = files("drafthead.scripts.reports").joinpath("run_page.html").read_text("utf-8")
+    page = Environment(autoescape=True).from_string(template)
+    return page.render(title=title, facts=facts, sections=sections)
+
+
+def training_section(folder: Path) -> Section:
+    """Loss and tau against the tokens trained on; raises UserError for a folder without steps."""
+    steps = list(read_log(folder / METRICS_FILE))
+    if not steps:
+        raise UserError(f"{folder / METRICS_FILE} holds no training step: is {folder} a run?")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.5))
+    for ax, key in zip(axes, ("loss", "tau"), strict=True):
+        ax.plot(*curve(steps, key), color=OURS, label="training, all positions")
+        ax.set_xlabel("tokens trained on")
+        ax.set_ylabel(key)
+    evaluations = list(read_log(folder / EVALUATION_FILE))
+    tokens = {step["step"]: step["supervised_tokens"] for step in steps}
+    held_out = [(tokens[e["step"]], e["tau_chain"]) for e in evaluations if e["step"] in tokens]
+    if held_out:
+        axes[1].plot(
+            *zip(*held_out, strict=True), "o", color=THEIRS, label="held out, decoding a chain"
+        )
+    axes[1].legend(fontsize=8)
+    return Section("Training", pictures=[encoded(figure)])
+
+
+def curve(steps: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Tokens and values of at most SMOOTHED groups of steps, each by its mean.
+
+    Four steps in groups of two: tokens 1 2 3 4 and values 6 4 2 0 become 1.5 3.5 and 5 1.
+    """
+    size = -(-len(steps) // SMOOTHED)
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+
+    def means(name: str) -> list[float]:
+        return [sum(step[name] for step in group) / len(group) for group in groups]
+
+    return means("supervised_tokens"), means(key)
+
+
+def held_out_section(folder: Path) -> Section | None:
+    """The last evaluation: tau by size of the tree, acceptance by depth; None without one."""
+    evaluations = list(read_log(folder / EVALUATION_FILE))
+    if not evaluations:
+        return None
+    last = evaluations[-1]
+    sizes = last["tau_tree"]
+    taus = [number(last["tau_chain"]), *(number(tau) for tau in sizes.values())]
+    depths = [f"depth {k}" for k in range(1, len(last["alpha"]) + 1)]
+    return Section(
+        "On held-out answers",
+        notes=[f"{last['anchors']} tokens, after step {last['step']}."],
+        tables=[
+            PageTable(["chain", *(f"{size} nodes" for size in sizes)], [taus], "tokens a pass"),
+            PageTable(
+                depths,
+                [list(map(number, last["alpha"]))],
+                "first guesses that are right, where all before them were",
+            ),
+        ],
+    )
+
+
+def comparison_section(folder: Path) -> Section:
+    """A race of `drafthead compare`, with its picture."""
+    file = folder / "comparison.json"
+    content = read_json(file)
+    try:
+        rows = TypeAdapter(list[ComparisonRow]).validate_python(content["rows"])
+        machine, dtype, prompts = content["machine"], content["dtype"], content["prompts"]
+    except (KeyError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{file} is not a race of `drafthead compare`: {reason}") from error
+    tables = [PageTable(COLUMNS, [cells(row, ranges=True) for row in rows])]
+    for name, (columns, lines) in category_tables(rows).items():
+        tables.append(PageTable(columns, lines, name))
+    picture = folder / "comparison.png"
+    return Section(
+        "Race",
+        notes=[f"{machine['processor']}, {machine['threads']} threads, {dtype}, {prompts} prompts"],
+        tables=tables,
+        pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
+        summary="what the race said",
+        text="\n".join(content.get("notes", [])),
+    )
+
+
+def doctor_section(file: Path) -> Section:
+    """What `drafthead doctor --output FILE` has found, faults first."""
+    try:
+        findings = TypeAdapter(dict[str, Finding]).validate_python(read_json(file)["findings"])
+    except (KeyError, ValidationError) as error:
+        raise UserError(f"{file} is not what `drafthead doctor --output` writes") from error
+    ordered = sorted(findings.items(), key=lambda item: not item[1].is_fault)
+    rows = [
+        [name, "yes" if found.is_fault else "no", found.evidence, found.remedy or ""]
+        for name, found in ordered
+    ]
+    columns = ["fault", "found", "what was seen", "what to do"]
+    return Section("Doctor", tables=[PageTable(columns, rows, words=True)])
+
+
+def trace_section(file: Path) -> Section:
+    """A page of `drafthead trace`, in a frame."""
+    try:
+        page = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the trace {file}: {error}") from error
+    return Section(f"Trace {file.stem}", pages=[page])
+
+
+def settings_section(record: dict[str, Any]) -> Section:
+    """The settings of a run."""
+    text = yaml.safe_dump(record["settings"], sort_keys=False)
+    return Section("Settings", summary="the run's configuration", text=text)
+
+
+def encoded(figure: Figure) -> str:
+    """A picture as a PNG file in base64."""
+    file = BytesIO()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110, format="png")
+    plt.close(figure)
+    return b64encode(file.getvalue()).decode()
+
+
+def facts_of(record: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """The lines at the head of the page."""
+    settings = record["settings"]
+    last = ([{}, *read_log(folder / METRICS_FILE)])[-1]
+    facts = [("target", settings["target"]["name"]), ("family", settings["head"]["family"])]
+    facts += [("data", json.dumps(settings["data"]["train"]))]
+    if last:
+        minutes = last["seconds"] / 60
+        facts += [("trained on", f"{last['supervised_tokens']:,} tokens in {minutes:.0f} minutes")]
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return [*facts, ("finished", "yes" if record["finished"] else "no"), ("versions", versions)]
