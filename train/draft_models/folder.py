@@ -18,7 +18,7 @@ ORIGIN_FILE = "training.json"
 def save_draft_model(
     student: Student, folder: Path, target: Target, origin: dict[str, Any]
 ) -> None:
-    """Write the model in the target's type, its tokenizer and its origin.
+    """Write the model, its tokenizer and its origin; the student gets the target's type.
 
     Every file is written under a temporary name and renamed. `origin` is anything JSON can hold.
     """
