@@ -17,7 +17,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from tiny import tiny_llama, write_conversations, write_target
 
-from drafthead.heads.base import HEADS, DraftHead, HeadBatch
+from drafthead.heads.base import DraftHead, HeadBatch
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
@@ -27,6 +27,7 @@ from drafthead.train.features.reading import read_features
 from drafthead.train.learning.engines import build_accelerator, check_engine
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
+from drafthead.train.run.trainables import trainable
 from drafthead.train.train_heads import new_head
 
 ROOT = Path(__file__).parents[3]
@@ -113,12 +114,13 @@ def as_fsdp(head: DraftHead, batch: HeadBatch) -> tuple[DraftHead, HeadBatch]:
 
 @pytest.mark.parametrize("engine", [as_deepspeed, as_fsdp])
 def test_bf16_training_takes_a_target_stored_in_float32_under_every_engine(
-    family: str, engine
+    trainable_family: str, engine
 ) -> None:
     target = Target(tiny_llama(vocab_size=200, initializer_range=0.05))
     torch.manual_seed(0)
     counts = torch.ones(200, dtype=torch.long)
-    head = new_head(family, HEADS[family].config_class(), target, counts)
+    config = trainable(trainable_family).config_class()
+    head = new_head(trainable_family, config, target, counts)
     ids = torch.arange(4, 30, dtype=torch.int32)
     tokens = collate([[TokenSequence(ids, ids >= 8)]])
     batch = read_features(target, tokens, head.features_needed, "bf16")
@@ -145,6 +147,13 @@ def trained(config: Path, output: Path, *settings: str, engine: str = "") -> lis
     )
     assert process.returncode == 0, process.stderr
     return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").open()]
+
+
+def test_two_processes_train_a_draft_model_as_one_does(config: Path, tmp_path: Path) -> None:
+    settings = "head.family=draft_model", "head.num_layers=1"
+    alone = trained(config, tmp_path / "alone", *settings)
+    together = trained(config, tmp_path / "two", *settings, engine="cpu2")
+    assert together == pytest.approx(alone, abs=1e-5)
 
 
 @needs_deepspeed
