@@ -23,7 +23,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.earlier import Earlier
-from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
@@ -162,7 +162,7 @@ class Decoder:
         if head is not None:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)
         elif draft_model is not None:
-            small = Target.from_pretrained(draft_model, dtype, device, trust_remote_code)
+            small = load_draft_model(draft_model, loaded, dtype, trust_remote_code)
             drafter = model_drafter(small, loaded, draft_tokens)
         if prompt_lookup or datastore is not None or learn_answers:
             stored = store_lookup(datastore, learn_answers, loaded)

@@ -13,7 +13,7 @@ from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import decoder_for
-from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.scripts.leaderboard.config import Board, Entry
 from drafthead.scripts.measuring.record import prompt_ids
 from drafthead.train.data.conversations import read_conversations
@@ -40,7 +40,7 @@ def check_board(board: Board) -> dict[str, int]:
         board.race.max_new_tokens,
     )  # fmt: skip
     if board.race.draft_model is not None:
-        small = Target.from_pretrained(board.race.draft_model, board.target.dtype)
+        small = load_draft_model(board.race.draft_model, target, board.target.dtype)
         model_drafter(small, target, board.race.draft_tokens)
     for entry in board.entries:
         data = entry.run.data

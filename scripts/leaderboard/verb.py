@@ -8,6 +8,7 @@ import typer
 
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.target.target import Target
+from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.scripts.leaderboard.config import Board, load_board
 from drafthead.scripts.leaderboard.report import (
     RESULT,
@@ -77,9 +78,8 @@ def race_board(board: Board) -> tuple[dict[str, Any], list[Lap]]:
     """Machine, versions and settings, and one lap per engine and temperature."""
     race = board.race
     target = Target.from_pretrained(board.target.name, board.target.dtype)
-    assistant = (
-        Target.from_pretrained(race.draft_model, board.target.dtype) if race.draft_model else None
-    )
+    small, dtype = race.draft_model, board.target.dtype
+    assistant = load_draft_model(small, target, dtype) if small else None
     folders = [entry.folder for entry in board.entries]
     laps: list[Lap] = []
     for engine in race.engines:

@@ -7,6 +7,7 @@ import typer
 
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import DEFAULT_CHAIN, store_lookup
+from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.scripts import options
 from drafthead.scripts.measuring.racing import Drafters, RaceTerms, run_races
 from drafthead.scripts.measuring.record import describe_run, read_prompts
@@ -63,7 +64,7 @@ def main(
     temperatures = tuple(temperature or [0.0])
     terms = RaceTerms(temperatures, max_new_tokens, rounds, verifier, seed, batch_size, top_p)
     loaded = Target.from_pretrained(target, dtype, device)
-    assistant = Target.from_pretrained(draft_model, dtype, device) if draft_model else None
+    assistant = load_draft_model(draft_model, loaded, dtype) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
     stored = store_lookup(datastore, False, loaded)
     drafters = Drafters(

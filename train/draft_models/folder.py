@@ -6,6 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
 from drafthead.heads.target.target import Target
@@ -18,13 +20,13 @@ ORIGIN_FILE = "training.json"
 def save_draft_model(
     student: Student, folder: Path, target: Target, origin: dict[str, Any]
 ) -> None:
-    """Write the model, its tokenizer and its origin; the student gets the target's type.
+    """Write the model in bfloat16, its tokenizer and its origin; the student keeps that type.
 
     Every file is written under a temporary name and renamed. `origin` is anything JSON can hold.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".model.", dir=folder) as temporary:
-        student.model.to(target.dtype)  # type: ignore[arg-type]  # transformers wraps Module.to
+        student.model.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps Module.to
         student.model.save_pretrained(temporary)
         assert target.tokenizer is not None  # a target read from disk has one
         target.tokenizer.save_pretrained(temporary)

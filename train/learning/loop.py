@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from drafthead.heads.errors import UserError
 from drafthead.train.data.packing import RowOrder
+from drafthead.train.draft_models.student import Student
 from drafthead.train.jobs.console import StepBar, StopRequest
 from drafthead.train.learning.duration import Duration
 from drafthead.train.learning.evaluation import Evaluation, evaluate
@@ -242,4 +243,5 @@ class Trainer:
         self._write_head(is_last=True)
         if self.accelerator.is_main_process:
             self.folder.finish()
-        logger.info("the head is in %s", self.folder.path)
+        what = "draft model" if isinstance(self.task.head, Student) else "head"
+        logger.info("the %s is in %s", what, self.folder.path)

@@ -174,11 +174,12 @@ def test_what_is_written_drafts_here_and_loads_in_transformers(configure, tmp_pa
     assert (folder / DRAFT_IDS_FILE).exists() == bool(few)
     assert not list(folder.glob(".model.*"))
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.num_hidden_layers == 2
+    assert (model.config.num_hidden_layers, model.dtype) == (2, torch.bfloat16)
     target = tmp_path / "target"
     with pytest.raises(UserError, match=r"no draft head .* is it a draft model\?"):
         load_head(folder, Target.from_pretrained(target, "float32", "cpu"))
-    decoder = Decoder.from_pretrained(target, draft_model=folder, dtype="float32")
+    decoder = Decoder.from_pretrained(target, draft_model=folder)
+    assert decoder.drafter.model.dtype == decoder.target.dtype == torch.float32
     assert type(decoder.drafter) is (FrequentTokens if few else DraftModel)
     prompts = ["count", "abcd abcd "]
     plain = Decoder.from_pretrained(target, dtype="float32").generate(prompts, max_new_tokens=24)
