@@ -232,7 +232,8 @@ def loops(seen: Examination) -> Finding:
 def overlap(seen: Examination) -> Finding | None:
     """What a head was trained on says nothing about other text."""
     patient = seen.patient
-    data = patient.provenance.get("settings", {}).get("data", {})
+    settings = patient.provenance.get("settings")
+    data = settings.get("data", {}) if isinstance(settings, dict) else {}
     sources = [*data["train"]] if isinstance(data.get("train"), dict) else [data.get("train")]
     there = [source for source in sources if source and Path(source).exists()]
     if not there:

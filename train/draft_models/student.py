@@ -72,7 +72,7 @@ class Student(DraftVocabulary, DraftHead):
     def sized(cls, config: Any, target: Target) -> Any:
         """`config` with layers, sizes and architecture filled in from the target.
 
-        Raises UserError for layers that the target lacks, or more draft tokens than it has.
+        Raises UserError for layers that the target lacks, more of them, or more draft tokens.
         """
         filled = super().sized(config, target)
         if config.draft_vocab_size > target.vocab_size:
@@ -81,7 +81,9 @@ class Student(DraftVocabulary, DraftHead):
                 f"{target.vocab_size} tokens"
             )
         count = config.num_layers or len(config.layers) or -(-target.num_layers // LAYERS_FOR_ONE)
-        layers = config.layers or evenly_spaced(min(count, target.num_layers), target.num_layers)
+        if count > target.num_layers:
+            raise UserError(f"head.num_layers is {count}, but the target has {target.num_layers}")
+        layers = config.layers or evenly_spaced(count, target.num_layers)
         architecture = architecture_of(target, layers)
         return replace(filled, num_layers=len(layers), layers=layers, architecture=architecture)
 
