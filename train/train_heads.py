@@ -17,15 +17,13 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
 from drafthead.train.data.checks import check_held_out, check_writers
 from drafthead.train.data.packing import PackedData, load_packed
-from drafthead.train.draft_models.folder import load_student
-from drafthead.train.draft_models.student import Student
 from drafthead.train.features.kept import FeatureSource, KeptFeatures
-from drafthead.train.features.reading import NOTHING, load_target
+from drafthead.train.features.reading import load_target
 from drafthead.train.jobs.full_disk import full_disk_named
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.engines import build_accelerator
@@ -36,7 +34,7 @@ from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.run.folder import RunFolder
 from drafthead.train.run.saved_states import Sources
 from drafthead.train.run.starting_config import write_starting_config
-from drafthead.train.run.trainables import trainable
+from drafthead.train.run.trainables import kind_of, trainable
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +89,7 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
 
 def refuse_nothing_to_keep(head: DraftHead) -> None:
     """Raise UserError for a head that reads no features of the target."""
-    if head.features_needed == NOTHING:
+    if head.features_needed == NO_FEATURES:
         raise UserError(
             "data.feature_folder keeps the target's features, of which a draft model with "
             f"head.loss={head.config.loss} reads none: leave it out"
@@ -123,16 +121,7 @@ def begin_with(head: DraftHead, source: str, target: Target) -> None:
 
     Raises UserError when that is of another family or shape.
     """
-    if isinstance(head, Student):
-        load_student(head, Path(source))
-        return
-    trained = load_head(Path(source), target)
-    if trained.family != head.family:
-        raise UserError(
-            f"train.init_from={source} is a head of the family {trained.family}, and head.family "
-            f"is {head.family}"
-        )
-    wanted, found = head.state_dict(), trained.state_dict()
+    wanted, found = head.state_dict(), kind_of(head).weights(head, Path(source), target)
     for name in sorted({*wanted, *found}):
         shapes = [tuple(part[name].shape) if name in part else None for part in (found, wanted)]
         if shapes[0] != shapes[1]:

@@ -21,8 +21,13 @@ def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, 
     t2d marks the last two.
     """
     used = token_counts.sort(descending=True, stable=True).indices[:size].sort().values
-    known = torch.zeros_like(token_counts, dtype=torch.bool).index_fill_(0, used, True)
-    return used - torch.arange(size, device=used.device), known
+    return tables_of(used, len(token_counts))
+
+
+def tables_of(ids: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables d2t [Vd] and t2d [V] of a draft vocabulary that consists of ascending ids [Vd]."""
+    known = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+    return ids - torch.arange(len(ids), device=ids.device), known
 
 
 class DraftVocabulary(nn.Module):

@@ -27,6 +27,9 @@ class FeatureSpec:
         return FeatureSpec(self.layers, last=True)
 
 
+NO_FEATURES = FeatureSpec(layers=(), last=False)
+
+
 @dataclass(frozen=True)
 class Features:
     """Hidden states of the target at T positions."""

@@ -32,7 +32,7 @@ from drafthead.heads.sampling import (
     draft_distribution,
     draw_without_replacement,
 )
-from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.features import NO_FEATURES, Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import Children, as_values, dynamic_tree
 from drafthead.heads.trees.static import chain_budgets
@@ -40,7 +40,6 @@ from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.prefill import prefill
 
-NO_FEATURES = FeatureSpec(layers=(), last=False)
 GROWN = "grown"  # the source of trees, beside the chains whose tokens can be drawn
 # Nodes of a tree for each level, and the most nodes of a level that get children.
 NODES_A_LEVEL = (3, 8)

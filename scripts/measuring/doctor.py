@@ -10,21 +10,18 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from drafthead.heads.checkpoint import load_head
 from drafthead.heads.files import write_text
-from drafthead.heads.formats import read_foreign
+from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import decoder_for, head_drafter
 from drafthead.scripts import options
 from drafthead.scripts.measuring.plan_tree import measured_plan
-from drafthead.scripts.measuring.record import describe_run
+from drafthead.scripts.measuring.record import describe_run, read_answers
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.data.token_table import Reading, token_table
-from drafthead.train.diagnosis.checks import CHECKS, Finding
+from drafthead.train.diagnosis.checks import CHECKS, Finding, faults_first
 from drafthead.train.diagnosis.examination import Patient, examine
 
-ROW = 1024  # tokens; longer conversations are cut
 PLANNER = "plain decoding is faster"
 
 
@@ -69,18 +66,14 @@ def main(
 def patient_of(target: str, head: Path, data: str, limit: int, dtype: str, device: str) -> Patient:
     """Load what is examined; raises UserError for what cannot be read."""
     model = Target.from_pretrained(target, dtype, device)
-    trained = load_head(head, model)
     _, foreign = read_foreign(head, TargetFacts.of(model))
-    assert model.tokenizer is not None  # a target read from disk has one
-    longest = min(ROW, model.max_length or ROW)
     return Patient(
         model,
         target,
-        trained,
+        build_head(foreign, head, model).to(model.device, model.dtype),
         foreign.provenance,
-        data,
         read_conversations(data, limit=limit),
-        token_table(Reading(data, None, longest, limit), model.tokenizer),
+        read_answers(data, limit, model),
     )
 
 
@@ -104,8 +97,7 @@ def show(findings: dict[str, Finding]) -> None:
     table = Table(title=f"{len(findings)} checks, faults: {len(faults)}", show_lines=True)
     for column in ("fault", "found", "what was seen, and what to do"):
         table.add_column(column)
-    for name in sorted(findings, key=lambda name: not findings[name].is_fault):
-        found = findings[name]
+    for name, found in faults_first(findings).items():
         text = found.evidence if found.remedy is None else f"{found.evidence}\n> {found.remedy}"
         table.add_row(name, "yes" if found.is_fault else "no", text)
     Console(highlight=False, markup=False).print(table)

@@ -12,16 +12,14 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import describe_run
+from drafthead.scripts.measuring.record import describe_run, read_answers
 from drafthead.scripts.reports.tables import number, print_table
 from drafthead.train.data.checks import check_writers
 from drafthead.train.data.packing import pack_sequences
-from drafthead.train.data.token_table import Reading, TokenTable, token_table
+from drafthead.train.data.token_table import TokenTable
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.evaluation import TREE_SIZES, Evaluation, evaluate
 from drafthead.train.learning.step import LossModule
-
-ROW = 1024  # tokens; longer conversations are cut
 
 
 def main(
@@ -52,19 +50,14 @@ def main(
     """
     model = Target.from_pretrained(target, dtype, device)
     trained = load_head(head, model)
-    assert model.tokenizer is not None  # a target read from disk has one
-    longest = min(ROW, model.max_length or ROW)
-    tables = {
-        source: token_table(Reading(source, None, longest, limit), model.tokenizer)
-        for source in data
-    }
+    tables = {source: read_answers(source, limit, model) for source in data}
     weights = weights_fingerprint(model)
     accelerator = Accelerator(cpu=model.device.type == "cpu", mixed_precision="no")
     module = LossModule(trained, model, "no")  # in the number type that decoding has
     found: dict[str, Evaluation] = {}
     for source, table in tables.items():
         check_writers(source, table.writers, target, weights)
-        packed = pack_sequences(table, longest, seed=0)
+        packed = pack_sequences(table, int(table.lengths.max()), seed=0)
         with tqdm(total=len(packed.rows), desc=source, unit="row", leave=False) as bar:
             found[source] = evaluate(accelerator, module, trained, model, packed, 1, bar.update)
     print_evaluations(found, tables)

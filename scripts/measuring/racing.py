@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from drafthead.heads.checkpoint import load_head
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
@@ -77,17 +78,22 @@ class Drafters:
         ours = self.plain.target
         self.lookup = decoder_for(ours, PromptLookup(draft_tokens), first, compile)
         self.stored = None if stored is None else decoder_for(ours, stored, first, compile)
-        beside: dict[str, StoreLookup | None] = {"lookup": None} if with_lookup else {}
-        if with_lookup and stored is not None:
-            beside["datastore"] = stored
+
+        def beside(drafter: Drafter, mode: str) -> list[tuple[str, Decoder]]:
+            """Modes and decoders of a drafter with lookup beside it; it is compiled already."""
+            lookups = {"lookup": None, **({} if stored is None else {"datastore": stored})}
+            return [
+                (f"{mode} + {name}", decoder_for(ours, WithLookup(drafter, lookup), first, False))
+                for name, lookup in lookups.items()
+                if with_lookup
+            ]
+
         self.drafts: list[tuple[str, Decoder]] = []  # mode, decoder: the draft model's
         self.is_chain = first is not None and first <= draft_tokens + 1  # its, alone
         if assistant is not None:
             drafter = model_drafter(assistant, ours, draft_tokens)
             self.drafts.append((DRAFT_MODEL, decoder_for(ours, drafter, first, compile)))
-            for name, lookup in beside.items():
-                both = decoder_for(ours, WithLookup(drafter, lookup), first, False)
-                self.drafts.append((f"{DRAFT_MODEL} + {name}", both))
+            self.drafts += beside(drafter, DRAFT_MODEL)
         self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
         for folder in heads:
             head = head_drafter(load_head(folder, ours), ours)
@@ -95,9 +101,8 @@ class Drafters:
                 decoder = decoder_for(ours, head, size, compile and number == 0)
                 mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
                 self.heads.append((mode, folder.name, decoder))
-            for name, lookup in beside.items():
-                both = decoder_for(ours, WithLookup(head, lookup), first, False)
-                self.heads.append((f"head {folder.name} + {name}", folder.name, both))
+            both = beside(head, f"head {folder.name}")
+            self.heads += [(mode, folder.name, decoder) for mode, decoder in both]
 
     def contestants(
         self, sampling: SamplingConfig, verifier: str, assisted: bool

@@ -10,6 +10,9 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import read_conversations
+from drafthead.train.data.token_table import Reading, TokenTable, token_table
+
+ROW = 1024  # tokens of given answers; longer conversations are cut
 
 
 def describe_run(name: str, target: Target) -> dict[str, object]:
@@ -51,6 +54,16 @@ def read_prompts(source: str, limit: int, decoder: Decoder, max_new_tokens: int)
     if not short:
         raise UserError(f"no prompt of {source} fits into the target's context of {room} tokens")
     return short
+
+
+def read_answers(source: str, limit: int, target: Target) -> TokenTable:
+    """The first conversations of a source as tokens.
+
+    Raises UserError for data that cannot be read or has no answers.
+    """
+    assert target.tokenizer is not None  # a target read from disk has one
+    longest = min(ROW, target.max_length or ROW)
+    return token_table(Reading(source, None, longest, limit), target.tokenizer)
 
 
 def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:

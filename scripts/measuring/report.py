@@ -18,6 +18,7 @@ from drafthead.scripts.reports.run_page import (
     trace_section,
     training_section,
 )
+from drafthead.train.run.summary import summarize
 
 
 def main(
@@ -40,10 +41,10 @@ def main(
     if output.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--output {output} must end in .html: it is a page for a browser")
     record = read_json(run / "run.json")
-    held_out = held_out_section(run)
+    summary = summarize(run)
     sections = [
         training_section(run),
-        *([held_out] if held_out is not None else []),
+        *([held_out_section(summary.evaluation)] if summary.evaluation else []),
         *map(comparison_section, comparison or []),
         *([doctor_section(doctor)] if doctor is not None else []),
         *map(trace_section, trace or []),
@@ -51,5 +52,5 @@ def main(
     ]
     title = f"{record['settings']['head']['family']} for {record['settings']['target']['name']}"
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, run_page(title, facts_of(record, run), sections))
+    write_text(output, run_page(title, facts_of(record, summary), sections))
     typer.echo(f"{output} is written: open it in a browser")

@@ -21,9 +21,9 @@ from drafthead.infer.measuring.comparison import ComparisonRow
 from drafthead.scripts.reports.comparison import COLUMNS, category_tables, cells
 from drafthead.scripts.reports.figures import OURS, THEIRS
 from drafthead.scripts.reports.tables import number
-from drafthead.train.diagnosis.checks import Finding
+from drafthead.train.diagnosis.checks import Finding, faults_first
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE
-from drafthead.train.run.summary import read_log
+from drafthead.train.run.summary import RunSummary, read_log
 
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
 
@@ -59,10 +59,8 @@ def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Se
 
 
 def training_section(folder: Path) -> Section:
-    """Loss and tau against the tokens trained on; raises UserError for a folder without steps."""
+    """Loss and tau against the tokens trained on."""
     steps = list(read_log(folder / METRICS_FILE))
-    if not steps:
-        raise UserError(f"{folder / METRICS_FILE} holds no training step: is {folder} a run?")
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.5))
     for ax, key in zip(axes, ("loss", "tau"), strict=True):
         ax.plot(*curve(steps, key), color=OURS, label="training, all positions")
@@ -93,12 +91,8 @@ def curve(steps: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[
     return means("supervised_tokens"), means(key)
 
 
-def held_out_section(folder: Path) -> Section | None:
-    """The last evaluation: tau by size of the tree, acceptance by depth; None without one."""
-    evaluations = list(read_log(folder / EVALUATION_FILE))
-    if not evaluations:
-        return None
-    last = evaluations[-1]
+def held_out_section(last: dict[str, Any]) -> Section:
+    """The last evaluation of a run: tau by size of the tree, acceptance by depth."""
     sizes = last["tau_tree"]
     taus = [number(last["tau_chain"]), *(number(tau) for tau in sizes.values())]
     depths = [f"depth {k}" for k in range(1, len(last["alpha"]) + 1)]
@@ -135,7 +129,7 @@ def comparison_section(folder: Path) -> Section:
         notes=[f"{machine['processor']}, {machine['threads']} threads, {dtype}, {prompts} prompts"],
         tables=tables,
         pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
-        summary="what the race said",
+        summary="notes of the race",
         text="\n".join(content.get("notes", [])),
     )
 
@@ -146,10 +140,9 @@ def doctor_section(file: Path) -> Section:
         findings = TypeAdapter(dict[str, Finding]).validate_python(read_json(file)["findings"])
     except (KeyError, ValidationError) as error:
         raise UserError(f"{file} is not what `drafthead doctor --output` writes") from error
-    ordered = sorted(findings.items(), key=lambda item: not item[1].is_fault)
     rows = [
         [name, "yes" if found.is_fault else "no", found.evidence, found.remedy or ""]
-        for name, found in ordered
+        for name, found in faults_first(findings).items()
     ]
     columns = ["fault", "found", "what was seen", "what to do"]
     return Section("Doctor", tables=[PageTable(columns, rows, words=True)])
@@ -179,14 +172,14 @@ def encoded(figure: Figure) -> str:
     return b64encode(file.getvalue()).decode()
 
 
-def facts_of(record: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
-    """The lines at the head of the page."""
-    settings = record["settings"]
-    last = ([{}, *read_log(folder / METRICS_FILE)])[-1]
-    facts = [("target", settings["target"]["name"]), ("family", settings["head"]["family"])]
-    facts += [("data", json.dumps(settings["data"]["train"]))]
-    if last:
-        minutes = last["seconds"] / 60
-        facts += [("trained on", f"{last['supervised_tokens']:,} tokens in {minutes:.0f} minutes")]
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return [*facts, ("finished", "yes" if record["finished"] else "no"), ("versions", versions)]
+def facts_of(record: dict[str, Any], summary: RunSummary) -> list[tuple[str, str]]:
+    """The lines at the head of the page; `record` is the `run.json` of the run."""
+    settings, minutes = record["settings"], summary.seconds / 60
+    return [
+        ("target", settings["target"]["name"]),
+        ("family", settings["head"]["family"]),
+        ("data", json.dumps(settings["data"]["train"])),
+        ("trained on", f"{summary.supervised_tokens:,} tokens in {minutes:.0f} minutes"),
+        ("finished", "yes" if record["finished"] else "no"),
+        ("versions", ", ".join(f"{name} {one}" for name, one in record["versions"].items())),
+    ]

@@ -28,7 +28,6 @@ class Patient:
     target_name: str
     head: DraftHead
     provenance: dict[str, Any]  # of the head: settings, data and evaluation of its training
-    source: str
     conversations: list[Conversation]
     answers: TokenTable  # of the conversations
 
@@ -73,7 +72,7 @@ def examine(patient: Patient, on_answer: Callable[[], object] = lambda: None) ->
             ranked[shift].append(ranked_anchors(part, ranks, first_row=number))
         seen.append(judged(batch, target))
         on_answer()
-    found = {shift: measure(together(parts)) for shift, parts in ranked.items()}
+    found = {shift: measure(RankedAnchors.joined(parts)) for shift, parts in ranked.items()}
     first, largest = torch.cat(seen, dim=1).double().mean(dim=1).tolist()
     tokens = sum(part.shape[1] for part in seen)
     return Examination(patient, found.pop(0), found, Authorship(tokens, first, largest))
@@ -102,12 +101,3 @@ def judged(batch: HeadBatch, target: Target) -> torch.Tensor:
     probs = target.project(batch.features.last[rows, places]).float().softmax(-1)
     largest, choice = probs.max(dim=-1)
     return torch.stack([(choice == batch.input_ids[rows, places + 1]).float(), largest]).cpu()
-
-
-def together(parts: list[RankedAnchors]) -> RankedAnchors:
-    """The anchors of all parts."""
-    return RankedAnchors(
-        torch.cat([part.ranks for part in parts]).long(),
-        [key for part in parts for key in part.conversations],
-        [anchor for part in parts for anchor in part.anchors],
-    )

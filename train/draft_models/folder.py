@@ -8,17 +8,21 @@ from typing import Any
 
 import torch
 
-from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
+from drafthead.heads.layers.draft_vocabulary import tables_of
 from drafthead.heads.target.target import Target
-from drafthead.infer.drafters.frequent_tokens import DRAFT_IDS, DRAFT_IDS_FILE
+from drafthead.infer.drafters.frequent_tokens import (
+    DRAFT_IDS,
+    DRAFT_IDS_FILE,
+    read_draft_vocabulary,
+)
 from drafthead.train.draft_models.student import Student
 
 ORIGIN_FILE = "training.json"
 
 
 def save_draft_model(
-    student: Student, folder: Path, target: Target, origin: dict[str, Any]
+    student: Student, folder: Path, target: Target, target_name: str, origin: dict[str, Any]
 ) -> None:
     """Write the model in bfloat16, its tokenizer and its origin; the student keeps that type.
 
@@ -33,23 +37,20 @@ def save_draft_model(
         guesses = student.draft_ids
         if guesses is not None:
             write_text(Path(temporary) / DRAFT_IDS_FILE, json.dumps({DRAFT_IDS: guesses.tolist()}))
-        write_text(Path(temporary) / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
+        written = json.dumps({"target": target_name, **origin}, indent=2)
+        write_text(Path(temporary) / ORIGIN_FILE, written + "\n")
         for file in Path(temporary).iterdir():
             shutil.move(file, folder / file.name)
 
 
-def load_student(student: Student, folder: Path) -> None:
-    """Give a fresh student the weights of a draft model in a folder; its guesses stay its own.
+def draft_model_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a draft model in a folder, by the names that a student has for them.
 
-    Raises UserError when that is no draft model of the same shape.
+    Raises UserError when no model can be loaded from it.
     """
-    trained = Target.from_pretrained(folder, "float32", "cpu").model
-    wanted, found = student.model.state_dict(), trained.state_dict()
-    for name in sorted({*wanted, *found}):
-        shapes = [tuple(part[name].shape) if name in part else None for part in (found, wanted)]
-        if shapes[0] != shapes[1]:
-            raise UserError(
-                f"train.init_from={folder} has another shape: {name} is {shapes[0]} there, and "
-                f"{shapes[1]} by the section head"
-            )
-    student.model.load_state_dict(found)
+    trained = Target.from_pretrained(folder, "float32", "cpu")
+    weights = {f"model.{name}": tensor for name, tensor in trained.model.state_dict().items()}
+    guesses = read_draft_vocabulary(trained)
+    if guesses is not None:
+        weights["d2t"], weights["t2d"] = tables_of(guesses, trained.vocab_size)
+    return weights

@@ -29,7 +29,6 @@ from drafthead.train.draft_models.cut import (
 from drafthead.train.features.reading import positions_in_segments, segment_mask
 
 FAMILY = "draft_model"
-LAST = FeatureSpec(layers=(), last=True)
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,6 @@ class DraftModelConfig:
     depth: int = 6  # tokens after the root, of which accuracies are reported
     loss: str = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
     draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
-    hidden_size: int = 0
-    vocab_size: int = 0
     architecture: dict[str, Any] = field(default_factory=dict)  # transformers' configuration
 
     def __post_init__(self) -> None:
@@ -66,7 +63,7 @@ class Student(DraftVocabulary, DraftHead):
         self.model: PreTrainedModel = built(config.architecture)
         self._language_model = Target(self.model)
         self.model.requires_grad_(True)
-        self.add_draft_vocabulary(config.vocab_size, config.draft_vocab_size)
+        self.add_draft_vocabulary(self._language_model.vocab_size, config.draft_vocab_size)
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:
@@ -74,7 +71,6 @@ class Student(DraftVocabulary, DraftHead):
 
         Raises UserError for layers that the target lacks, more of them, or more draft tokens.
         """
-        filled = super().sized(config, target)
         if config.draft_vocab_size > target.vocab_size:
             raise UserError(
                 f"head.draft_vocab_size is {config.draft_vocab_size}, but the target has "
@@ -85,7 +81,7 @@ class Student(DraftVocabulary, DraftHead):
             raise UserError(f"head.num_layers is {count}, but the target has {target.num_layers}")
         layers = config.layers or evenly_spaced(count, target.num_layers)
         architecture = architecture_of(target, layers)
-        return replace(filled, num_layers=len(layers), layers=layers, architecture=architecture)
+        return replace(config, num_layers=len(layers), layers=layers, architecture=architecture)
 
     @property
     def features_needed(self) -> FeatureSpec:
@@ -111,35 +107,31 @@ class Student(DraftVocabulary, DraftHead):
         """
         rows, anchors = anchor_positions(batch)
         valid = [labels_at(batch, rows, anchors, k + 2)[0] for k in range(self.depth)]
+        at = [(rows[here], anchors[here] + k + 1) for k, here in enumerate(valid)]
         times = torch.zeros_like(batch.input_ids)  # [B, T] drafts that guess the token after it
-        for k, here in enumerate(valid):
-            times[rows[here], anchors[here] + k + 1] += 1
-        guessed_rows, places = times.nonzero(as_tuple=True)
-        judged = self._judged(batch, guessed_rows, places, target)
-        losses = judged[0].new_zeros(times.shape).index_put((guessed_rows, places), judged[0])
-        ranks = torch.full_like(times, MAX_RANK).index_put((guessed_rows, places), judged[1])
-        at_depth = [(rows[here], anchors[here] + k + 1) for k, here in enumerate(valid)]
+        for places in at:
+            times[places] += 1
+        guessed = times.nonzero(as_tuple=True)
+        judged_losses, judged_ranks = self._judged(batch, guessed, target)
+        losses = judged_losses.new_zeros(times.shape).index_put(guessed, judged_losses)
+        ranks = torch.full_like(times, MAX_RANK).index_put(guessed, judged_ranks)
+        missing = torch.full_like(rows, MAX_RANK)
+        by_depth = zip(valid, at, strict=True)
         return HeadLoss(
             total=(losses * times).sum() / self.depth,
-            depth_losses=torch.stack([losses[places].detach().sum() for places in at_depth]),
+            depth_losses=torch.stack([losses[places].detach().sum() for places in at]),
             depth_counts=torch.stack([here.sum() for here in valid]),
-            ranks=torch.stack(
-                [
-                    torch.full_like(rows, MAX_RANK).masked_scatter(here, ranks[places])
-                    for here, places in zip(valid, at_depth, strict=True)
-                ],
-                dim=1,
-            ),
+            ranks=torch.stack([missing.masked_scatter(h, ranks[p]) for h, p in by_depth], dim=1),
         )
 
     def _judged(
         self,
         batch: HeadBatch,
-        rows: torch.Tensor,  # [P]
-        places: torch.Tensor,  # [P] positions whose next token is guessed
+        guessed: tuple[torch.Tensor, ...],  # rows [P] and positions [P] before guessed tokens
         target: Target,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The losses [P] and the ranks [P] of the true tokens."""
+        rows, places = guessed
         hidden = self._hidden(batch)[rows, places]
         last = batch.features.last
         # Where the loss reads no distribution of the target there are no features to choose from.
@@ -156,7 +148,7 @@ class Student(DraftVocabulary, DraftHead):
         casts = torch.is_autocast_enabled(model.device.type)
         dtype = torch.get_autocast_dtype(model.device.type) if casts else model.dtype
         nowhere = torch.empty(0, dtype=torch.long, device=model.device)
-        with Taps(model, LAST) as taps:
+        with Taps(model, FeatureSpec()) as taps:
             model.forward(
                 batch.input_ids,
                 positions_in_segments(batch.segments),

@@ -11,12 +11,10 @@ import torch
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData, TokenBatch
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
-
-NOTHING = FeatureSpec(layers=(), last=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def read_features(
 ) -> HeadBatch:
     """Run the target over packed rows [B, T] and return what the head reads, if it is anything."""
     tokens = tokens.to(target.device)
-    if spec == NOTHING:
+    if spec == NO_FEATURES:
         features = Features(last=None)
         return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
     # A 16-bit target runs as in decoding; autocast is only for a float32 target.

@@ -96,14 +96,7 @@ def evaluate(
         parts.append(ranked_anchors(batch, loss.ranks, first_row=index * batch_rows))
         on_batch()
     model.train()
-    parts = gather_object(parts)
-    return measure(
-        RankedAnchors(
-            torch.cat([part.ranks for part in parts]).long(),
-            [key for part in parts for key in part.conversations],
-            [anchor for part in parts for anchor in part.anchors],
-        )
-    )
+    return measure(RankedAnchors.joined(gather_object(parts)))
 
 
 def ranked_anchors(batch: HeadBatch, ranks: torch.Tensor, first_row: int = 0) -> RankedAnchors:

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 
 from drafthead.heads.errors import UserError
 from drafthead.train.data.packing import RowOrder
-from drafthead.train.draft_models.student import Student
 from drafthead.train.jobs.console import StepBar, StopRequest
 from drafthead.train.learning.duration import Duration
 from drafthead.train.learning.evaluation import Evaluation, evaluate
@@ -28,6 +27,7 @@ from drafthead.train.run.folder import (
     cut_log,
 )
 from drafthead.train.run.saved_states import Progress, read_progress
+from drafthead.train.run.trainables import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -243,5 +243,4 @@ class Trainer:
         self._write_head(is_last=True)
         if self.accelerator.is_main_process:
             self.folder.finish()
-        what = "draft model" if isinstance(self.task.head, Student) else "head"
-        logger.info("the %s is in %s", what, self.folder.path)
+        logger.info("the %s is in %s", kind_of(self.task.head).noun, self.folder.path)

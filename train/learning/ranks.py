@@ -6,6 +6,7 @@ step begins, with any static tree, and how many steps the answer takes.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,15 @@ class RankedAnchors:
     ranks: torch.Tensor  # [A, K]
     conversations: list[tuple[int, int]]  # of each anchor, as (row, segment)
     anchors: list[int]  # positions in the row; the root is the token after an anchor
+
+    @classmethod
+    def joined(cls, parts: Sequence["RankedAnchors"]) -> "RankedAnchors":
+        """Those of all parts, in their order."""
+        return cls(
+            torch.cat([part.ranks for part in parts]).long(),
+            [key for part in parts for key in part.conversations],
+            [anchor for part in parts for anchor in part.anchors],
+        )
 
     def tau(self, tree: set[Path]) -> float:
         """Tokens per pass of decoding these answers with a tree, as `DecodeStats.tau` counts them.

@@ -7,13 +7,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from drafthead.heads.checkpoint import save_head
-from drafthead.train.draft_models.folder import save_draft_model
-from drafthead.train.draft_models.student import Student
 from drafthead.train.learning.evaluation import Evaluation
 from drafthead.train.learning.step import TrainingTask
 from drafthead.train.run.folder import BestEvaluation, RunFolder, provenance
 from drafthead.train.run.saved_states import Progress
+from drafthead.train.run.trainables import kind_of
 
 
 class RunWriter:
@@ -74,10 +72,7 @@ class RunWriter:
             "target_weights": self.sources.target,
             "evaluation": evaluation.summary() if evaluation else None,
         }
-        if isinstance(head, Student):
-            save_draft_model(head, folder, target, origin)
-            return
-        save_head(head, folder, target, self.task.target_name, origin, dtype=target.dtype)
+        kind_of(head).save(head, folder, target, self.task.target_name, origin)
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:

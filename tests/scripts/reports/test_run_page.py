@@ -40,9 +40,12 @@ def folder(tmp_path: Path) -> Path:
     record = {"settings": settings, "versions": {"torch": "2"}, "finished": True}
     (run / "run.json").write_text(json.dumps(record))
     steps = [
-        {"step": n, "supervised_tokens": 100 * n, "seconds": 60.0 * n, "loss": 4 - n, "tau": 1.0}
+        {
+            "step": n, "supervised_tokens": 100 * n, "seconds": 60.0 * n, "loss": 4 - n, "tau": 1.0,
+            "supervised_tokens_per_s": 2.0, "target_share": 0.5, "backward_share": 0.25,
+        }
         for n in range(1, 5)
-    ]
+    ]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     evaluation = {"step": 4, "anchors": 77, "tau_chain": 1.5, "alpha": [0.61, 0.25]}
     evaluation["tau_tree"] = {"8": 1.75, "16": 1.875}

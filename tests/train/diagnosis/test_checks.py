@@ -101,7 +101,7 @@ def seen(target: Target, head: DraftHead, source: Path, **provenance: Any) -> Ex
     assert target.tokenizer is not None
     table = token_table(Reading(str(source), None, 256, None), target.tokenizer)
     conversations = read_conversations(str(source))
-    return examine(Patient(target, "target", head, provenance, str(source), conversations, table))
+    return examine(Patient(target, "target", head, provenance, conversations, table))
 
 
 def faults(examination: Examination) -> dict[str, str]:
