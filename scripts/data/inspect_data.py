@@ -16,7 +16,6 @@ from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.supervision import (
     SupervisedTokens,
     mark_answers,
-    require_chat_template,
     special_ids,
     supervised_sequences,
 )
@@ -141,8 +140,6 @@ def main(
     if row is not None and row > len(conversations):
         raise UserError(f"{data} has {len(conversations)} conversations, there is no row {row}")
     loaded = load_tokenizer(tokenizer)
-    # A missing template is one problem of the tokenizer and not one of each row.
-    require_chat_template(loaded)
     console = Console(highlight=False, soft_wrap=True)
     shown = conversations[:rows] if row is None else [conversations[row - 1]]
     show_conversations(console, loaded, shown, show_tokens)

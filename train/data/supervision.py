@@ -2,11 +2,14 @@
 
 Where a row stores the ids that the target generated, these are supervised. Of a text, the
 tokenizer's chat template is rendered with and without each answer, so any template works, without
-`{% generation %}` tags.
+`{% generation %}` tags. A base model has none: its answers continue the prompts.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.train.data.answer_tokens import AnswerTokens, check_vocabulary
 from drafthead.train.data.conversations import Conversation, Message
+
+
+# Of a model without a chat template: every answer ends the text, and goes on from all before it.
+CONTINUATION = (
+    "{{ beginning }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+logger = logging.getLogger(__name__)
 
 
 class UnusableRowError(UserError):
@@ -28,13 +40,20 @@ class SupervisedTokens:
     mask: list[bool]
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use "
-            "the instruction-tuned model, or set tokenizer.chat_template and save the tokenizer"
-        )
+@cache
+def tell_of_base_model(name: str) -> None:
+    """Say, once for each tokenizer, how its prompts are read."""
+    logger.warning("%s has no chat template: prompts are texts that answers continue", name)
+
+
+def template_options(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a conversation is rendered with, besides its messages."""
+    if tokenizer.chat_template:
+        return {}
+    tell_of_base_model(tokenizer.name_or_path or "this tokenizer")
+    first = tokenizer("a")["input_ids"][0]  # as a prompt of decoding begins
+    beginning = tokenizer.bos_token if first == tokenizer.bos_token_id else ""
+    return {"chat_template": CONTINUATION, "beginning": beginning}
 
 
 def render(
@@ -45,12 +64,12 @@ def render(
 ) -> str:
     """The text of a conversation under the tokenizer's chat template.
 
-    Raises UserError if there is no template, and UnusableRowError if it refuses the messages.
+    Raises UnusableRowError if it refuses the messages.
     """
-    require_chat_template(tokenizer)
+    options = template_options(tokenizer)
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -115,7 +134,9 @@ def _encode(
             f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    if encoded["input_ids"] != tokenizer.apply_chat_template(messages, return_dict=False):
+    options = template_options(tokenizer)
+    own = tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    if encoded["input_ids"] != own:
         raise UserError(f"{where}: the tokenizer's own chat encoding differs from that of the text")
     return encoded["input_ids"], _contiguous(encoded["offset_mapping"])
 

@@ -29,8 +29,8 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> 
     """The turn of a conversation's first user message, after a system message if one is given.
 
     Without `system` the prefix holds the system message that the template writes by itself, if
-    any. Raises UserError if there is no chat template, if it refuses the roles, or if it does not
-    show the message and something after it.
+    any. Raises UserError if the template refuses the roles, or if it does not show the message and
+    something after it, as for a base model, which has none.
     """
     messages: list[Message] = [{"role": "user", "content": MARKER}]
     if system is not None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.infer.request.prompts import encode
 from drafthead.scripts.data import inspect_data
 from drafthead.train.data import conversations as module
 from drafthead.train.data.conversations import (
@@ -27,6 +28,7 @@ from drafthead.train.data.supervision import (
     encode_prompt,
     supervise,
     supervised_rows,
+    tell_of_base_model,
 )
 
 SPECIALS = [
@@ -286,9 +288,18 @@ def test_the_prompt_is_encoded_without_a_second_bos(bpe: Tokenizer) -> None:
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_no_chat_template_names_the_fix(bpe: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"no chat template: use the instruction-tuned model"):
-        supervise(with_template(bpe, None), TWO_TURNS)
+def test_answers_of_a_base_model_continue_their_prompts(bpe: Tokenizer, caplog) -> None:
+    """The prompt has the tokens that decoding gives it, and an answer ends the text."""
+    tell_of_base_model.cache_clear()
+    tokenizer = with_template(bpe, None)
+    marked = supervise(tokenizer, TWO_TURNS[:2])
+    asked, answered = (turn["content"] for turn in TWO_TURNS[:2])
+    assert tokenizer.decode(marked.input_ids) == f"<s>{asked}{answered}</s>"
+    assert supervised_pieces(tokenizer, marked) == ["It is four.</s>"]
+    assert [encode_prompt(tokenizer, TWO_TURNS[:1], "the prompt")] == encode(asked, tokenizer)
+    assert caplog.messages == [
+        "this tokenizer has no chat template: prompts are texts that answers continue"
+    ]
 
 
 def test_a_refused_system_role_says_so(bpe: Tokenizer) -> None:

@@ -62,7 +62,7 @@ def test_the_turn_of_a_template(template, system, prefix, end) -> None:
 @pytest.mark.parametrize(
     ("template", "system", "problem"),
     [
-        (None, None, "no chat template"),
+        (None, None, "does not show where a user's message begins"),
         (GEMMA, "Ask", "refuses the roles system, user"),
         ("{{ messages[0]['content'] }}", None, "does not show where a user's message begins"),
         ("{{ 'nothing' }}", None, "does not show where a user's message begins"),
