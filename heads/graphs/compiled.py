@@ -17,10 +17,11 @@ from inspect import signature
 from pathlib import Path
 from threading import RLock
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx.experimental._config
+from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
@@ -31,7 +32,8 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder, direct_call
 from drafthead.heads.graphs.fingerprint import UndescribedError, described, digest, surroundings
-from drafthead.heads.graphs.graph_record import keep, log_useless, records
+from drafthead.heads.graphs.graph_record import GraphRecord, keep, log_useless, records
+from drafthead.heads.graphs.layers.layer_stack import FEWEST, LayerStack, stack_for
 from drafthead.heads.graphs.recipes import Recipes
 from drafthead.heads.graphs.recordings import Recordings
 from drafthead.heads.graphs.substitutions import CpuKernels
@@ -88,13 +90,17 @@ class Compiled:
         around: AbstractContextManager[object] = NOTHING,
         reads: Sequence[Any] | None = None,
         in_bytes: bool = False,
+        layers: Sequence[nn.Module] = (),
+        in_code: bool = False,
     ):
         """`dims` declares the shapes of the arguments, see `Dims`; they are checked when a graph is
         made. `variant(*arguments)` is for what else asks for another graph. `dtype` is that of the
         weights. A graph is made within `around`: with the hooks, say, whose work is to become part
         of it. `reads` are the models and other values that the function reads beside its arguments;
         a graph is kept on the disk where they are known. With `in_bytes` our kernels read weights
-        as bytes: half as much, and about two digits of each weight.
+        as bytes: half as much, and about two digits of each weight. `layers` are those of a model
+        that the function runs one after the other: they are compiled on their own, see
+        `LayerStack`. With `in_code` other compiled code can call the graphs.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
@@ -102,6 +108,7 @@ class Compiled:
         self.function, self.variant, self.around = function, variant, around
         self.reads, self.in_bytes = reads, in_bytes
         self.dims = Dims(function, dims)
+        self.device, self.dtype, self.layers, self.in_code = device, dtype, layers, in_code
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else {}
@@ -128,24 +135,52 @@ class Compiled:
                 tried += 1  # made for arguments of another layout
         if tried >= MOST_GRAPHS:
             warn_of_many(self.function)
-            with self.around:
-                return self.function(*arguments)
+            return self._uncompiled(arguments)
         with Compiled.making:
             if len(graphs) == tried:
                 return self._made(graphs, arguments)
         return self(*arguments)  # another thread has just made a graph: it may be the one
 
+    def _uncompiled(self, arguments: Sequence[Any]) -> Any:
+        """The function's value without a graph."""
+        with self.around:
+            return self.function(*arguments)
+
     def _made(self, graphs: list[Graph], arguments: Sequence[Any]) -> Any:
         """The function's value from a new graph, which is added to those of its kind."""
         started = time.perf_counter()
-        key = self._key(arguments) if self.on_cpu else None
-        graph, result = self._stored(key, arguments) or self._compiled(arguments, key)
-        graphs.append(graph)
+        made = self.make(arguments)
+        graphs.append(made.graph)
         self.seconds += time.perf_counter() - started
         Compiled.made += 1
-        return result
+        return made.value
 
-    def _key(self, arguments: Sequence[Any]) -> str | None:
+    def make(self, arguments: Sequence[Any]) -> "Made":
+        """A graph for calls of the kind of `arguments`, from the disk or compiled."""
+        stack = None
+        if self.on_cpu and len(self.layers) >= FEWEST:
+            stack = stack_for(self.layers, partial(self._uncompiled, arguments), self._layer)
+        reads = [*(self.reads or ()), *([] if stack is None else [stack.table])]
+        key = self._key(arguments, stack) if self.on_cpu else None
+        with nullcontext() if stack is None else stack.called():
+            made = self._stored(key, reads, arguments) or self._compiled(key, reads, arguments)
+        if stack is not None:  # whose memory the graph reads as long as it lives
+            vars(made.graph)["stack"] = stack
+        return made
+
+    def _layer(
+        self,
+        function: Callable[..., Any],
+        dims: Mapping[str, Spec],
+        reads: Sequence[Any],
+        arguments: Sequence[Any],
+    ) -> GraphRecord | None:
+        """The record of a layer's graph, which the graph of a pass calls."""
+        made_for = self.device, self.dtype, dims
+        layer = Compiled(function, *made_for, reads=reads, in_bytes=self.in_bytes, in_code=True)
+        return layer.make(arguments).record
+
+    def _key(self, arguments: Sequence[Any], stack: LayerStack | None = None) -> str | None:
         """Under which a graph for these arguments is kept on the disk; None if it cannot be."""
         if self.reads is None:
             return None
@@ -155,7 +190,9 @@ class Compiled:
             self.kind(arguments),
             self.has_kernels,
             self.in_bytes,
+            self.in_code,
             self.reads,
+            [] if stack is None else stack.description,
         )
         options = {name: value for name, value in self.options.items() if name != REWRITES}
         try:
@@ -163,15 +200,17 @@ class Compiled:
         except UndescribedError:
             return None
 
-    def _stored(self, key: str | None, arguments: Sequence[Any]) -> tuple[Graph, Any] | None:
-        """A graph that another process has made, and its value; None where there is none."""
+    def _stored(
+        self, key: str | None, reads: Sequence[Any], arguments: Sequence[Any]
+    ) -> "Made | None":
+        """A graph that another process has made; None where there is none."""
         if key is None:
             return None
         for path, record in records(key):
             try:
                 if record.is_met(arguments):
-                    graph = direct_call(record, record.load(self.reads or ()), arguments)
-                    return graph, graph(*arguments)
+                    graph = direct_call(record, record.load(reads), arguments)
+                    return Made(graph, graph(*arguments), record)
             except Exception as error:  # whatever the code of a file raises that does not fit
                 log_useless(path, error)
                 # torch would take from its own cache what has just failed.
@@ -187,13 +226,13 @@ class Compiled:
         """Which of its graphs a call needs."""
         return self.dims.kind(arguments), self.variant(*arguments)
 
-    def _compiled(self, arguments: Sequence[Any], key: str | None) -> tuple[Graph, Any]:
-        """A graph for calls of the kind of `arguments`, and its value for them."""
+    def _compiled(self, key: str | None, reads: Sequence[Any], arguments: Sequence[Any]) -> "Made":
+        """A new graph, which is kept under `key`."""
         self.dims.check(arguments)
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
-        recorder = Recorder(self.options, Recipes(self.reads or ())) if self.on_cpu else None
+        recorder = Recorder(self.options, Recipes(reads), self.in_code) if self.on_cpu else None
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
         guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
@@ -222,11 +261,11 @@ class Compiled:
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
         if recorder is None:  # torch's own entry may trace once more
-            return Recordings(within(self.around, compiled), self.dims.held), result
+            return Made(Recordings(within(self.around, compiled), self.dims.held), result, None)
         graph, record = recorder.finish(result, arguments)
         if key is not None and record is not None:
             keep(key, record)
-        return graph, result
+        return Made(graph, result, record)
 
     def _call(self, equal: Sequence[Sequence[Place]], *arguments: Any) -> Any:
         """The traced function, after the tracer has been told which sizes are equal."""
@@ -236,6 +275,14 @@ class Compiled:
                 torch._check(size_at(arguments, other) == size_at(arguments, first))
         with CpuKernels(self.has_kernels, self.in_bytes) if self.on_cpu else nullcontext():
             return self.function(*arguments)
+
+
+class Made(NamedTuple):
+    """A graph that has just been made, and called."""
+
+    graph: Graph
+    value: Any  # of the call
+    record: GraphRecord | None  # None for one that cannot be kept on the disk
 
 
 def within(context: AbstractContextManager[object], function: Graph) -> Graph:

@@ -120,7 +120,14 @@ class CompiledPass:
         self.taps = Taps(target, features)
         made_for, reads = (target.device, target.dtype), (target.model, features)
         self.graphs = Compiled(
-            self._forward, *made_for, PASS, self._variant, self.taps, reads, in_bytes
+            self._forward,
+            *made_for,
+            PASS,
+            self._variant,
+            self.taps,
+            reads,
+            in_bytes,
+            list(target.layers.children()),
         )
 
     def __call__(

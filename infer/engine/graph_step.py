@@ -72,7 +72,14 @@ class GraphStep:
         made_for = target.device, target.dtype
         reads = target.model, features, filler.tokens, filler.dims, filler.reads
         self.graphs = Compiled(
-            self._step, *made_for, dims, self._variant, self.taps, reads, target.in_bytes
+            self._step,
+            *made_for,
+            dims,
+            self._variant,
+            self.taps,
+            reads,
+            target.in_bytes,
+            list(target.layers.children()),
         )
         has_kernels = self.graphs.has_kernels
         self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))

@@ -21,6 +21,7 @@ from drafthead.heads.graphs.kernels import (  # noqa: F401
     attention,
     draw,
     gated_mlp,
+    layer_call,
     linear,
     move_columns,
     top_k,

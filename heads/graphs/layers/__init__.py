@@ -1,0 +1,1 @@
+"""drafthead.heads.graphs.layers: layers that differ in their weights alone, compiled once."""
