@@ -18,7 +18,6 @@ from drafthead.heads.errors import UserError
 from drafthead.train.data.answer_tokens import AnswerTokens, check_vocabulary
 from drafthead.train.data.conversations import Conversation, Message
 
-
 # Of a model without a chat template: every answer ends the text, and goes on from all before it.
 CONTINUATION = (
     "{{ beginning }}{% for message in messages %}{{ message['content'] }}"

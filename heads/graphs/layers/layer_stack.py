@@ -33,7 +33,7 @@ FEWEST = 8  # layers; fewer are compiled as quickly with the pass
 # Attributes that differ between layers and only say where their keys are cached.
 NUMBERS = "layer_idx", "layer_id", "layer_number", "layer_index"
 # A layer's code may miss what the layer adds to its input by this share: bfloat16, or bytes.
-TOLERATED = 0.1
+TOLERATED = 0.05
 # The dimensions of what layers are given, by their number: positions, rotations, masks.
 FORMS = {1: ("T",), 2: ("B", "T"), 3: ("B", "T", "."), 4: ("B", ".", "T", "S")}
 
