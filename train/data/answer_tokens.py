@@ -1,7 +1,7 @@
 """Answers as the token ids that the target generated, stored in a row beside their text.
 
 Text that is encoded again can give other tokens (` ne|aten` becomes ` n|eat|en`), and what is shown
-of a control token may be nothing. Ids say what the target said.
+of a control token may be nothing. Ids hold what the target generated.
 """
 
 from collections.abc import Mapping

@@ -257,17 +257,17 @@ class LeftOut:
 
     def sentences(self, max_length: int) -> list[str]:
         """What a user should know of it."""
-        said = []
+        sentences = []
         if self.problems:
             counts = f"{len(self.problems)} of {self.rows}"
-            said.append(f"{counts} rows are left out; the first: {self.problems[0]}")
+            sentences.append(f"{counts} rows are left out; the first: {self.problems[0]}")
         if self.cut:
             first = f" (the first is {self.too_late[0]})" if self.too_late else ""
-            said.append(
+            sentences.append(
                 f"{self.cut} of {self.rows} rows cut to {max_length} tokens, {len(self.too_late)} "
                 f"of them dropped because no answer was left{first}"
             )
-        return said
+        return sentences
 
 
 def supervised_rows(

@@ -1,4 +1,4 @@
-"""A full disk is said in one sentence, whichever library noticed it, and in whichever words."""
+"""A full disk is reported in one sentence, whichever library noticed it, and in whichever words."""
 
 import errno
 import shutil

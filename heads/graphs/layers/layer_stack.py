@@ -40,6 +40,9 @@ FORMS = {1: ("T",), 2: ("B", "T"), 3: ("B", "T", "."), 4: ("B", ".", "T", "S")}
 # Why layers cannot be compiled on their own: in what they are, in torch, or in our reading of it.
 OBSTACLES = (UnlikeError, UndescribedError, UserError, ImportError, AttributeError, ValueError)
 
+# Why layers cannot be compiled on their own: what they are, torch's ways, or our reading of these.
+OBSTACLES = (UnlikeError, UndescribedError, UserError, ImportError, AttributeError, ValueError)
+
 logger = logging.getLogger(__name__)
 # Compiles a function for arguments: (function, its dims, what it reads, arguments) -> record.
 Compile = Callable[[Any, dict[str, Any], Sequence[Any], Sequence[Any]], GraphRecord | None]
@@ -102,14 +105,7 @@ def stack_for(
         from drafthead.heads.graphs.kernels import layer_call  # noqa: F401
 
         return LayerStack(layers, recorded(layers, run), compile)
-    except (
-        ImportError,
-        AttributeError,
-        UnlikeError,
-        UndescribedError,
-        UserError,
-        ValueError,
-    ) as reason:
+    except OBSTACLES as reason:
         logger.info("all layers are compiled, which takes longer: %s", reason)
         return None
 
@@ -124,11 +120,12 @@ def without_numbers(description: Any) -> Any:
     """A description of a layer without the attributes that number it."""
     if not isinstance(description, list):
         return description
-    numbers = [
-        isinstance(part, list) and part[:1] in ([n] for n in NUMBERS) for part in description
-    ]
-    kept = zip(description, numbers, strict=True)
-    return [without_numbers(part) for part, is_number in kept if not is_number]
+    return [without_numbers(part) for part in description if not is_number(part)]
+
+
+def is_number(part: Any) -> bool:
+    """Whether a part of a description is the number of a layer: [name, number]."""
+    return isinstance(part, list) and len(part) == 2 and part[0] in NUMBERS
 
 
 def compiled_layer(layer: nn.Module, call: LayerCall, compile: Compile) -> LayerCode:

@@ -56,7 +56,9 @@ def features_of(target, ids: torch.Tensor, spec) -> Features:
     return target.run(ids[None], torch.arange(len(ids))[None], None, spec).features
 
 
-def said_afresh(head, target, ids: torch.Tensor, given: int) -> tuple[torch.Tensor, torch.Tensor]:
+def drafted_afresh(
+    head, target, ids: torch.Tensor, given: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [n, Vd] and outputs [n, D] of depths 1 to n behind the root ids[given].
 
     The target has been at `given` positions; the n - 1 ids behind the root are taken as drafted.
@@ -64,12 +66,12 @@ def said_afresh(head, target, ids: torch.Tensor, given: int) -> tuple[torch.Tens
     features = features_of(target, ids[:given], head.features_needed)
     reader = DraftReader(drafter_for(head, target), rows=1)
     read = Committed(ids[None, 1 : given + 1], features, torch.tensor([given]))
-    said = [reader.read(read)]
+    states = [reader.read(read)]
     for depth, token in enumerate(ids[given + 1 :], 1):
         above = torch.ones(1, 1, depth, dtype=torch.bool)
         parents = torch.zeros(1, 1, dtype=torch.long)
-        said.append(reader.draft(said[-1], parents, token[None, None], depth, above))
-    both = torch.cat([at.outputs for at in said], dim=1)
+        states.append(reader.draft(states[-1], parents, token[None, None], depth, above))
+    both = torch.cat([at.outputs for at in states], dim=1)
     return head.logits(both, target)[0], both[0]
 
 
@@ -103,7 +105,7 @@ def guesses_afresh(head, target, ids: torch.Tensor, supervised: torch.Tensor) ->
         if not supervised[anchor + 1]:
             continue
         behind = ids[: anchor + 1 + head.depth]
-        logits, outputs = said_afresh(head, target, behind, given=anchor + 1)
+        logits, outputs = drafted_afresh(head, target, behind, given=anchor + 1)
         guesses = []
         for depth in range(1, min(head.depth, len(ids) - anchor - 2) + 1):
             place = anchor + 1 + depth
@@ -288,7 +290,7 @@ def test_a_dynamic_tree_is_the_best_one_among_the_candidates(values: int) -> Non
 def children_afresh(head, target, ids: torch.Tensor, path: tuple[int, ...], width: int) -> list:
     """The best guesses [(log_prob, token), ..] behind ids [T] and a drafted path."""
     read = torch.cat([ids, torch.tensor(path, dtype=torch.long)])
-    logits, _ = said_afresh(head, target, read, given=len(ids) - 1)
+    logits, _ = drafted_afresh(head, target, read, given=len(ids) - 1)
     best = logits[-1].log_softmax(-1).topk(width)
     tokens = best.indices if head.draft_ids is None else head.draft_ids[best.indices]
     return list(zip(best.values.tolist(), tokens.tolist(), strict=True))
@@ -296,7 +298,7 @@ def children_afresh(head, target, ids: torch.Tensor, path: tuple[int, ...], widt
 
 @pytest.fixture
 def attentive(head):
-    """The head with an attention that decides what is said."""
+    """The head with an attention that decides what is drafted."""
     for layer in head.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.v_proj):
             projection.weight.data *= 6
@@ -431,8 +433,8 @@ def prepared(target, make_head, counts: torch.Tensor, size: int):
 def test_greedy_decoding_with_a_draft_vocabulary_equals_plain_decoding(target, make_head) -> None:
     prompts, plain = random_prompts(10), OracleDecoder(target)
     expected = plain.generate(prompts, max_new_tokens=40).sequences
-    said = torch.tensor([token for sequence in expected for token in sequence])
-    head = prepared(target, make_head, torch.bincount(said, minlength=VOCAB), 16)
+    states = torch.tensor([token for sequence in expected for token in sequence])
+    head = prepared(target, make_head, torch.bincount(states, minlength=VOCAB), 16)
     result = Decoder(target, drafter_for(head, target)).generate(prompts, max_new_tokens=40)
     assert result.sequences == expected
     assert result.stats.tau > 1

@@ -92,14 +92,14 @@ def recurrent_outputs(head: Eagle3Head, target: Target, io: Outputs) -> Outputs:
         "expected_draft_logits_full": head.logits(everywhere, target),
     }
     reader, tokens = DraftReader(drafter_for(head, target), len(ids)), []
-    said, above = reader.read(all_positions(ids, taps)), torch.zeros(len(ids), 1, dtype=torch.long)
+    state, above = reader.read(all_positions(ids, taps)), torch.zeros(len(ids), 1, dtype=torch.long)
     for step in range(3):
-        logits = head.logits(said.outputs, target)
+        logits = head.logits(state.outputs, target)
         found[f"rec_expected_draft_logits_step{step}"] = logits
         tokens.append(guesses(head, logits))
         visible = torch.ones(1, 1, step + 1, dtype=torch.bool)
-        said = reader.draft(said, above, tokens[-1], step + 1, visible)
-        found[f"rec_expected_out_step{step}"] = said.outputs
+        state = reader.draft(state, above, tokens[-1], step + 1, visible)
+        found[f"rec_expected_out_step{step}"] = state.outputs
     return {**found, "rec_expected_draft_tokens_target_ids": torch.cat(tokens, dim=1)}
 
 
@@ -287,11 +287,11 @@ def test_a_blind_head_drafts_in_one_pass_what_it_would_step_by_step(blind) -> No
     committed = Committed(ids, taps, torch.tensor([6, 4]))
     at_once, stepwise = (DraftReader(drafter_for(head, target), len(ids)) for _ in range(2))
     ahead = at_once.draft_blindly(ids[:, 0], at_once.read(committed), 4)
-    said, above = stepwise.read(committed), torch.zeros(2, 1, dtype=torch.long)
+    state, above = stepwise.read(committed), torch.zeros(2, 1, dtype=torch.long)
     for depth in (1, 2, 3):
         visible = torch.ones(1, 1, depth, dtype=torch.bool)
-        said = stepwise.draft(said, above, ids[:, :1], depth, visible)
-        torch.testing.assert_close(ahead.outputs[:, depth - 1 : depth], said.outputs)
+        state = stepwise.draft(state, above, ids[:, :1], depth, visible)
+        torch.testing.assert_close(ahead.outputs[:, depth - 1 : depth], state.outputs)
 
 
 def test_a_blind_head_decodes_exactly(blind) -> None:

@@ -145,15 +145,15 @@ def eagle_chain(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     tokens = torch.cat([ids[:, 1:], following], dim=1)
     features = Features(io["chain_target_last_hidden"])
     reader, found, drafted = DraftReader(drafter_for(head, target), len(ids)), {}, []
-    said = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
+    state = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
     above = torch.zeros(1, 1, dtype=torch.long)
     for step in range(3):
-        logits = head.logits(said.outputs, target)
+        logits = head.logits(state.outputs, target)
         found[f"chain_expected_logits_step{step}"] = logits
         drafted.append(logits.argmax(-1))
         visible = torch.ones(1, 1, step + 1, dtype=torch.bool)
-        said = reader.draft(said, above, drafted[-1], step + 1, visible)
-        found[f"chain_expected_out_step{step}"] = said.outputs
+        state = reader.draft(state, above, drafted[-1], step + 1, visible)
+        found[f"chain_expected_out_step{step}"] = state.outputs
     return {**found, "chain_expected_draft_tokens": torch.cat(drafted, dim=1)}
 
 

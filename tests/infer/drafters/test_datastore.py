@@ -324,7 +324,7 @@ def test_the_record_is_for_people_too(saved: Path) -> None:
 # ---- what this process has written --------------------------------------------------------------
 
 
-def said(*texts: str, limit: int = 1000) -> Earlier:
+def written_before(*texts: str, limit: int = 1000) -> Earlier:
     earlier = Earlier(limit)
     for text in texts:
         tokens = letters(text)
@@ -336,7 +336,8 @@ def said(*texts: str, limit: int = 1000) -> Earlier:
 def test_what_was_said_is_known_with_the_weights_of_a_datastore() -> None:
     past = letters("xbcd")
     found = {
-        (weight, "".join(map(chr, text))) for weight, text in said("abcdE").continuations(past)
+        (weight, "".join(map(chr, text)))
+        for weight, text in written_before("abcdE").continuations(past)
     }
     assert found == {(LEVELS[3], "E"), (LEVELS[2], "E")}
 
@@ -361,7 +362,7 @@ def test_what_follows_is_known_as_soon_as_it_is_there() -> None:
 
 
 def test_the_latest_tokens_stay() -> None:
-    earlier = said("abX", "cdY", "efZ", "ghW", limit=8)
+    earlier = written_before("abX", "cdY", "efZ", "ghW", limit=8)
     for letter, stays in (("ab", False), ("ef", True), ("gh", True)):
         assert bool(list(earlier.continuations(letters(letter)))) == stays
 

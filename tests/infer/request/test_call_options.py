@@ -150,7 +150,7 @@ def test_a_stop_string_may_lie_across_tokens(speaking) -> None:
     # Of whole characters: bytes that are none cannot be asked for.
     place = next(end for end in range(3, len(text)) if "\ufffd" not in text[end - 3 : end])
     stop = text[place - 3 : place]
-    for stops in (stop, [stop, "never said"]):
+    for stops in (stop, [stop, "never written"]):
         cut = speaking.generate("hello", **sampled, stop_strings=stops)
         assert cut.texts[0] == text[:place] and cut.finish_reasons == ["stop_string"]
         assert "".join(speaking.stream("hello", **sampled, stop_strings=stops)) == cut.texts[0]
@@ -159,12 +159,12 @@ def test_a_stop_string_may_lie_across_tokens(speaking) -> None:
 def test_a_closed_stream_keeps_what_it_has(speaking) -> None:
     whole = speaking.generate("hello", max_new_tokens=40)
     stream = speaking.stream("hello", max_new_tokens=40)
-    said = next(stream) + next(stream)
+    shown = next(stream) + next(stream)
     assert stream.result.finish_reasons == [None] and stream.result.finished == [False]
     stream.close()
     assert list(stream) == []
     result = stream.result
-    assert result.finish_reasons == ["cancelled"] and whole.texts[0].startswith(said)
+    assert result.finish_reasons == ["cancelled"] and whole.texts[0].startswith(shown)
     assert result.sequences[0] == whole.sequences[0][: len(result.sequences[0])]
     assert result.prompt_lengths == whole.prompt_lengths
 

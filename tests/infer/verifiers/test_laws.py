@@ -303,12 +303,12 @@ def fillings(tables: tuple[Table, Table], shape: TreeShape, drawn: bool) -> list
 
 
 def law_of_answers(book: Textbook, shape: TreeShape, seed: int, zeros: int, drawn: bool) -> dict:
-    """Exact probability of all that may be said in one step: accepted tokens and bonus."""
+    """Exact probability of all that one step may emit: accepted tokens and bonus."""
     law: dict[Prefix, Fraction] = {}
     for chance, proposal, prefixes in proposals(shape, seed, zeros, drawn):
         for outcome in book(proposal):
-            said = (*prefixes[outcome.node], outcome.bonus)
-            law[said] = law.get(said, Fraction(0)) + chance * outcome.chance
+            emitted = (*prefixes[outcome.node], outcome.bonus)
+            law[emitted] = law.get(emitted, Fraction(0)) + chance * outcome.chance
     return law
 
 
@@ -324,19 +324,21 @@ any_filling = pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "cho
 @any_tree
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_a_lossless_rules_textbook_has_exactly_the_targets_law(name, shape, zeros, drawn) -> None:
-    said = law_of_answers(textbook(name, drawn), shape, 1, zeros, drawn)
+    emitted = law_of_answers(textbook(name, drawn), shape, 1, zeros, drawn)
     target, _ = models(1, zeros)
     plain = {(token,): p for token, p in enumerate(target[()])}
-    assert continued(said, target, shape.depth + 1) == continued(plain, target, shape.depth + 1)
+    assert continued(emitted, target, shape.depth + 1) == continued(plain, target, shape.depth + 1)
 
 
-def continued(said: dict[Prefix, Fraction], target: Table, length: int) -> dict[Prefix, Fraction]:
-    """The law of the first `length` tokens when the target goes on behind what was said."""
+def continued(
+    emitted: dict[Prefix, Fraction], target: Table, length: int
+) -> dict[Prefix, Fraction]:
+    """The law of the first `length` tokens when the target goes on after what was emitted."""
     law = {text: Fraction(0) for text in product(range(VOCAB), repeat=length)}
     for text in law:
         rest = Fraction(1)
         for place in range(length, 0, -1):
-            law[text] += said.get(text[:place], Fraction(0)) * rest
+            law[text] += emitted.get(text[:place], Fraction(0)) * rest
             rest *= target[text[: place - 1]][text[place - 1]]
     return law
 
@@ -459,8 +461,8 @@ def test_certain_drafts_are_accepted_as_if_they_were_matched(name, shape) -> Non
 
 def expected_tokens(name: str, shape: TreeShape, seed: int, drawn: bool = True) -> Fraction:
     """Mean number of tokens that a step commits."""
-    said = law_of_answers(TEXTBOOKS[name], shape, seed, 0, drawn)
-    return sum((len(tokens) * chance for tokens, chance in said.items()), Fraction(0))
+    emitted = law_of_answers(TEXTBOOKS[name], shape, seed, 0, drawn)
+    return sum((len(tokens) * chance for tokens, chance in emitted.items()), Fraction(0))
 
 
 def test_traversal_accepts_no_less_of_a_chain_than_rejection() -> None:
@@ -477,8 +479,8 @@ def test_traversal_accepts_no_less_of_a_chain_than_rejection() -> None:
 def test_lenient_makes_no_token_more_probable_than_it_promises(shape) -> None:
     """Behind every prefix at most 1 / lenience times the target's probability."""
     (target, _), length = models(1, 0), shape.depth + 1
-    said = law_of_answers(TEXTBOOKS["lenient"], shape, 1, 0, drawn=True)
-    law, most = continued(said, target, length), Fraction(1)
+    emitted = law_of_answers(TEXTBOOKS["lenient"], shape, 1, 0, drawn=True)
+    law, most = continued(emitted, target, length), Fraction(1)
     assert sum(law.values()) == 1
     for size in range(length):
         for prefix in product(range(VOCAB), repeat=size):

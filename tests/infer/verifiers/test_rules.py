@@ -166,7 +166,7 @@ def random_case(drawn: bool) -> tuple[TokenTree, torch.Tensor, torch.Tensor]:
     return tree, target, torch.rand(rows, 7, generator=generator).double()
 
 
-def said(tree: TokenTree, found: Acceptance) -> list[list[int]]:
+def emitted(tree: TokenTree, found: Acceptance) -> list[list[int]]:
     """Accepted tokens and bonus of each row."""
     following = following_tokens(tree, found).tolist()
     return [row[:length] for row, length in zip(following, found.length.tolist(), strict=True)]
@@ -192,11 +192,11 @@ def pick_nodes(tree: TokenTree, nodes: torch.Tensor, parents: torch.Tensor) -> T
 @pytest.mark.parametrize("name", SAMPLING_RULES)
 def test_the_numbering_of_nodes_does_not_matter(name, drawn) -> None:
     tree, scores, numbers = random_case(drawn)
-    expected = said(tree, accept(name, tree, scores, numbers))
+    expected = emitted(tree, accept(name, tree, scores, numbers))
     moved = pick_nodes(tree, DEPTH_FIRST, torch.tensor([-1, 0, 1, 0, 3]))
     if drawn and VERIFIERS[name].draws_children:  # then each node has its own number
         numbers = numbers[:, DEPTH_FIRST]
-    assert said(moved, accept(name, moved, scores[:, DEPTH_FIRST], numbers)) == expected
+    assert emitted(moved, accept(name, moved, scores[:, DEPTH_FIRST], numbers)) == expected
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
@@ -204,7 +204,7 @@ def test_the_numbering_of_nodes_does_not_matter(name, drawn) -> None:
 def test_padding_is_never_accepted_and_changes_nothing(name, drawn) -> None:
     """The root's first child is padding now, and so is what hangs under a leaf."""
     tree, scores, numbers = random_case(drawn)
-    expected = said(tree, accept(name, tree, scores, numbers))
+    expected = emitted(tree, accept(name, tree, scores, numbers))
     assert max(map(len, expected)) == 3, "some leaf is accepted"
     nodes = torch.tensor([0, 0, 1, 2, 3, 4, 0])
     padded = pick_nodes(tree, nodes, torch.tensor([-1, 0, 0, 0, 2, 3, 4]))
@@ -212,7 +212,7 @@ def test_padding_is_never_accepted_and_changes_nothing(name, drawn) -> None:
     padded = replace(padded, tokens=tokens)
     if drawn and VERIFIERS[name].draws_children:
         numbers = numbers[:, [0, 5, 1, 2, 3, 4, 6]]
-    assert said(padded, accept(name, padded, scores[:, nodes], numbers)) == expected
+    assert emitted(padded, accept(name, padded, scores[:, nodes], numbers)) == expected
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-24], ids=["least", "greatest"])

@@ -37,15 +37,15 @@ def talk(folder: Path, *lines: str) -> str:
 
 
 def test_answers_are_those_of_generate_each_with_its_speed(folder: Path):
-    said = talk(folder, "hello", "", "and then?")
+    printed = talk(folder, "hello", "", "and then?")
     session = decoder(folder).chat(max_new_tokens=40)
     for message in ("hello", "and then?"):
         text = chat.visible(session.say(message))
-        found, _, said = said.partition("\n[")
+        found, _, printed = printed.partition("\n[")
         assert found == text
-        figures, _, said = said.partition("]\n")
+        figures, _, printed = printed.partition("]\n")
         assert "tokens/s, tau" in figures and f"{session.reused} positions" in figures
-    assert said == ""
+    assert printed == ""
 
 
 def test_a_new_conversation_knows_nothing_of_the_old_one(folder: Path):

@@ -70,12 +70,12 @@ def written(*arguments: str) -> tuple[int, str]:
 
 
 def test_a_page_has_all_that_it_was_given_and_asks_for_nothing_else(folder: Path) -> None:
-    status, said = written(
+    status, printed = written(
         str(folder / "run"), "--comparison", str(folder / "race"), "--output",
         str(folder / "new" / "page.html"), "--doctor", str(folder / "doctor.json"),
         "--trace", str(folder / "trace.html"),
     )  # fmt: skip
-    assert status == 0, said
+    assert status == 0, printed
     page = (folder / "new" / "page.html").read_text()
     for shown in ("400 tokens in 4 minutes", "1.88", "0.61", "41 %", "again", "all equal", "math"):
         assert shown in page, shown
@@ -103,8 +103,8 @@ def test_a_run_alone_makes_a_page(folder: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_said(folder: Path, arguments: list[str], sentence: str) -> None:
-    status, said = written(*(a.replace("@", str(folder)) for a in arguments))
-    assert status != 0 and sentence in said
+    status, printed = written(*(a.replace("@", str(folder)) for a in arguments))
+    assert status != 0 and sentence in printed
     assert not (folder / "page.html").exists()
 
 

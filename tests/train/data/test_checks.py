@@ -1,4 +1,4 @@
-"""What is said about training data: rows left out, answers of another model, held-out copies."""
+"""What is logged about training data: rows left out, answers of another model, held-out copies."""
 
 import json
 from pathlib import Path
@@ -30,11 +30,11 @@ def test_rows_without_an_answer_are_left_out_and_counted(
     unanswered, alone = {"messages": [QUESTION]}, {"messages": [ANSWERED["messages"][1]]}
     source = write(tmp_path, ANSWERED, unanswered, ANSWERED, alone)
     assert len(load_packed({source: 1.0}, byte_tokenizer(), CONFIG, seed=0).sequences) == 2
-    said = "2 of 4 rows are left out; the first: 0 supervised tokens in row 2 of"
-    assert said in caplog.text
+    sentence = "2 of 4 rows are left out; the first: 0 supervised tokens in row 2 of"
+    assert sentence in caplog.text
     caplog.clear()
     load_packed({source: 1.0}, byte_tokenizer(), CONFIG, seed=0)
-    assert said in caplog.text, "it is said again when the tokens come out of the cache"
+    assert sentence in caplog.text, "it is logged again when the tokens come out of the cache"
 
 
 def test_data_without_any_answer_are_an_error(tmp_path: Path) -> None:

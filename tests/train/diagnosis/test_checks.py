@@ -58,9 +58,9 @@ def write_answers(
         messages = [{"role": "user", "content": f"tell me of {number} and {number * number}"}]
         ids = prompt(encode_prompt(target.tokenizer, messages, ""))
         text = decoder.generate(ids, max_new_tokens=LENGTH, temperature=temperature, seed=number)
-        said = answer(text.sequences[0]) + [target.tokenizer.eos_token_id] * ends
-        turn = {"prompt": ids, "answer": said}
-        messages.append({"role": "assistant", "content": target.tokenizer.decode(said)})
+        generated = answer(text.sequences[0]) + [target.tokenizer.eos_token_id] * ends
+        turn = {"prompt": ids, "answer": generated}
+        messages.append({"role": "assistant", "content": target.tokenizer.decode(generated)})
         row = {"id": str(number), "messages": messages, "token_ids": [turn]}
         rows.append(row | {"vocabulary": vocabulary_of(target.tokenizer)})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from tiny import VOCAB, llama_config, tiny_llama, write_conversations, write_target
+from runs import run, write_inputs, write_run
+from tiny import VOCAB, llama_config, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM
 
 from drafthead.heads.checkpoint import load_head
@@ -23,8 +23,6 @@ from drafthead.train.draft_models.cut import architecture_of, built, copy_layers
 from drafthead.train.draft_models.student import DraftModelConfig, Student
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.evaluation import measure, ranked_anchors
-from drafthead.train.run.config import load_run_config
-from drafthead.train.train_heads import train
 
 FEW = torch.arange(0, VOCAB, 2)
 
@@ -131,39 +129,13 @@ def test_the_loss_is_that_of_the_tokens_that_drafts_guess(target: Target, loss: 
 @pytest.fixture
 def configure(tmp_path: Path):
     """Writes a run's YAML, for a target of four layers."""
-    write_target(tmp_path / "target", max_position_embeddings=128, num_hidden_layers=4)
-    write_conversations(tmp_path / "train.jsonl", 40, seed=0)
-    write_conversations(tmp_path / "validation.jsonl", 8, seed=1)
+    write_inputs(tmp_path, num_hidden_layers=4)
 
     def write(name: str = "run", **head: object) -> Path:
-        content = {
-            "target": {"name": str(tmp_path / "target")},
-            "head": {"family": "draft_model", "loss": "hard", **head},
-            "data": {
-                "train": str(tmp_path / "train.jsonl"),
-                "validation": str(tmp_path / "validation.jsonl"),
-                "max_length": 64,
-            },
-            "optimizer": {"name": "muon", "lr": 3e-3},
-            "train": {
-                "output": str(tmp_path / name),
-                "batch_rows": 4,
-                "max_steps": 12,
-                "cpu": True,
-            },
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(content))
-        return path
+        head = {"family": "draft_model", "loss": "hard", **head}
+        return write_run(tmp_path / f"{name}.yaml", tmp_path, head, {}, {})
 
     return write
-
-
-def run(config: Path, *overrides: str) -> Path:
-    """Train in this process; gives the output folder."""
-    loaded = load_run_config(config, overrides)
-    assert train(loaded)
-    return Path(loaded.train.output)
 
 
 @pytest.mark.parametrize("few", [0, 64])

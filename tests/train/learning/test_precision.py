@@ -1,4 +1,4 @@
-"""What is said of a processor that is slower in bfloat16."""
+"""The warning about a processor that is slower in bfloat16."""
 
 import pytest
 import torch
@@ -8,21 +8,21 @@ from drafthead.train.learning import precision
 CPU = torch.device("cpu")
 
 
-def said(monkeypatch, caplog, seconds: dict[torch.dtype, float], mixed: str = "bf16") -> str:
+def warning(monkeypatch, caplog, seconds: dict[torch.dtype, float], mixed: str = "bf16") -> str:
     monkeypatch.setattr(precision, "product_seconds", seconds.__getitem__)
     precision.warn_of_slow_bfloat16(CPU, mixed)
     return caplog.text
 
 
 def test_a_processor_that_is_slower_in_bfloat16_is_said(monkeypatch, caplog):
-    text = said(monkeypatch, caplog, {torch.bfloat16: 1.8, torch.float32: 1.0})
+    text = warning(monkeypatch, caplog, {torch.bfloat16: 1.8, torch.float32: 1.0})
     assert "1.8 times faster in float32" in text
     assert "train.mixed_precision=no" in text
 
 
 @pytest.mark.parametrize(("bfloat16", "mixed"), [(0.5, "bf16"), (1.2, "bf16"), (9.0, "no")])
 def test_nothing_is_said_where_it_would_not_help(monkeypatch, caplog, bfloat16: float, mixed: str):
-    assert not said(monkeypatch, caplog, {torch.bfloat16: bfloat16, torch.float32: 1.0}, mixed)
+    assert not warning(monkeypatch, caplog, {torch.bfloat16: bfloat16, torch.float32: 1.0}, mixed)
 
 
 def test_a_product_takes_time():
