@@ -9,6 +9,7 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.base_model import template_options
 from drafthead.infer.request.integers import ARRAYS, integer
 from drafthead.infer.request.padding import PadToken, masked, without_padding
 from drafthead.infer.request.token_rows import is_list, rows_of, token_rows, type_of
@@ -138,11 +139,12 @@ def encode_one(
         if not tokenizer.chat_template:
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
-    if not tokenizer.chat_template:
-        raise UserError("the target's tokenizer has no chat template: pass a string or token ids")
     messages = [dict(message) for message in prompt]
+    options = template_options(tokenizer)
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **options
+        )
     except Exception as error:  # templates are programs of their own, and raise many kinds
         raise UserError(
             f"the target's chat template cannot write the messages of roles "

@@ -5,26 +5,16 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 `{% generation %}` tags. A base model has none: its answers continue the prompts.
 """
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.base_model import template_options
 from drafthead.train.data.answer_tokens import AnswerTokens, check_vocabulary
 from drafthead.train.data.conversations import Conversation, Message
-
-# Of a model without a chat template: every answer ends the text, and goes on from all before it.
-CONTINUATION = (
-    "{{ beginning }}{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
-
-logger = logging.getLogger(__name__)
 
 
 class UnusableRowError(UserError):
@@ -37,22 +27,6 @@ class SupervisedTokens:
 
     input_ids: list[int]
     mask: list[bool]
-
-
-@cache
-def tell_of_base_model(name: str) -> None:
-    """Say, once for each tokenizer, how its prompts are read."""
-    logger.warning("%s has no chat template: prompts are texts that answers continue", name)
-
-
-def template_options(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a conversation is rendered with, besides its messages."""
-    if tokenizer.chat_template:
-        return {}
-    tell_of_base_model(tokenizer.name_or_path or "this tokenizer")
-    first = tokenizer("a")["input_ids"][0]  # as a prompt of decoding begins
-    beginning = tokenizer.bos_token if first == tokenizer.bos_token_id else ""
-    return {"chat_template": CONTINUATION, "beginning": beginning}
 
 
 def render(

@@ -38,8 +38,7 @@ def test_text_without_a_chat_template_is_taken_as_it_is(tokenizer) -> None:
     plain = byte_tokenizer()
     plain.chat_template = None
     assert encode("hi", plain) == [plain("hi")["input_ids"]]
-    with pytest.raises(UserError, match="no chat template"):
-        encode([{"role": "user", "content": "hi"}], plain)
+    assert encode([{"role": "user", "content": "hi"}], plain) == encode("hi", plain)
 
 
 def padded(tokenizer, side: str, **options):

@@ -13,6 +13,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.base_model import tell_of_base_model
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer.request.prompts import encode
 from drafthead.scripts.data import inspect_data
@@ -28,7 +29,6 @@ from drafthead.train.data.supervision import (
     encode_prompt,
     supervise,
     supervised_rows,
-    tell_of_base_model,
 )
 
 SPECIALS = [
