@@ -33,7 +33,12 @@ from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, t
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder, direct_call
 from drafthead.heads.graphs.fingerprint import UndescribedError, described, digest, surroundings
 from drafthead.heads.graphs.graph_record import GraphRecord, keep, log_useless, records
-from drafthead.heads.graphs.layers.layer_stack import FEWEST, LayerStack, stack_for
+from drafthead.heads.graphs.layers.layer_stack import (
+    FEWEST,
+    LayerStack,
+    stack_for,
+    tell_of_all_layers,
+)
 from drafthead.heads.graphs.recipes import Recipes
 from drafthead.heads.graphs.recordings import Recordings
 from drafthead.heads.graphs.substitutions import CpuKernels
@@ -160,13 +165,21 @@ class Compiled:
         stack = None
         if self.on_cpu and len(self.layers) >= FEWEST:
             stack = stack_for(self.layers, partial(self._uncompiled, arguments), self._layer)
+        if stack is not None:
+            try:
+                made = self._stored_or_compiled(arguments, stack)
+                vars(made.graph)["stack"] = stack  # whose memory the graph reads
+                return made
+            except UserError as reason:
+                tell_of_all_layers(reason)
+        return self._stored_or_compiled(arguments, None)
+
+    def _stored_or_compiled(self, arguments: Sequence[Any], stack: LayerStack | None) -> "Made":
+        """A graph that calls the layers of `stack`, or that has all layers within."""
         reads = [*(self.reads or ()), *([] if stack is None else [stack.table])]
         key = self._key(arguments, stack) if self.on_cpu else None
         with nullcontext() if stack is None else stack.called():
-            made = self._stored(key, reads, arguments) or self._compiled(key, reads, arguments)
-        if stack is not None:  # whose memory the graph reads as long as it lives
-            vars(made.graph)["stack"] = stack
-        return made
+            return self._stored(key, reads, arguments) or self._compiled(key, reads, arguments)
 
     def _layer(
         self,

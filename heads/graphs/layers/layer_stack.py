@@ -106,8 +106,13 @@ def stack_for(
 
         return LayerStack(layers, recorded(layers, run), compile)
     except OBSTACLES as reason:
-        logger.info("all layers are compiled, which takes longer: %s", reason)
+        tell_of_all_layers(reason)
         return None
+
+
+def tell_of_all_layers(reason: Exception) -> None:
+    """Say why a pass is compiled with all its layers."""
+    logger.info("all layers are compiled, which takes longer: %s", reason)
 
 
 def kind_of(layer: nn.Module, call: LayerCall) -> str:

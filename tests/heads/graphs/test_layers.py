@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from drafthead.heads.graphs.compiled import Compiled, Made
+from drafthead.heads.graphs.layers import layer_code
 from drafthead.heads.graphs.layers.callable_code import ENTRY, RELEASE, for_calls
 from drafthead.heads.graphs.layers.layer_code import LayerTable
 from drafthead.heads.graphs.layers.layer_stack import FEWEST, LayerStack, without_numbers
@@ -92,6 +93,17 @@ def test_a_layer_that_computes_something_else_is_noticed(stacks, caplog) -> None
     assert Decoder(CompiledTarget(target)).generate([TEXT], max_new_tokens=40).sequences == plain
     assert stacks == [None]
     assert "all layers are compiled, which takes longer: a layer's output differs" in caplog.text
+
+
+def test_a_pass_that_cannot_call_its_layers_is_compiled_whole(stacks, caplog, monkeypatch) -> None:
+    """Here because the sizes of the pass are not those that the code of a layer was made for."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(layer_code, "conditions", lambda *_: lambda _: False)
+    target = Target(tiny_llama(**SMALL))
+    plain = Decoder(target).generate([TEXT], max_new_tokens=40).sequences
+    assert Decoder(CompiledTarget(target)).generate([TEXT], max_new_tokens=40).sequences == plain
+    assert stacks == [None]
+    assert "all layers are compiled, which takes longer: this model" in caplog.text
 
 
 def test_other_weights_run_the_same_code(stacks) -> None:

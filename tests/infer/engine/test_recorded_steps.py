@@ -16,7 +16,7 @@ from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.few_sizes import power_of_two
-from drafthead.heads.graphs.compiled import Compiled, Graph, within
+from drafthead.heads.graphs.compiled import Compiled, Made, within
 from drafthead.heads.graphs.recordings import Recordings
 from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.target import Target
@@ -34,10 +34,10 @@ def rehearsal(monkeypatch) -> Rehearsal:
     """What every graph is recorded by, from now on."""
     stand_in = Rehearsal()
 
-    def recorded(self: Compiled, arguments: Sequence[Any], key: str | None) -> tuple[Graph, Any]:
+    def recorded(self: Compiled, key: None, reads: Sequence[Any], arguments: Sequence[Any]) -> Made:
         function = within(self.around, self.function)
         graph = Recordings(function, self.dims.held, capture=stand_in)
-        return graph, graph(*arguments)
+        return Made(graph, graph(*arguments), None)
 
     monkeypatch.setattr(Compiled, "_compiled", recorded)
     monkeypatch.setattr(Compiled, "_key", lambda *_: None)
