@@ -266,7 +266,8 @@ class Decoder:
         """
         settings = read_options(options)
         for rows in batch_sizes:
-            logger.info("warming up for %d prompts at a time", rows)
+            if len(batch_sizes) > 1:
+                logger.info("warming up for %d prompts at a time", rows)
             tokens = min(TIMING_SETTINGS.prompt_tokens, (self.max_length or sys.maxsize) // 2)
             prompts = random_prompts(self.target.vocab_size, rows, tokens)
             there = replace(settings, attention_mask=torch.ones_like(prompts))

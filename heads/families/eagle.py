@@ -17,6 +17,7 @@ from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerStore, Rotat
 from drafthead.heads.objectives.losses import feature_loss
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
+from drafthead.heads.training_fields import ForTraining
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,12 @@ class EagleConfig(RecurrentConfig):
     The original learns one step (`ttt_steps` 1); more are HASS's alignment (arXiv 2408.15766).
     """
 
-    ttt_steps: int = 1
+    ttt_steps: ForTraining[int] = 1
     fc_bias: bool = True
     embeddings: Literal["target", "own"] = "target"  # own: read, not trained
-    feature_weight: float = 1.0  # of the distance from the target's hidden state
-    token_weight: float = 0.1  # of the token loss
-    feature_noise: float = 0.0  # training adds uniform noise from -x to x to the features read
+    feature_weight: ForTraining[float] = 1.0  # of the distance from the target's hidden state
+    token_weight: ForTraining[float] = 0.1  # of the token loss
+    feature_noise: ForTraining[float] = 0.0  # uniform, from -x to x, added to the features read
 
 
 @register_head("eagle", EagleConfig)

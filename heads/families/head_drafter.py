@@ -14,6 +14,7 @@ from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
+from drafthead.heads.training_fields import drafting_fields
 from drafthead.heads.trees.levels import Level, levels_of
 from drafthead.heads.trees.static import StaticTrees
 from drafthead.heads.trees.tree import Budget, TreeShape
@@ -89,7 +90,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     def identity(self) -> str:
         """The shape of the head, and of a fixed tree."""
-        return repr((self.head.config, self.fixed))
+        return repr((self.head.family, drafting_fields(self.head.config), self.fixed))
 
 
 DRAFTERS: dict[type, type[HeadDrafter[Any]]] = {}  # by class of heads

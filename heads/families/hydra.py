@@ -20,6 +20,7 @@ from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
+from drafthead.heads.training_fields import ForTraining
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class HydraConfig(LayerConfig):
     prefix_layer: bool = True
     grounded: bool = True  # false: the heads see no drafted tokens, as Medusa's
     dropout: float = 0.0  # before every block and output; 0.2 in the paper's 10 epochs
-    loss: str = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    depth_decay: float = 1.0  # head k's loss is weighted by depth_decay ** (k - 1)
+    loss: ForTraining[str] = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    depth_decay: ForTraining[float] = 1.0  # head k's loss is weighted by depth_decay ** (k - 1)
     vocab_size: int = 0
 
     def __post_init__(self) -> None:

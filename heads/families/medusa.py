@@ -17,6 +17,7 @@ from drafthead.heads.objectives.anchors import AnchoredHead
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
+from drafthead.heads.training_fields import ForTraining
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class MedusaConfig:
     num_blocks: int = 1
     output: Literal["own", "shared"] = "own"  # shared: the target's frozen output head
     bias: bool = True  # in the residual blocks
-    loss: str = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    depth_decay: float = 0.8  # head k's loss is weighted by depth_decay ** (k - 1)
+    loss: ForTraining[str] = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    depth_decay: ForTraining[float] = 0.8  # head k's loss is weighted by depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0
 

@@ -16,6 +16,7 @@ from drafthead.heads.base import register_head
 from drafthead.heads.families.sequential import SequentialHead
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
+from drafthead.heads.training_fields import ForTraining
 
 NORM_EPS = 1e-6
 
@@ -28,8 +29,8 @@ class MlpSpeculatorConfig:
     inner_size: int = 0  # of the state; 0 is the target's hidden size
     tie_weights: bool = False  # one set of weights for all steps; the first projection is its own
     scale_input: bool = False  # normalise the target's hidden state first
-    loss: str = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    depth_decay: float = 1.0  # step k's loss is weighted by depth_decay ** (k - 1)
+    loss: ForTraining[str] = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    depth_decay: ForTraining[float] = 1.0  # step k's loss is weighted by depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0
 

@@ -39,6 +39,7 @@ from drafthead.heads.objectives.losses import (
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
+from drafthead.heads.training_fields import ForTraining
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.
 BLOCKS_AT_ONCE = 32
@@ -54,12 +55,12 @@ class ParallelConfig(BlockConfig):
     draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
     correction: Literal["none", "markov", "gated", "recurrent"] = "markov"
     correction_rank: int = 0  # a quarter of the hidden size, at most 256
-    loss: str = "soft"  # a name in losses.TOKEN_LOSSES
-    depth_decay: float = 0.8  # the k-th drafted token's loss is weighted by depth_decay ** (k - 1)
-    dpace: bool = False  # weight places by what an error there costs the block: `dpace_weights`
-    warm: bool = False  # start from copies of the target's own layers
-    anchors: int = 32  # blocks of a row that a training step drafts
-    anchor_places: Literal["random", "blocks"] = "random"  # blocks: end to end
+    loss: ForTraining[str] = "soft"  # a name in losses.TOKEN_LOSSES
+    depth_decay: ForTraining[float] = 0.8  # token k's loss is weighted by depth_decay ** (k - 1)
+    dpace: ForTraining[bool] = False  # weight places by what an error costs: `dpace_weights`
+    warm: ForTraining[bool] = False  # start from copies of the target's own layers
+    anchors: ForTraining[int] = 32  # blocks of a row that a training step drafts
+    anchor_places: ForTraining[Literal["random", "blocks"]] = "random"  # blocks: end to end
     confidence_weight: float = 0.0  # of the confidence output's loss; 0: there is no such output
     confidence_reads_token: bool = True  # it knows the token before the slot
 

@@ -26,6 +26,7 @@ from drafthead.heads.objectives.losses import (
 )
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
+from drafthead.heads.training_fields import ForTraining
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class RecurrentConfig(LayerConfig):
     vocab_size: int = 0
     num_layers: int = 1
     depth: int = 5  # tokens drafted after the root
-    ttt_steps: int = 5  # training-time test: steps that training unrolls, 1 for none
-    depth_decay: float = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
-    loss: str = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    ttt_steps: ForTraining[int] = 5  # training-time test: steps that training unrolls, 1 for none
+    depth_decay: ForTraining[float] = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
+    loss: ForTraining[str] = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.depth < 1:

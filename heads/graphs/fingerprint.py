@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
 from importlib.metadata import version
@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-# Attributes of every module that are described otherwise, or that no pass reads.
-COMMON = frozenset(vars(nn.Module())) | {"generation_config", "name_or_path"}
+from drafthead.heads.training_fields import drafting_fields
+
+# Attributes of every module that are described otherwise, or that no pass reads. `path_counts` were
+# measured with a head: the trees that follow from them are arguments.
+COMMON = frozenset(vars(nn.Module())) | {"generation_config", "name_or_path", "path_counts"}
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 PLAIN = None.__class__, bool, int, float, str
 COPIED = *PLAIN, list, tuple, dict, set  # may change within, or be another object of the same value
@@ -72,8 +75,7 @@ def parts(thing: Any, unknown: Callable[[object], Any]) -> Any:
     if isinstance(thing, partial):
         return [within(part) for part in (thing.func, thing.args, thing.keywords)]
     if is_dataclass(thing):
-        values = {field.name: getattr(thing, field.name) for field in fields(thing)}
-        return [code(type(thing), unknown), within(values)]
+        return [code(type(thing), unknown), within(drafting_fields(thing))]
     if isinstance(thing, Mapping):
         return [[within(key), within(value)] for key, value in thing.items()]
     if isinstance(thing, set | frozenset):

@@ -44,6 +44,14 @@ class Record:
         return summed(stats) if stats else None
 
 
+def prepare(
+    contestant: Contestant, batches: Sequence[Sequence[list[int]]], max_new_tokens: int, seed: int
+) -> None:
+    """Compile and time what the first answers would, and decode a few tokens, unrecorded."""
+    contestant.prepare(len(batches[0]))
+    contestant.decode(batches[0], min(16, max_new_tokens), seed)
+
+
 def race(
     contestants: Sequence[Contestant],
     batches: Sequence[Sequence[list[int]]],
@@ -54,15 +62,11 @@ def race(
 ) -> list[Record]:
     """Decode every batch of prompts with every contestant, `rounds` times, in random order.
 
-    A warm-up on the first batch comes first and is not recorded. `on_answers` is called with the
-    number of answers after each batch. Raises UserError when a contestant's answers are too short
-    to be timed.
+    They are prepared. `on_answers` is called with the number of answers after each batch. Raises
+    UserError when a contestant's answers are too short to be timed.
     """
     records = [Record(contestant) for contestant in contestants]
     starts = [0, *accumulate(map(len, batches))]  # numbers of the batches' first prompts
-    for contestant in contestants:
-        contestant.prepare(len(batches[0]))
-        contestant.decode(batches[0], min(16, max_new_tokens), seed)
     order = random.Random(seed)
     for number in range(rounds):
         for record in records:

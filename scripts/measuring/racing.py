@@ -25,7 +25,7 @@ from drafthead.infer.measuring.comparison import (
 )
 from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers
 from drafthead.infer.measuring.divergence import Divergence
-from drafthead.infer.measuring.race import race
+from drafthead.infer.measuring.race import prepare, race
 from drafthead.scripts.measuring.record import Prompt
 
 # Modes that are not heads.
@@ -156,6 +156,10 @@ def run_races(
     for temperature in terms.temperatures:
         sampling = SamplingConfig(temperature=temperature, top_p=terms.top_p)
         contestants = drafters.contestants(sampling, terms.verifier, assisted and size == 1)
+        with tqdm(contestants, desc="compiling and timing", unit="way", leave=False) as bar:
+            for contestant in bar:
+                bar.set_postfix_str(contestant.mode)
+                prepare(contestant, batches, terms.max_new_tokens, terms.seed)
         total = terms.rounds * len(prompts) * len(contestants)
         with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
             records = race(

@@ -37,9 +37,6 @@ TOLERATED = 0.05
 # The dimensions of what layers are given, by their number: positions, rotations, masks.
 FORMS = {1: ("T",), 2: ("B", "T"), 3: ("B", "T", "."), 4: ("B", ".", "T", "S")}
 
-# Why layers cannot be compiled on their own: in what they are, in torch, or in our reading of it.
-OBSTACLES = (UnlikeError, UndescribedError, UserError, ImportError, AttributeError, ValueError)
-
 # Why layers cannot be compiled on their own: what they are, torch's ways, or our reading of these.
 OBSTACLES = (UnlikeError, UndescribedError, UserError, ImportError, AttributeError, ValueError)
 

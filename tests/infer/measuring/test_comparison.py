@@ -13,7 +13,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.infer.measuring.comparison import divergences, first_round, rows_of
 from drafthead.infer.measuring.contestants import Answers, Contestant, Ours, Transformers, up_to_end
-from drafthead.infer.measuring.race import race
+from drafthead.infer.measuring.race import prepare, race
 from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
 from drafthead.scripts.reports.comparison import category_tables, comparison_table, write_report
 
@@ -66,7 +66,10 @@ def small_race(target, make_drafter):
     ]
     prompts = [[9, 10, 11], [20, 21]]
     seen: list[int] = []
-    records = race(contestants, [[p] for p in prompts], 2, 24, seed=0, on_answers=seen.append)
+    batches = [[p] for p in prompts]
+    for contestant in contestants:
+        prepare(contestant, batches, 24, seed=0)
+    records = race(contestants, batches, 2, 24, seed=0, on_answers=seen.append)
     assert seen == [1] * (2 * 2 * 4)
     return records, prompts
 
@@ -94,6 +97,8 @@ def batch_race(target, make_drafter):
     prompts = [[9, 10, 11], [20, 21], [7, 30, 31, 32]]
     seen: list[int] = []
     batches = [prompts[:2], prompts[2:]]
+    for contestant in contestants:
+        prepare(contestant, batches, 24, seed=0)
     records = race(contestants, batches, 2, 24, seed=0, on_answers=seen.append)
     assert sorted(seen) == [1] * (2 * 3) + [2] * (2 * 3)
     return records, prompts
@@ -211,6 +216,7 @@ def test_an_answer_that_had_to_be_compiled_for_is_timed_again(monkeypatch) -> No
 
     seeds: list[int] = []
     contestant = Compiling("ours", "none", SamplingConfig())
+    prepare(contestant, [[[1]]], 8, seed=5)
     (record,) = race([contestant], [[[1]]], 2, 8, seed=5, on_answers=lambda count: None)
     assert seeds == [5, 5, 5, 6]
     assert [answers[0].decode_seconds for answers in record.answers] == [3.0, 4.0]

@@ -21,12 +21,6 @@ ASSETS = Path(__file__).parents[3] / "assets"
 MAX_NEW = 48
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _both_cores() -> None:
-    """These models are large enough for threads."""
-    torch.set_num_threads(2)
-
-
 @pytest.fixture(scope="module")
 def demo_target() -> Target:
     """In float32, where greedy equality is exact."""
