@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -98,8 +99,8 @@ class Setting:
 class Figures:
     """Tokens and seconds of one contestant in one setting, by round."""
 
-    tokens: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    tokens: list[int]
+    seconds: list[float]
 
     def speeds(self) -> list[float]:
         """Tokens per second of each round."""
@@ -127,22 +128,19 @@ def race(
 ) -> dict[str, Figures]:
     """All prompts through all peers that can, `rounds` times after a batch that does not count."""
     able = [peer for peer in peers if peer.largest_batch >= setting.batch]
-    figures = {peer.name: Figures() for peer in able}
+    figures = {peer.name: Figures([0] * rounds, [0.0] * rounds) for peer in able}
     batches = [prompts[i : i + setting.batch] for i in range(0, len(prompts), setting.batch)]
     order = random.Random(0)
     for peer in able:
         peer.answer(Job(batches[0], tokens, setting.temperature, setting.top_p, seed=0))
-    for number in tqdm(range(rounds), desc=setting.title):
-        for each in figures.values():
-            each.tokens.append(0)
-            each.seconds.append(0.0)
-        for index, batch in enumerate(batches):
-            seed = 1 + number * len(batches) + index
-            job = Job(batch, tokens, setting.temperature, setting.top_p, seed)
-            for peer in order.sample(able, len(able)):
-                reply = peer.answer(job)
-                figures[peer.name].tokens[-1] += sum(map(len, reply["answers"]))
-                figures[peer.name].seconds[-1] += reply["seconds"]
+    turns = product(range(rounds), enumerate(batches))
+    for number, (index, batch) in tqdm(turns, setting.title, rounds * len(batches), unit="batch"):
+        seed = 1 + number * len(batches) + index
+        job = Job(batch, tokens, setting.temperature, setting.top_p, seed)
+        for peer in order.sample(able, len(able)):
+            reply = peer.answer(job)
+            figures[peer.name].tokens[number] += sum(map(len, reply["answers"]))
+            figures[peer.name].seconds[number] += reply["seconds"]
     return figures
 
 
@@ -188,7 +186,7 @@ def main(
     conversations = read_conversations(prompts)
     chosen = conversations[:: max(1, len(conversations) // limit)][:limit]
     ids = [encode_one(each.messages[:1], tokenizer) for each in chosen]
-    found = {}
+    found: dict[str, dict[str, dict[str, float]]] = {}
     with ExitStack() as running:
         peers = []
         # One after the other: loading takes all processors.
@@ -196,18 +194,16 @@ def main(
             peers.append(Peer(name, command))
             running.callback(peers[-1].stop)
             peers[-1].wait()
-        for drawn in temperature or [0.0, 1.0]:
-            for rows in batch or [1, 4, 16]:
-                setting = Setting(rows, drawn, 0.95 if drawn else 1.0)
-                figures = race(peers, ids, setting, rounds, tokens)
-                found[setting.title] = summary(figures)
-                print_table(setting.title, found[setting.title])
-    about = {
-        "command": shlex.join(["python", *sys.argv]), "machine": describe_machine(),
-        "versions": describe_versions() | {peer.name: peer.version for peer in peers},
-        "prompts": len(ids), "max_new_tokens": tokens, "rounds": rounds, "results": found,
-    }  # fmt: skip
-    write_text(output, json.dumps(about, indent=2) + "\n")
+        about = {
+            "command": shlex.join(["python", *sys.argv]), "machine": describe_machine(),
+            "versions": describe_versions() | {peer.name: peer.version for peer in peers},
+            "prompts": len(ids), "max_new_tokens": tokens, "rounds": rounds, "results": found,
+        }  # fmt: skip
+        for drawn, rows in product(temperature or [0.0, 1.0], batch or [1, 4, 16]):
+            setting = Setting(rows, drawn, 0.95 if drawn else 1.0)
+            found[setting.title] = summary(race(peers, ids, setting, rounds, tokens))
+            print_table(setting.title, found[setting.title])
+            write_text(output, json.dumps(about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

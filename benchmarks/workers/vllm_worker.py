@@ -19,7 +19,7 @@ def main() -> None:
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=64,
-        gpu_memory_utilization=0.4,  # of the memory: of a processor too, where others run beside it
+        gpu_memory_utilization=0.2,  # of all memory, without a GPU too: others run beside it
         enable_prefix_caching=False,
         speculative_config=speculative,
     )

@@ -45,11 +45,11 @@ class Record:
 
 
 def prepare(
-    contestant: Contestant, batches: Sequence[Sequence[list[int]]], max_new_tokens: int, seed: int
+    contestant: Contestant, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
 ) -> None:
-    """Compile and time what the first answers would, and decode a few tokens, unrecorded."""
-    contestant.prepare(len(batches[0]))
-    contestant.decode(batches[0], min(16, max_new_tokens), seed)
+    """Compile and time what the first answers to a batch would, and decode a few tokens of it."""
+    contestant.prepare(len(prompts))
+    contestant.decode(prompts, min(16, max_new_tokens), seed)
 
 
 def race(
@@ -62,8 +62,9 @@ def race(
 ) -> list[Record]:
     """Decode every batch of prompts with every contestant, `rounds` times, in random order.
 
-    They are prepared. `on_answers` is called with the number of answers after each batch. Raises
-    UserError when a contestant's answers are too short to be timed.
+    What `prepare` was not called for is compiled and learnt meanwhile. `on_answers` is called with
+    the number of answers after each batch. Raises UserError when a contestant's answers are too
+    short to be timed.
     """
     records = [Record(contestant) for contestant in contestants]
     starts = [0, *accumulate(map(len, batches))]  # numbers of the batches' first prompts

@@ -159,7 +159,7 @@ def run_races(
         with tqdm(contestants, desc="compiling and timing", unit="way", leave=False) as bar:
             for contestant in bar:
                 bar.set_postfix_str(contestant.mode)
-                prepare(contestant, batches, terms.max_new_tokens, terms.seed)
+                prepare(contestant, batches[0], terms.max_new_tokens, terms.seed)
         total = terms.rounds * len(prompts) * len(contestants)
         with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
             records = race(
