@@ -168,7 +168,7 @@ class ColumnCache:
 
         What the cache had before is its own until `stores` is set.
         """
-        old = [*self.keys, *self.values]
+        old = self.states
         shapes = [(rows, states.shape[1], capacity, states.shape[3]) for states in old]
         if self.memory is None:
             return FreshStores(shapes, old[0])
@@ -215,7 +215,7 @@ class ColumnCache:
 
     def _keep_rows_in(self, memory: CacheMemory, rows: torch.Tensor) -> None:
         """Go on with the rows [R] in memory of that size."""
-        old = [*self.keys, *self.values]
+        old = self.states
         lease = memory.take([(len(rows), *states.shape[1:]) for states in old], old[0])
         for states, store in zip(old, lease.stores, strict=True):
             torch.index_select(states, 0, rows, out=store)
@@ -253,6 +253,34 @@ class ColumnCache:
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for store, states in zip(mine, theirs, strict=True):
                 put_rows(store, states, moves, other.longest)
+
+    def collect(
+        self, parts: Sequence["ColumnCache"], places: Sequence[Sequence[int]], room: int
+    ) -> None:
+        """Go on with the rows of `parts` instead of those here; no part may be used any more.
+
+        Row r of part p becomes row ``places[p][r]``: places (1,) and (2, 0) bring one row of the
+        first part between two of the second. `room` is the number of columns to allocate beside
+        the longest row.
+        """
+        rows = torch.tensor([place for group in places for place in group])
+        lengths = torch.cat([part.lengths for part in parts if part.lengths is not None])
+        self.lengths, self.longest = lengths[rows.argsort()], max(part.longest for part in parts)
+        self.keys, self.values = parts[0].keys, parts[0].values  # for their shapes
+        stores = self._new_stores(len(rows), self._capacity(self.longest + room + 1))
+        moves = [torch.tensor([*enumerate(group)], device=lengths.device) for group in places]
+        layers = []
+        for number, of_parts in enumerate(zip(*(part.states for part in parts), strict=True)):
+            layers.append(stores[number])
+            for part, move, states in zip(parts, moves, of_parts, strict=True):
+                put_rows(layers[-1], states, move, part.longest)
+        count = len(self.keys)
+        self.keys, self.values, self.stores = layers[:count], layers[count:], stores
+
+    @property
+    def states(self) -> Layers:
+        """The keys of each layer, then the values of each."""
+        return [*self.keys, *self.values]
 
     def _move_rows(self, moves: torch.Tensor, count: int) -> None:
         """Go on with `count` rows, of which some are old ones by `moves` [R, 2]; see `put_rows`."""

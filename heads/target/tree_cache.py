@@ -13,6 +13,7 @@ from drafthead.heads.cache import (
     move_columns,
 )
 from drafthead.heads.cache_memory import CacheMemory
+from drafthead.heads.drafting.row_state import chosen
 
 
 class StepCache(CacheColumns, Cache):
@@ -95,6 +96,15 @@ class TreeCache(ColumnCache, Cache):
         self.keys, self.values = ([pair[part] for pair in layers] for part in (0, 1))
         del layers  # so that each layer's states are free again when they have been copied
         self._enlarge(self._capacity(longest + room + 1))
+
+    def part(self, rows: Sequence[int]) -> "TreeCache":
+        """A cache of its own with copies of rows of this one, which has no pending nodes.
+
+        Where nothing was committed it is empty.
+        """
+        if self.lengths is None:
+            return TreeCache(self.memory, self.move)
+        return chosen(self, torch.tensor(rows, device=self.lengths.device))
 
     def additive_mask(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`mask` [B, 1, N, S] of visible [B or 1, N, pending + N], added to attention scores."""

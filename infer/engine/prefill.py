@@ -1,13 +1,16 @@
-"""The pass over the prompts, in chunks, so that long ones need little memory beside the cache."""
+"""The passes over prompts: rows of similar length together, in chunks that need little memory."""
 
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from drafthead.heads.cache import READ_CHUNK
+from drafthead.heads.host import to_host
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.infer.engine.prompt_groups import rows_of_passes
 
 
 def prefill(
@@ -23,8 +26,38 @@ def prefill(
 
     What the cache holds already is the beginning of all prompts; T counts the positions after it.
     `features` are kept for all positions; the last hidden state is also returned where each row
-    ends. `room` columns are allocated beside the prompts. A prompt of 5 tokens in chunks of 2 is
-    read in passes over positions 0 1, 2 3 and 4.
+    ends. `room` columns are allocated beside the prompts.
+    """
+    width = ids.shape[1] - cache.longest
+    groups = rows_of_passes(lengths - cache.longest)
+    if len(groups) == 1:
+        return read_rows(target, ids, lengths, features, cache, room, chunk)
+    parts: list[TreeCache] = []
+    found: list[tuple[Features, torch.Tensor]] = []
+    for group in groups:
+        own = lengths[group]
+        prompts = ids[group, : to_host(own.max())]
+        parts.append(cache.part(group))
+        found.append(read_rows(target, prompts, own, features, parts[-1], 0, chunk))
+    cache.collect(parts, groups, room)
+    back = torch.tensor([row for group in groups for row in group]).argsort()
+    wide = [part.map(lambda states: padded_to(width, states)) for part, _ in found]
+    hidden = torch.cat([hidden for _, hidden in found])
+    return concatenated(wide, dim=0).map(lambda states: states[back]), hidden[back]
+
+
+def read_rows(
+    target: Target,
+    ids: torch.Tensor,  # [B, T] right-padded
+    lengths: torch.Tensor,  # [B]
+    features: FeatureSpec,
+    cache: TreeCache,
+    room: int,
+    chunk: int,
+) -> tuple[Features, torch.Tensor]:
+    """`prefill` of rows that are read together, `chunk` positions of each in a pass.
+
+    A prompt of 5 tokens in chunks of 2 is read in passes over positions 0 1, 2 3 and 4.
     """
     longest, tapped = ids.shape[1], features.with_last()
     parts: list[Features] = []
@@ -41,7 +74,7 @@ def prefill(
     # From here on each row's own length counts: what follows it is padding.
     cache.commit(None, lengths, longest)
     assert hidden is not None
-    return concatenated(parts), hidden
+    return concatenated(parts, dim=1), hidden
 
 
 def read_chunk(
@@ -71,13 +104,20 @@ def read_chunk(
     return found
 
 
-def concatenated(parts: list[Features]) -> Features:
-    """Features of positions that follow each other, as one."""
+def concatenated(parts: list[Features], dim: int) -> Features:
+    """Features [B, T, D] of rows (dimension 0) or positions (1) that follow each other, as one."""
     if len(parts) == 1:
         return parts[0]
     last = [part.last for part in parts if part.last is not None]
     taps = zip(*(part.taps for part in parts), strict=True)
-    return Features(torch.cat(last, 1) if last else None, tuple(torch.cat(tap, 1) for tap in taps))
+    return Features(
+        torch.cat(last, dim) if last else None, tuple(torch.cat(tap, dim) for tap in taps)
+    )
+
+
+def padded_to(width: int, states: torch.Tensor) -> torch.Tensor:
+    """States [B, T, D] with zeros at the positions from T to `width`."""
+    return pad(states, (0, 0, 0, width - states.shape[1]))
 
 
 def padded(

@@ -37,6 +37,18 @@ def test_commit_moves_each_rows_path_behind_its_own_positions() -> None:
     assert cache.lengths.tolist() == [5, 5]
 
 
+def test_rows_of_several_caches_are_collected_in_their_places() -> None:
+    first, second, cache = filled_cache(), filled_cache(), TreeCache()
+    single = first.part([1])
+    cache.collect([single, second], [[1], [2, 0]], room=4)
+    assert cache.lengths.tolist() == [2, 2, 3] and cache.longest == 3
+    assert cache.keys[1][0, 0, :2, 0].tolist() == [110, 111]  # the second row of `second`
+    assert cache.keys[1][1, 0, :2, 0].tolist() == [110, 111]
+    assert cache.keys[0][2, 0, :3, 0].tolist() == [0, 1, 2]
+    assert cache.values[0][2, 0, :3, 0].tolist() == [0, -1, -2]
+    assert cache.keys[0].shape[2] >= 3 + 4
+
+
 @pytest.mark.parametrize("nodes", [1, 123, 124, 125, 300])
 def test_the_columns_that_a_pass_sees_are_never_all_there_are(nodes) -> None:
     cache = filled_cache()

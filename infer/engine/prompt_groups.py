@@ -1,0 +1,44 @@
+"""Prompts of similar length, which are read together: padding costs as much as text.
+
+A pass over a batch reads as many positions of each row as the longest one has. Where a processor is
+busy with one prompt already, rows of other lengths are quicker in a pass of their own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from drafthead.heads.host import to_host
+
+# What a pass costs beside its positions, in positions. SmolLM2-135M on two cores: 45 ms, then
+# 0.87 ms each, in one row or in many. Elsewhere all prompts are read in one pass: a GPU is far from
+# busy with one.
+PASS_COST = {"cpu": 50}
+
+
+def prompt_groups(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
+    """The rows of each pass over prompts of these lengths, so that the passes cost least.
+
+    Lengths 9 70 8 with a pass cost of 10 are read as rows 2 0, then 1: 2 x 9 + 70 positions and two
+    passes, where one pass has 3 x 70 positions.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    # Reading the shortest n prompts: the least cost, and how many come before the last pass.
+    least: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, len(order) + 1):
+        a_pass = [(end - start) * lengths[order[end - 1]] + pass_cost for start in range(end)]
+        least.append(min((least[start][0] + a_pass[start], start) for start in range(end)))
+    groups: list[list[int]] = []
+    while order:
+        start = least[len(order)][1]
+        groups.append(order[start:])
+        del order[start:]
+    return groups[::-1]
+
+
+def rows_of_passes(unread: torch.Tensor) -> list[list[int]]:
+    """`prompt_groups` of prompts with that many unread positions [B], for the device of these."""
+    rows = len(unread)
+    if rows == 1 or unread.device.type not in PASS_COST:
+        return [[*range(rows)]]
+    return prompt_groups(to_host(unread), PASS_COST[unread.device.type])
