@@ -126,13 +126,17 @@ def commands(path: Path, target: Path) -> dict[str, str]:
 def race(
     peers: list[Peer], prompts: list[list[int]], setting: Setting, rounds: int, tokens: int
 ) -> dict[str, Figures]:
-    """All prompts through all peers that can, `rounds` times after a batch that does not count."""
+    """All prompts through all peers that can, `rounds` times, after a batch of each size that does
+    not count.
+    """
     able = [peer for peer in peers if peer.largest_batch >= setting.batch]
     figures = {peer.name: Figures([0] * rounds, [0.0] * rounds) for peer in able}
     batches = [prompts[i : i + setting.batch] for i in range(0, len(prompts), setting.batch)]
     order = random.Random(0)
-    for peer in able:
-        peer.answer(Job(batches[0], tokens, setting.temperature, setting.top_p, seed=0))
+    # Our planner times its steps once for each number of rows.
+    for batch in {len(batch): batch for batch in batches}.values():
+        for peer in able:
+            peer.answer(Job(batch, tokens, setting.temperature, setting.top_p, seed=0))
     turns = product(range(rounds), enumerate(batches))
     for number, (index, batch) in tqdm(turns, setting.title, rounds * len(batches), unit="batch"):
         seed = 1 + number * len(batches) + index
@@ -184,7 +188,8 @@ def main(
     folder = Path(model_folder(target))
     tokenizer = load_tokenizer(folder, str(folder), trust_code=False)
     conversations = read_conversations(prompts)
-    chosen = conversations[:: max(1, len(conversations) // limit)][:limit]
+    count = min(limit, len(conversations))
+    chosen = [conversations[place * len(conversations) // count] for place in range(count)]
     ids = [encode_one(each.messages[:1], tokenizer) for each in chosen]
     found: dict[str, dict[str, dict[str, float]]] = {}
     with ExitStack() as running:
@@ -197,7 +202,8 @@ def main(
         about = {
             "command": shlex.join(["python", *sys.argv]), "machine": describe_machine(),
             "versions": describe_versions() | {peer.name: peer.version for peer in peers},
-            "prompts": len(ids), "max_new_tokens": tokens, "rounds": rounds, "results": found,
+            "prompts": len(ids), "prompt_tokens": sum(map(len, ids)), "max_new_tokens": tokens,
+            "rounds": rounds, "results": found,
         }  # fmt: skip
         for drawn, rows in product(temperature or [0.0, 1.0], batch or [1, 4, 16]):
             setting = Setting(rows, drawn, 0.95 if drawn else 1.0)

@@ -112,6 +112,7 @@ class Target:
 
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
+    reads_rows_alone = False  # whether each prompt of a batch is to be read in passes of its own
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
@@ -219,6 +220,9 @@ class Target:
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
         return TreeCache()
+
+    def begin(self, cache: TreeCache, rows: int, columns: int) -> None:
+        """Prepare an empty cache for a pass over prompts: not needed here."""
 
     def output_weight(self) -> torch.Tensor:
         """Weight [V, D] of the output head."""

@@ -1,5 +1,6 @@
 """The column cache as transformers' models see it."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,6 @@ from drafthead.heads.cache import (
     move_columns,
 )
 from drafthead.heads.cache_memory import CacheMemory
-from drafthead.heads.drafting.row_state import chosen
 
 
 class StepCache(CacheColumns, Cache):
@@ -86,6 +86,15 @@ class TreeCache(ColumnCache, Cache):
         """Columns that a pass over `query_length` nodes sees, and where they start."""
         return self.seen(self.longest + self.pending + query_length), 0
 
+    def begin(self, like: "TreeCache", rows: int, columns: int) -> None:
+        """Give an empty cache memory for rows and columns, in layers like those of `like`."""
+        assert like.lengths is not None and not self.keys
+        self.keys, self.values = [*like.keys], [*like.values]
+        stores, count = self._new_stores(rows, self._capacity(columns + 1)), len(like.keys)
+        self.keys = [stores[layer] for layer in range(count)]
+        self.values = [stores[count + layer] for layer in range(count)]
+        self.stores, self.lengths = stores, like.lengths.new_zeros(rows)
+
     def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:
         """Take over the prompt pass: lengths [B], `longest` their maximum.
 
@@ -104,7 +113,9 @@ class TreeCache(ColumnCache, Cache):
         """
         if self.lengths is None:
             return TreeCache(self.memory, self.move)
-        return chosen(self, torch.tensor(rows, device=self.lengths.device))
+        part = copy.copy(self)
+        part.keep_rows(torch.tensor(rows, device=self.lengths.device))
+        return part
 
     def additive_mask(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`mask` [B, 1, N, S] of visible [B or 1, N, pending + N], added to attention scores."""

@@ -1,9 +1,10 @@
-"""A target whose steps run compiled: same inputs, same outputs, less time.
+"""A target whose passes run compiled: same inputs, same outputs, less time.
 
-The prompt pass stays eager: there is one for each request, and its length is seldom the same.
+Where we have kernels, prompts are read by compiled passes too; elsewhere these stay eager.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from transformers.cache_utils import Cache
@@ -42,6 +43,7 @@ class CompiledTarget(Target):
         self.in_bytes = in_bytes or target.in_bytes
         self.memory = CacheMemory.where_recorded(target.device)
         self.passes: dict[FeatureSpec, CompiledPass] = {}
+        self.readers: dict[FeatureSpec, CompiledPass] = {}
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
         self.state = state_of(self.model)  # that the graphs were made for
         self.move = Compiled(move_columns, target.device, target.dtype, MOVE, reads=())
@@ -50,8 +52,9 @@ class CompiledTarget(Target):
     def compiled(self) -> list[Compiled]:
         """What has been compiled so far of the target."""
         # Lists of the values: another thread may add one meanwhile.
-        passes = [made.graphs for made in list(self.passes.values())]
-        return [*passes, *(made.graphs for made in list(self.steps.values()))]
+        passes = [*list(self.passes.values()), *list(self.readers.values())]
+        steps = [made.graphs for made in list(self.steps.values())]
+        return [*(made.graphs for made in passes), *steps]
 
     @property
     def reads_bytes(self) -> bool:
@@ -108,17 +111,59 @@ class CompiledTarget(Target):
                 input_ids, position_ids, attention_mask, features, cache, logits_to_keep
             )
         if features not in self.passes:
-            self.passes.setdefault(features, CompiledPass(self, features, self.in_bytes))
+            self.passes.setdefault(features, CompiledPass(self, features, has_logits=True))
         return self.passes[features](input_ids, position_ids, attention_mask, cache)
+
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        features: FeatureSpec,
+        cache: Cache | None = None,
+    ) -> Features:
+        """As `Target.read`; passes over a row are compiled where `begin` has made room for them."""
+        # Graphs for one position, or for several rows, would be others, and seldom needed.
+        is_text = input_ids.shape[0] == 1 and input_ids.shape[1] > 1
+        if (
+            not (self.reads_rows_alone and is_text)
+            or not isinstance(cache, TreeCache)
+            or attention_mask is None
+        ):
+            return super().read(input_ids, position_ids, attention_mask, features, cache)
+        if features not in self.readers:
+            self.readers.setdefault(features, CompiledPass(self, features, has_logits=False))
+        read = self.readers[features](input_ids, position_ids, attention_mask, cache)
+        return read.features
+
+    @property
+    def reads_rows_alone(self) -> bool:  # type: ignore[override]
+        """Whether prompts are read by compiled passes, which are made for one row."""
+        return self.move.has_kernels and self.skips_logits
+
+    def begin(self, cache: TreeCache, rows: int, columns: int) -> None:
+        """Give an empty cache its memory, so that the first pass over a prompt is compiled too."""
+        if self.reads_rows_alone and rows == 1:
+            cache.begin(self.one_token, rows, columns)
+
+    @cached_property
+    def one_token(self) -> TreeCache:
+        """A cache that holds one token: the sizes of keys and values of all layers."""
+        cache, place = TreeCache(), torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        super().read(place, place, None, FeatureSpec(layers=(), last=False), cache)
+        cache.commit_prompt(place[0] + 1, 1, room=0)
+        return cache
 
 
 class CompiledPass:
     """The passes of a target that keep the same features."""
 
-    def __init__(self, target: Target, features: FeatureSpec, in_bytes: bool):
-        self.target = target
+    def __init__(self, target: "CompiledTarget", features: FeatureSpec, has_logits: bool):
+        """Without logits where these are not needed and the model can skip them."""
+        self.target, self.has_logits = target, has_logits
         self.taps = Taps(target, features)
-        made_for, reads = (target.device, target.dtype), (target.model, features)
+        made_for, reads = (target.device, target.dtype), (target.model, features, has_logits)
         self.graphs = Compiled(
             self._forward,
             *made_for,
@@ -126,7 +171,7 @@ class CompiledPass:
             self._variant,
             self.taps,
             reads,
-            in_bytes,
+            target.in_bytes,
             list(target.layers.children()),
         )
 
@@ -155,7 +200,8 @@ class CompiledPass:
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Logits [B, T, V] and features [B, T, D]; what is traced into a graph."""
         cache = StepCache(keys, values, columns, attention_mask.shape[-1])
-        logits = self.target.forward(input_ids, position_ids, attention_mask, cache)
+        kept = 0 if self.has_logits else torch.empty(0, dtype=torch.long, device=input_ids.device)
+        logits = self.target.forward(input_ids, position_ids, attention_mask, cache, kept)
         features = self.taps.features()
         return logits, features.last, features.taps
 

@@ -29,7 +29,7 @@ def prefill(
     ends. `room` columns are allocated beside the prompts.
     """
     width = ids.shape[1] - cache.longest
-    groups = rows_of_passes(lengths - cache.longest)
+    groups = rows_of_passes(lengths - cache.longest, target.reads_rows_alone)
     if len(groups) == 1:
         return read_rows(target, ids, lengths, features, cache, room, chunk)
     parts: list[TreeCache] = []
@@ -60,6 +60,8 @@ def read_rows(
     A prompt of 5 tokens in chunks of 2 is read in passes over positions 0 1, 2 3 and 4.
     """
     longest, tapped = ids.shape[1], features.with_last()
+    if not cache.keys:
+        target.begin(cache, len(ids), longest + room)
     parts: list[Features] = []
     hidden: torch.Tensor | None = None
     for start in range(cache.longest, longest, chunk):
@@ -94,10 +96,10 @@ def read_chunk(
     positions = torch.arange(start, end, device=ids.device)
     part, read = ids[:, start:end], torch.full((rows,), end, device=ids.device)
     mask = None  # the model builds its own
-    if start > 0:
+    if cache.keys:
         mask = cache.additive_mask((positions[:, None] >= positions)[None], target.dtype)
     found = target.read(part, positions.expand(rows, -1), mask, features, cache)
-    if start > 0:
+    if cache.keys:
         cache.commit(None, read, end)
     else:
         cache.commit_prompt(read, end, longest - end + room)

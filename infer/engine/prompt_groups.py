@@ -36,9 +36,14 @@ def prompt_groups(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
     return groups[::-1]
 
 
-def rows_of_passes(unread: torch.Tensor) -> list[list[int]]:
-    """`prompt_groups` of prompts with that many unread positions [B], for the device of these."""
-    rows = len(unread)
-    if rows == 1 or unread.device.type not in PASS_COST:
-        return [[*range(rows)]]
+def rows_of_passes(unread: torch.Tensor, alone: bool) -> list[list[int]]:
+    """`prompt_groups` of prompts with that many unread positions [B], for the device of these.
+
+    Where rows are read `alone`, each is a group.
+    """
+    rows = range(len(unread))
+    if alone:
+        return [[row] for row in rows]
+    if len(rows) == 1 or unread.device.type not in PASS_COST:
+        return [[*rows]]
     return prompt_groups(to_host(unread), PASS_COST[unread.device.type])

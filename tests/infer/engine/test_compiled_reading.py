@@ -1,0 +1,66 @@
+"""Prompts read by compiled passes: for bfloat16 on processors that have our kernels."""
+
+import copy
+
+import pytest
+import torch
+from tiny import random_prompts
+
+from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.prefill import padded, prefill
+
+PROMPTS = random_prompts(5)
+SPEC = FeatureSpec(layers=(0,))
+
+
+@pytest.fixture(scope="module")
+def exact(make_target) -> Target:
+    return make_target(hidden=128)
+
+
+@pytest.fixture(scope="module")
+def compiled(exact) -> CompiledTarget:
+    found = CompiledTarget(Target(copy.deepcopy(exact.model).to(torch.bfloat16)))
+    if not found.reads_rows_alone:
+        pytest.skip("this processor does not compute in bfloat16 by AVX512")
+    return found
+
+
+def read(target: Target, prompts: list[list[int]], chunk: int = 1024):
+    """Features, last hidden states and cache of prompts."""
+    cache = target.new_cache()
+    return *prefill(target, *padded(prompts, target.device), SPEC, cache, 4, chunk), cache
+
+
+def test_states_are_as_near_to_float32_as_those_of_eager_passes(exact, compiled) -> None:
+    rounded = Target(compiled.model)
+    wanted, eager, found = (
+        read(target, PROMPTS)[1].float() for target in (exact, rounded, compiled)
+    )
+    assert 0 < (found - wanted).norm() < 1.2 * (eager - wanted).norm()
+
+
+def test_states_have_the_same_bits_whatever_is_read_beside_or_before(compiled) -> None:
+    """A prompt alone and among others, at once and in chunks."""
+    features, hidden, cache = read(compiled, PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        for chunk in (1024, 2, 5):
+            if len(prompt) % chunk == 1:
+                continue  # a pass over one token is an eager one
+            alone, end, own = read(compiled, [prompt], chunk)
+            used = slice(0, len(prompt))
+            assert torch.equal(end[0], hidden[row])
+            assert torch.equal(alone.taps[0][0], features.taps[0][row, used])
+            assert torch.equal(own.keys[1][0, :, used], cache.keys[1][row, :, used])
+
+
+def test_prompts_of_other_lengths_need_no_other_graph(compiled) -> None:
+    read(compiled, PROMPTS)
+    before = Compiled.made
+    for chunk in (3, 1024):
+        read(compiled, random_prompts(9), chunk)
+        read(compiled, [[9] * 300], chunk)
+    assert Compiled.made == before
