@@ -112,7 +112,6 @@ class Target:
 
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
-    reads_rows_alone = False  # whether each prompt of a batch is to be read in passes of its own
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
@@ -220,6 +219,11 @@ class Target:
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
         return TreeCache()
+
+    @property
+    def reads_rows_alone(self) -> bool:
+        """Whether each prompt of a batch is to be read in passes of its own."""
+        return False
 
     def begin(self, cache: TreeCache, rows: int, columns: int) -> None:
         """Prepare an empty cache for a pass over prompts: not needed here."""

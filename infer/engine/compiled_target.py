@@ -138,7 +138,7 @@ class CompiledTarget(Target):
         return read.features
 
     @property
-    def reads_rows_alone(self) -> bool:  # type: ignore[override]
+    def reads_rows_alone(self) -> bool:
         """Whether prompts are read by compiled passes, which are made for one row."""
         return self.move.has_kernels and self.skips_logits
 
