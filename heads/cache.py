@@ -257,7 +257,7 @@ class ColumnCache:
     def collect(
         self, parts: Sequence["ColumnCache"], places: Sequence[Sequence[int]], room: int
     ) -> None:
-        """Go on with the rows of `parts` instead of those here; no part may be used any more.
+        """Go on with copies of the rows of `parts` instead of those here.
 
         Row r of part p becomes row ``places[p][r]``: places (1,) and (2, 0) bring one row of the
         first part between two of the second. `room` is the number of columns to allocate beside

@@ -17,25 +17,46 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from drafthead.heads.disk_cache import cache_or_scratch
+from drafthead.heads.disk_cache import cache_folder, cache_or_scratch
 from drafthead.heads.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 HEADER_BYTES = 1 << 20  # of a file's beginning that tell it from others
+# What `drafthead fetch` brings, each into a folder of its name.
+FETCHED_MODELS = ("smollm2", "gemma3-270m")
 
 
 def model_folder(name: str | Path) -> str | Path:
     """What transformers loads for a target's name: the name itself, unless it means a GGUF file.
 
     A `.gguf` file, or a folder that holds one and no other weights, gives the folder of its
-    bfloat16 copy, which is made the first time. Raises UserError for a file that is missing,
-    damaged or one part of several, or whose architecture transformers cannot read, for a folder
-    with several GGUF files, and when the package `gguf` is missing.
+    bfloat16 copy, which is made the first time. The name of a model that `drafthead fetch` has
+    brought means its file, unless a folder here has that name. Raises UserError for a file that is
+    missing, damaged or one part of several, or whose architecture transformers cannot read, for a
+    folder with several GGUF files, for a model that was not fetched yet, and when the package
+    `gguf` is missing.
     """
-    file = gguf_file(Path(name))
+    path = Path(name)
+    file = gguf_file(fetched_folder(str(name)) if is_fetched_name(path) else path)
     return name if file is None else dequantised_folder(file)
+
+
+def is_fetched_name(path: Path) -> bool:
+    """Whether a path is no path here, but the name of a model that `drafthead fetch` brings."""
+    return str(path) in FETCHED_MODELS and not path.exists()
+
+
+def fetched_folder(name: str) -> Path:
+    """Where `drafthead fetch` puts a model; raises UserError when it is not there."""
+    folder = cache_folder("models") / name
+    if not any(folder.glob("*.gguf")):
+        raise UserError(
+            f"cannot load the model {name}: it is not on this machine yet, "
+            f"`drafthead fetch {name}` brings it"
+        )
+    return folder
 
 
 def gguf_file(path: Path) -> Path | None:

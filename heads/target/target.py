@@ -225,8 +225,8 @@ class Target:
         """Whether each prompt of a batch is to be read in passes of its own."""
         return False
 
-    def begin(self, cache: TreeCache, rows: int, columns: int) -> None:
-        """Prepare an empty cache for a pass over prompts: not needed here."""
+    def begin(self, cache: TreeCache, columns: int) -> None:
+        """Prepare an empty cache for the passes over a prompt: not needed here."""
 
     def output_weight(self) -> torch.Tensor:
         """Weight [V, D] of the output head."""

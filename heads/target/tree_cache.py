@@ -86,15 +86,6 @@ class TreeCache(ColumnCache, Cache):
         """Columns that a pass over `query_length` nodes sees, and where they start."""
         return self.seen(self.longest + self.pending + query_length), 0
 
-    def begin(self, like: "TreeCache", rows: int, columns: int) -> None:
-        """Give an empty cache memory for rows and columns, in layers like those of `like`."""
-        assert like.lengths is not None and not self.keys
-        self.keys, self.values = [*like.keys], [*like.values]
-        stores, count = self._new_stores(rows, self._capacity(columns + 1)), len(like.keys)
-        self.keys = [stores[layer] for layer in range(count)]
-        self.values = [stores[count + layer] for layer in range(count)]
-        self.stores, self.lengths = stores, like.lengths.new_zeros(rows)
-
     def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:
         """Take over the prompt pass: lengths [B], `longest` their maximum.
 

@@ -42,8 +42,7 @@ class CompiledTarget(Target):
         super().__init__(target.model, target.tokenizer)
         self.in_bytes = in_bytes or target.in_bytes
         self.memory = CacheMemory.where_recorded(target.device)
-        self.passes: dict[FeatureSpec, CompiledPass] = {}
-        self.readers: dict[FeatureSpec, CompiledPass] = {}
+        self.passes: dict[tuple[FeatureSpec, bool], CompiledPass] = {}  # with logits or without
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
         self.state = state_of(self.model)  # that the graphs were made for
         self.move = Compiled(move_columns, target.device, target.dtype, MOVE, reads=())
@@ -52,9 +51,8 @@ class CompiledTarget(Target):
     def compiled(self) -> list[Compiled]:
         """What has been compiled so far of the target."""
         # Lists of the values: another thread may add one meanwhile.
-        passes = [*list(self.passes.values()), *list(self.readers.values())]
-        steps = [made.graphs for made in list(self.steps.values())]
-        return [*(made.graphs for made in passes), *steps]
+        passes = [made.graphs for made in list(self.passes.values())]
+        return [*passes, *(made.graphs for made in list(self.steps.values()))]
 
     @property
     def reads_bytes(self) -> bool:
@@ -110,9 +108,7 @@ class CompiledTarget(Target):
             return super().run(
                 input_ids, position_ids, attention_mask, features, cache, logits_to_keep
             )
-        if features not in self.passes:
-            self.passes.setdefault(features, CompiledPass(self, features, has_logits=True))
-        return self.passes[features](input_ids, position_ids, attention_mask, cache)
+        return self._pass(features, True)(input_ids, position_ids, attention_mask, cache)
 
     @torch.no_grad()
     def read(
@@ -132,24 +128,30 @@ class CompiledTarget(Target):
             or attention_mask is None
         ):
             return super().read(input_ids, position_ids, attention_mask, features, cache)
-        if features not in self.readers:
-            self.readers.setdefault(features, CompiledPass(self, features, has_logits=False))
-        read = self.readers[features](input_ids, position_ids, attention_mask, cache)
-        return read.features
+        return self._pass(features, False)(input_ids, position_ids, attention_mask, cache).features
+
+    def _pass(self, features: FeatureSpec, has_logits: bool) -> "CompiledPass":
+        """The passes that keep these features, with logits or without."""
+        kind = features, has_logits
+        if kind not in self.passes:
+            # Not replaced, should another thread have been quicker: graphs are made only once.
+            self.passes.setdefault(kind, CompiledPass(self, features, has_logits))
+        return self.passes[kind]
 
     @property
     def reads_rows_alone(self) -> bool:
         """Whether prompts are read by compiled passes, which are made for one row."""
         return self.move.has_kernels and self.skips_logits
 
-    def begin(self, cache: TreeCache, rows: int, columns: int) -> None:
-        """Give an empty cache its memory, so that the first pass over a prompt is compiled too."""
-        if self.reads_rows_alone and rows == 1:
-            cache.begin(self.one_token, rows, columns)
+    def begin(self, cache: TreeCache, columns: int) -> None:
+        """Give an empty cache the memory for one row, so that its first pass is compiled too."""
+        if self.reads_rows_alone:
+            cache.collect([self.one_token], [[0]], columns)
+            cache.cut(0)
 
     @cached_property
     def one_token(self) -> TreeCache:
-        """A cache that holds one token: the sizes of keys and values of all layers."""
+        """A cache that holds one token, and so knows the sizes of the keys of all layers."""
         cache, place = TreeCache(), torch.zeros(1, 1, dtype=torch.long, device=self.device)
         super().read(place, place, None, FeatureSpec(layers=(), last=False), cache)
         cache.commit_prompt(place[0] + 1, 1, room=0)

@@ -61,7 +61,7 @@ def read_rows(
     """
     longest, tapped = ids.shape[1], features.with_last()
     if not cache.keys:
-        target.begin(cache, len(ids), longest + room)
+        target.begin(cache, longest + room)
     parts: list[Features] = []
     hidden: torch.Tensor | None = None
     for start in range(cache.longest, longest, chunk):

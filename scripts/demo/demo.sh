@@ -8,21 +8,21 @@ run=${1:-runs/smollm2}
 prompts=assets/smollm2_prompts
 shipped=assets/smollm2_parallel
 
-if ! target=$(drafthead fetch smollm2); then
+if ! drafthead fetch smollm2; then
     echo "SmolLM2 is not to be had, so this is the demo on the small model of the tests (make demo-offline)." >&2
     exec sh scripts/demo/offline.sh
 fi
 [ -d "$run/datastore" ] || drafthead build-datastore --data assets/smollm2_answers/answers.parquet \
-    --tokenizer "$target" --output "$run/datastore"
+    --tokenizer smollm2 --output "$run/datastore"
 # Uncompiled, for an answer at once; what follows is compiled, which takes minutes the first time.
-drafthead generate --target "$target" --head $shipped --datastore "$run/datastore" --max-new-tokens 128 \
+drafthead generate --target smollm2 --head $shipped --datastore "$run/datastore" --max-new-tokens 128 \
     --prompt "How do I write a good commit message? Give me an example."
-drafthead distill --target "$target" --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
+drafthead distill --target smollm2 --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
     --max-new-tokens 256 --batch-size 64 --limit 200 --compile
-drafthead distill --target "$target" --prompts $prompts/validation.jsonl --output "$run/validation.jsonl" \
+drafthead distill --target smollm2 --prompts $prompts/validation.jsonl --output "$run/validation.jsonl" \
     --max-new-tokens 256 --batch-size 64 --compile
 accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-    train/train_heads.py --config configs/demo_smollm2.yaml target.name="$target" \
+    train/train_heads.py --config configs/demo_smollm2.yaml \
     data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" train.output="$run/parallel"
-drafthead compare --target "$target" --head $shipped --head "$run/parallel" --datastore "$run/datastore" --compile \
+drafthead compare --target smollm2 --head $shipped --head "$run/parallel" --datastore "$run/datastore" --compile \
     --prompts $prompts/test.jsonl --output "$run/comparison" --limit 6 --rounds 1 --max-new-tokens 96

@@ -130,4 +130,6 @@ def main(
     wanted = MODELS[model]
     file = fetch(wanted, cache_folder("models") / model if output is None else output)
     logger.info("licence: %s", wanted.licence)
+    if output is None:
+        logger.info("from now on `%s` is a model's name: --target %s", model, model)
     print(file)

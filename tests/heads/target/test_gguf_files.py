@@ -155,6 +155,18 @@ def test_without_a_cache_a_copy_lasts_for_the_process(tmp_path, monkeypatch) -> 
     assert (Path(first) / "model.safetensors").exists() and model_folder(path) == first
 
 
+def test_a_fetched_model_is_loaded_by_its_name(tmp_path, monkeypatch) -> None:
+    with pytest.raises(UserError, match="`drafthead fetch smollm2` brings it"):
+        model_folder("smollm2")
+    folder = tmp_path / "cache" / "drafthead" / "models" / "smollm2"
+    folder.mkdir(parents=True)
+    write_gguf(folder / "small.gguf")
+    assert model_folder("smollm2") == model_folder(folder)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()  # a folder here goes first
+    assert model_folder("smollm2") == "smollm2"
+
+
 def test_other_weights_go_before_a_gguf_file(tmp_path) -> None:
     write_target(tmp_path)
     (tmp_path / "small.gguf").touch()

