@@ -50,7 +50,9 @@ def main(
         *map(trace_section, trace or []),
         settings_section(record),
     ]
-    title = f"{record['settings']['head']['family']} for {record['settings']['target']['name']}"
+    settings = record["settings"]
+    # The target's name alone: the page is made to be sent, and the path is in the settings.
+    title = f"{settings['head']['family']} for {Path(settings['target']['name']).name}"
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, run_page(title, facts_of(record, summary), sections))
     typer.echo(f"{output} is written: open it in a browser")

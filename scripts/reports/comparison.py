@@ -23,11 +23,13 @@ COLUMNS = ("mode", "T", "nodes", *SPEED_COLUMNS)
 
 
 def speed_cells(row: ComparisonRow, ranges: bool) -> list[str]:
-    """The cells under SPEED_COLUMNS; `ranges` adds the extremes over rounds to the speedup."""
+    """The cells under SPEED_COLUMNS; `ranges` adds the extremes over rounds to the speedup, if they
+    differ.
+    """
     low, high = row.speedup_range
     return [
         number(row.tokens_per_second, 1),
-        number(row.speedup) + (f" ({low:.2f} to {high:.2f})" if ranges else ""),
+        number(row.speedup) + (f" ({low:.2f} to {high:.2f})" if ranges and low < high else ""),
         number(row.speedup_hf),
         number(row.tau),
         number(row.draft_cost),

@@ -175,10 +175,11 @@ def encoded(figure: Figure) -> str:
 def facts_of(record: dict[str, Any], summary: RunSummary) -> list[tuple[str, str]]:
     """The lines at the head of the page; `record` is the `run.json` of the run."""
     settings, minutes = record["settings"], summary.seconds / 60
+    data = settings["data"]["train"]  # one source, or several with weights
     return [
-        ("target", settings["target"]["name"]),
+        ("target", Path(settings["target"]["name"]).name),
         ("family", settings["head"]["family"]),
-        ("data", json.dumps(settings["data"]["train"])),
+        ("data", data if isinstance(data, str) else json.dumps(data)),
         ("trained on", f"{summary.supervised_tokens:,} tokens in {minutes:.0f} minutes"),
         ("finished", "yes" if record["finished"] else "no"),
         ("versions", ", ".join(f"{name} {one}" for name, one in record["versions"].items())),
