@@ -19,6 +19,7 @@ VERBS = {
     "decoding.trace_decoding": "Show what was drafted and what became of it: a page, or text.",
     "leaderboard.verb": "Train several heads for the same time on the same data, then race them.",
     "measuring.compare": "Time every way of decoding on the same prompts: a table and a picture.",
+    "measuring.theory": "What the theory of speculative decoding predicts, beside measurement.",
     "measuring.evaluate": "How well a head drafts answers, by file and by depth; decodes nothing.",
     "measuring.doctor": "Why a head is accepted seldom: what was checked, seen, and is to be done.",
     "measuring.report": "A run with its races, traces and findings, as one page to send.",

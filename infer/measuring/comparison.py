@@ -13,7 +13,12 @@ from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.infer.measuring.contestants import Contestant
 from drafthead.infer.measuring.divergence import Divergence, divergence
 from drafthead.infer.measuring.race import Record
-from drafthead.infer.measuring.speedup_model import ChainPrediction, predict_chain, speedup_bound
+from drafthead.infer.measuring.speedup_model import (
+    ChainPrediction,
+    deviation_factors,
+    predict_chain,
+    speedup_bound,
+)
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
 
@@ -61,6 +66,7 @@ class ComparisonRow:
     speedup_bound: float | None
     efficiency: float | None  # speedup / tau
     chain_prediction: ChainPrediction | None
+    prediction_factors: dict[str, float]  # why it is not `speedup`, see `deviation_factors`
     repeated_8gram_share: float
     answers_ended: float
     peak_memory_bytes: int
@@ -98,6 +104,7 @@ def _row(
     stats, drafted = record.stats(), record.stats() if record is not plain else None
     t_1 = _plain_step_seconds(plain)
     contestant = record.contestant
+    prediction = _prediction(contestant, drafted, t_1) if drafted else None
     return ComparisonRow(
         mode=contestant.mode,
         drafter=contestant.drafter,
@@ -120,7 +127,8 @@ def _row(
         speedup_hf_range=(min(speedups_hf), max(speedups_hf)),
         speedup_bound=_bound(drafted, t_1) if drafted else None,
         efficiency=median(speedups) / drafted.tau if drafted else None,
-        chain_prediction=_prediction(contestant, drafted, t_1) if drafted else None,
+        chain_prediction=prediction,
+        prediction_factors=_factors(prediction, record, plain) if prediction else {},
         repeated_8gram_share=repeated_ngram_share(sequences),
         answers_ended=sum(bool(end_ids & {*s[-1:]}) for s in sequences) / len(sequences),
         peak_memory_bytes=record.peak_memory_bytes,
@@ -177,6 +185,13 @@ def _prediction(contestant: Contestant, stats: DecodeStats, t_1: float) -> Chain
         return None
     lengths = [n for row in stats.accept_lengths for n in row]
     return predict_chain(lengths, length, _draft_cost(stats, t_1) / length)
+
+
+def _factors(prediction: ChainPrediction, record: Record, plain: Record) -> dict[str, float]:
+    """Why a prediction is not the measured speedup."""
+    ledger, plain_ledger = record.ledger(), plain.ledger()
+    parts = ledger.parts(plain_ledger), plain_ledger.parts(plain_ledger)
+    return deviation_factors(prediction, median(_ratios(record, plain)), ledger.tau, *parts)
 
 
 def divergences(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from drafthead.heads.errors import UserError
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeStats, summed
+from drafthead.infer.measuring.speedup_model import StepParts
 
 STEP_PHASES = ("draft", "verify", "accept", "commit")
 # Time of a step outside its phases: the planner, the loop itself, the caller that takes the tokens.
@@ -32,6 +33,12 @@ class StepLedger:
     def share(self, phase: str) -> float:
         """The phase's part of the step's time."""
         return self.seconds[phase] / self.step_seconds
+
+    def parts(self, plain: "StepLedger") -> StepParts:
+        """The step in steps of plain decoding."""
+        host = self.seconds["accept"] + self.seconds["commit"] + self.seconds[HOST]
+        draft, verify = self.seconds["draft"], self.seconds["verify"]
+        return StepParts(*(part / plain.step_seconds for part in (draft, verify, host)))
 
     def as_fields(self) -> dict[str, object]:
         """The ledger with its shares, for JSON."""

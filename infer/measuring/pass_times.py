@@ -3,7 +3,7 @@
 Everything is timed in turns, so that a machine that slows down slows all of it down.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -58,44 +58,67 @@ def time_passes(
     sizes: Sequence[int] = PASS_SIZES,
     rounds: int = ROUNDS,
     on_round: Callable[[], object] = lambda: None,
+    budgets: Sequence[Budget] | None = None,
 ) -> PassTimes:
-    """Time the target at `sizes` and the drafter at its budgets.
+    """Time the target at `sizes` and the drafter at `budgets`, by default all its main ones.
 
     `on_round` is called `WARM_UP + rounds` times. The text is `COMMITTED` random tokens, or as many
     as the context holds. A proposal follows one newly committed token, whose commit is not timed.
     """
+    stepper, prompt = after_random_text(target, drafter, batch, max(sizes))
+    passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
+    verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
+    if budgets is None:
+        budgets = drafter.main_budgets if drafter else ()
+    draft: dict[Budget, list[float]] = {budget: [] for budget in budgets}
+    for _ in range(WARM_UP + rounds):
+        for nodes, call in passes.items():
+            verify[nodes].append(seconds_of(call, target.device))
+        if drafter is not None:
+            for budget, seconds in time_proposals(drafter, budgets, stepper, prompt).items():
+                draft[budget].append(seconds)
+        on_round()
+    return PassTimes(batch, stepper.cache.longest, medians(verify), medians(draft))
+
+
+def after_random_text(
+    target: Target, drafter: Drafter | None, batch: int, max_nodes: int
+) -> tuple[Stepper, Committed]:
+    """A greedy stepper that has read random text in each of `batch` rows, and what it committed."""
     columns = min(COMMITTED, target.max_length or COMMITTED)
     features = drafter.features if drafter else FeatureSpec(layers=(), last=False)
     text = torch.randint(
         target.vocab_size, (batch, columns), generator=torch.Generator().manual_seed(0)
     )
-    stepper = greedy_stepper(target, endless(text.tolist(), 1), features, max(sizes))
-    prompt, _ = stepper.prefill()
-    passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
-    verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
-    draft: dict[Budget, list[float]] = {b: [] for b in (drafter.main_budgets if drafter else ())}
-    for _ in range(WARM_UP + rounds):
-        for nodes, call in passes.items():
-            verify[nodes].append(seconds_of(call, target.device))
-        if drafter is not None:
-            for budget, seconds in time_proposals(drafter, stepper, prompt).items():
-                draft[budget].append(seconds)
-        on_round()
-    return PassTimes(batch, columns, medians(verify), medians(draft))
+    stepper = greedy_stepper(target, endless(text.tolist(), 1), features, max_nodes)
+    return stepper, stepper.prefill()[0]
 
 
-def time_proposals(drafter: Drafter, stepper: Stepper, prompt: Committed) -> dict[Budget, float]:
+def time_proposals(
+    drafter: Drafter, budgets: Sequence[Budget], stepper: Stepper, prompt: Committed
+) -> dict[Budget, float]:
     """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
+    device = stepper.target.device
+    return {
+        budget: seconds_of(propose, device)
+        for budget, propose in proposals_alone(drafter, budgets, stepper, prompt)
+    }
+
+
+def proposals_alone(
+    drafter: Drafter, budgets: Sequence[Budget], stepper: Stepper, prompt: Committed
+) -> Iterator[tuple[Budget, Callable[[], TokenTree]]]:
+    """For each budget a proposal after one newly committed token, ready to be called.
+
+    All in one session that has read the prompt: call each before the next is asked for.
+    """
     session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     session.commit(prompt)
-    session.propose(drafter.main_budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
+    session.propose(budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
     one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
-    taken = {}
-    for budget in drafter.main_budgets:
+    for budget in budgets:
         session.commit(one)
-        propose = partial(session.propose, budget, GREEDY, None)
-        taken[budget] = seconds_of(propose, stepper.target.device)
-    return taken
+        yield budget, partial(session.propose, budget, GREEDY, None)
 
 
 def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:

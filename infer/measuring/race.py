@@ -16,6 +16,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.infer.engine.results import DecodeStats, summed
 from drafthead.infer.measuring.contestants import Answers, Contestant
+from drafthead.infer.measuring.ledger import StepLedger, ledger_of
 
 
 @dataclass
@@ -42,6 +43,12 @@ class Record:
         """The engine's statistics of all rounds, added up; None for another engine."""
         stats = [a.stats for answers in self.answers for a in answers if a.stats is not None]
         return summed(stats) if stats else None
+
+    def ledger(self) -> StepLedger:
+        """Where the time of the steps of our engine went; raises UserError without any step."""
+        stats = self.stats()
+        assert stats is not None, "another engine has no ledger"
+        return ledger_of(stats)
 
 
 def prepare(

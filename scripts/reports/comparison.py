@@ -13,6 +13,7 @@ from drafthead.heads.files import write_text
 from drafthead.infer.measuring.comparison import ComparisonRow
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.scripts.reports.figures import BASELINE, OURS, THEIRS, save_figure
+from drafthead.scripts.reports.predictions import prediction_note
 from drafthead.scripts.reports.tables import markdown_table, number, print_table
 
 LISTED_DIVERGENCES = 10
@@ -69,13 +70,16 @@ def category_tables(rows: Sequence[ComparisonRow]) -> dict[str, tuple[list[str],
 
 
 def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
-    """A sentence for each chain: the speedup that Leviathan et al. predict, and its best length."""
+    """A sentence for each chain: what Leviathan et al. predict, and why that is not measured."""
     return [
-        f"{row.mode}, T {row.temperature:g}: alpha {p.alpha:.2f}, c {p.cost:.3f} per token; the "
-        f"formula predicts {p.speedup:.2f}x (measured {row.speedup:.2f}x), "
-        f"and {p.best_speedup:.2f}x for its best length {p.best_length}"
+        prediction_note(
+            f"{row.mode}, T {row.temperature:g}",
+            row.chain_prediction,
+            row.speedup,
+            row.prediction_factors,
+        )
         for row in rows
-        if (p := row.chain_prediction) is not None
+        if row.chain_prediction is not None
     ]
 
 
