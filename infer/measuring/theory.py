@@ -1,6 +1,6 @@
 """The theory of speculative decoding beside measurement, for each drafter and temperature."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,7 +20,6 @@ from drafthead.infer.measuring.comparison import PLAIN, first_round
 from drafthead.infer.measuring.contestants import Contestant, Ours
 from drafthead.infer.measuring.given_answers import (
     GivenAnswer,
-    Run,
     acceptance_chances,
     accepted_runs,
 )
@@ -179,8 +178,10 @@ def theory_of(
     accept_lengths = accept_lengths_of(record)
     flat = [n for answer in accept_lengths for n in answer]
     prediction = predict_chain(flat, length, step.draft / length, longest)
-    chances = chances_at_places(chains, given(record, prompts, terms.seed), sampling, on_answer)
-    runs = runs_at_places(chains, given(plain, prompts, terms.seed), sampling, on_answer)
+    own, plain_answers = (given(of, prompts, terms.seed, on_answer) for of in (record, plain))
+    first, long, target = chains.drafter(1), chains.drafter(longest), chains.target
+    chances = [acceptance_chances(target, first, answer, sampling) for answer in own]
+    runs = [accepted_runs(target, long, longest, answer, sampling) for answer in plain_answers]
     return Theory(
         drafter=chains.name,
         temperature=sampling.temperature,
@@ -199,35 +200,6 @@ def theory_of(
         tokens_per_second=ledger.tokens_per_second,
         plain_tokens_per_second=plain_ledger.tokens_per_second,
     )
-
-
-def chances_at_places(
-    chains: Chains,
-    answers: Sequence[GivenAnswer],
-    sampling: SamplingConfig,
-    on_answer: Callable[[], object],
-) -> list[list[float]]:
-    """`acceptance_chances` of each answer."""
-    found = []
-    for answer in answers:
-        found.append(acceptance_chances(chains.target, chains.drafter(1), answer, sampling))
-        on_answer()
-    return found
-
-
-def runs_at_places(
-    chains: Chains,
-    answers: Sequence[GivenAnswer],
-    sampling: SamplingConfig,
-    on_answer: Callable[[], object],
-) -> list[list[Run]]:
-    """`accepted_runs` of the longest chains in each answer."""
-    found, longest = [], chains.longest
-    drafter = chains.drafter(longest)
-    for answer in answers:
-        found.append(accepted_runs(chains.target, drafter, longest, answer, sampling))
-        on_answer()
-    return found
 
 
 def length_rows(
@@ -254,10 +226,13 @@ def accept_lengths_of(record: Record) -> list[list[int]]:
     return stats.accept_lengths
 
 
-def given(record: Record, prompts: Sequence[list[int]], seed: int) -> list[GivenAnswer]:
-    """The answers of a race of one round that began with `seed`."""
-    pairs = zip(prompts, first_round(record), strict=True)
-    return [GivenAnswer(list(p), tokens, seed + n) for n, (p, tokens) in enumerate(pairs)]
+def given(
+    record: Record, prompts: Sequence[list[int]], seed: int, on_answer: Callable[[], object]
+) -> Iterator[GivenAnswer]:
+    """The answers of a race of one round that began with `seed`; `on_answer` follows each."""
+    for number, (prompt, tokens) in enumerate(zip(prompts, first_round(record), strict=True)):
+        yield GivenAnswer(list(prompt), tokens, seed + number)
+        on_answer()
 
 
 def mean_at_steps(

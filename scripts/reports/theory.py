@@ -16,6 +16,12 @@ from drafthead.scripts.reports.figures import BASELINE, save_figure
 from drafthead.scripts.reports.predictions import prediction_note
 from drafthead.scripts.reports.tables import markdown_table, number, print_table
 
+# Lines of the table by K, and the fields of `LengthRow` that they show.
+QUANTITIES = {
+    "tokens": "tokens", "formula": "speedup", "at cost": "speedup_at_cost",
+    "operations": "operations",
+}  # fmt: skip
+
 
 class Table(NamedTuple):
     """A table with its title."""
@@ -26,7 +32,7 @@ class Table(NamedTuple):
 
 
 def tables(found: Sequence[Theory]) -> list[Table]:
-    """All tables, the summary first."""
+    """Those that the terminal shows, the shortest first."""
     return [alpha_table(found), depth_table(found), speed_table(found), choice_table(found)]
 
 
@@ -114,6 +120,23 @@ def choice_table(found: Sequence[Theory]) -> Table:
     return Table("tokens/s by who chooses K, computed from counts and costs", columns, rows)
 
 
+def length_table(found: Sequence[Theory]) -> Table:
+    """What the theory says of every K; a line for each quantity."""
+    longest = max(len(theory.lengths) for theory in found)
+    rows = [
+        [
+            *place(theory),
+            name,
+            *(number(getattr(row, field)) for row in theory.lengths),
+            *["-"] * (longest - len(theory.lengths)),
+        ]
+        for theory in found
+        for name, field in QUANTITIES.items()
+    ]
+    lengths = [str(k) for k in range(1, longest + 1)]
+    return Table("theory by K", ["drafter", "T", "K", *lengths], rows)
+
+
 def place(theory: Theory) -> list[str]:
     """The first two cells of a row."""
     return [theory.drafter, f"{theory.temperature:g}"]
@@ -159,7 +182,10 @@ def write_theory(found: Sequence[Theory], about: Mapping[str, Any], folder: Path
         f"{about['dtype']}, {about['prompts']} prompts, up to {about['max_new_tokens']} new "
         "tokens.",
         f"`{about['command']}`",
-        *(f"{t.title}:\n\n{markdown_table(t.columns, t.rows)}" for t in tables(found)),
+        *(
+            f"{table.title}:\n\n{markdown_table(table.columns, table.rows)}"
+            for table in (*tables(found), length_table(found))
+        ),
         *notes(found),
     ]
     write_text(folder / "theory.md", "\n\n".join(text) + "\n")

@@ -40,6 +40,7 @@ def gpt2_pair(tmp_path_factory) -> Path:
     """A folder with a target and a smaller draft model, both GPT-2s, and with prompts."""
     folder = tmp_path_factory.mktemp("gpt2")
     tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None  # as GPT-2's own
     for name, layers, width in (("large", 3, 32), ("small", 1, 16)):
         torch.manual_seed(layers)
         config = GPT2Config(
@@ -91,6 +92,7 @@ def test_the_demo_pair_accepts_more_than_chance_and_is_reported(theory, tmp_path
     assert 0 < row["prediction"]["speedup"] < 17
     page = (tmp_path / "out" / "theory.md").read_text()
     assert "| demo_draft | 1 | 4 |" in page and content["notes"][0] in page
+    assert "| demo_draft | 1 | operations | " in page
     assert (tmp_path / "out" / "theory.png").read_bytes().startswith(b"\x89PNG")
 
 
