@@ -59,10 +59,6 @@ class ChainCosts:
             return 1.0
         return max(1.0, self.draft(length) + self.verify(length) + self.host)
 
-    def cost(self, length: int) -> float:
-        """c: drafting one token of a chain of `length` tokens."""
-        return self.draft(length) / length
-
 
 def timed_lengths(longest: int) -> tuple[int, ...]:
     """The lengths that are timed, of chains of up to `longest` tokens: that one, and some below."""

@@ -22,7 +22,7 @@ class Chains:
     name: str
     target: Target
     longest: int
-    make: Callable[[int], Drafter]  # a drafter of chains of so many tokens
+    make: Callable[[int], Drafter]  # drafts chains of so many tokens, within their budget
     made: dict[int, Drafter] = field(default_factory=dict)
 
     def drafter(self, length: int) -> Drafter:
@@ -36,9 +36,14 @@ class Chains:
         return Decoder(self.target, self.drafter(length), chain_budget(length))
 
     def chances(self, outlook: int) -> dict[Budget, tuple[float, ...]]:
-        """What is believed of the chains of each length before decoding, see `AdaptivePlan`."""
+        """What is believed of the chains of each length before decoding, see `AdaptivePlan`.
+
+        By a drafter that has seen nothing: lookup learns what to believe while it decodes.
+        """
+        new = self.make(self.longest)
         budgets = chain_budgets(self.longest)
-        return {b: self.drafter(b.depth).chances_at(outlook, b) for b in budgets}
+        # A head with a fixed shape tells the chances of all its depths.
+        return {b: new.chances_at(outlook, b)[: b.depth] for b in budgets}
 
 
 def chain_budget(length: int) -> Budget:
@@ -53,8 +58,9 @@ def head_chains(name: str, head: DraftHead, target: Target) -> Chains:
 
 
 def model_chains(name: str, model: Target, target: Target) -> Chains:
-    """A draft model, with the target's tokenizer or another."""
-    return Chains(name, target, MAX_CHAIN, lambda n: model_drafter(model, target, n))
+    """A draft model, with the target's tokenizer or another; one drafter serves all lengths."""
+    drafter = model_drafter(model, target, MAX_CHAIN)
+    return Chains(name, target, MAX_CHAIN, lambda n: drafter)
 
 
 def lookup_chains(name: str, target: Target) -> Chains:

@@ -40,12 +40,9 @@ def expected_tokens(alpha: float, length: int) -> float:
     return length + 1 if alpha >= 1 else (1 - alpha ** (length + 1)) / (1 - alpha)
 
 
-def chain_speedup(alpha: float, length: int, cost: float, verify: float = 1.0) -> float:
-    """(1 - alpha^(K+1)) / ((1 - alpha)(K c + v)) for a chain of K drafted tokens (theorem 3.8).
-
-    `verify`, v, is a pass over K + 1 tokens in passes over one: the paper takes it to be 1.
-    """
-    return expected_tokens(alpha, length) / (length * cost + verify)
+def chain_speedup(alpha: float, length: int, cost: float) -> float:
+    """(1 - alpha^(K+1)) / ((1 - alpha)(K c + 1)) for a chain of K drafted tokens (theorem 3.8)."""
+    return expected_tokens(alpha, length) / (length * cost + 1)
 
 
 def operations_factor(alpha: float, length: int, cost: float) -> float:
