@@ -1,7 +1,9 @@
 """Targets, heads and drafters for the tests; nothing here needs a network or a GPU."""
 
+import copy
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 # Before transformers is imported, also by commands that tests start: a name that is no folder is
 # looked for nowhere else, instead of on a hub five times in 45 seconds.
@@ -134,7 +136,19 @@ def store_for(target: Target) -> Datastore:
     return Datastore.of(text.tolist(), "")
 
 
-SMALL_MODELS = ("draft-model", "frequent-tokens", "other-vocabulary", "self")
+def unsure(target: Target) -> DraftModel:
+    """A draft model that stops after one, two or three tokens: the target with a little noise."""
+    noisy = copy.deepcopy(target.model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+    drafter = DraftModel(Target(noisy), target, depth=3)
+    drafter.budgets = tuple(replace(budget, least_chance=0.15) for budget in drafter.budgets)
+    return drafter
+
+
+SMALL_MODELS = ("draft-model", "frequent-tokens", "other-vocabulary", "self", "unsure")
 
 
 @pytest.fixture(scope="session")
@@ -151,6 +165,8 @@ def make_small_model(make_target: Callable[..., Target]) -> Callable[[str, Targe
             small = make_target(seed=1, layers=1, vocab=len(few), hidden=target.hidden_size)
             theirs = Target(target.model, letters_tokenizer(letters))
             return OtherVocabulary(Target(small.model, few), theirs, depth=3)
+        if kind == "unsure":
+            return unsure(target)
         small = make_target(seed=1, layers=1, vocab=vocab, hidden=target.hidden_size)
         if kind == "frequent-tokens":
             return FrequentTokens(small, target, 3, torch.arange(0, vocab, 2))

@@ -162,6 +162,13 @@ class DraftSession(RowState, ABC):
         """
         return NO_OUTLOOK
 
+    def drafted(self, budget: Budget) -> Budget:
+        """The size of the last proposal within a budget: that budget, or where the draft stopped.
+
+        One of `Drafter.stops`.
+        """
+        return budget
+
     @abstractmethod
     def commit(self, committed: Committed) -> None:
         """Record what the target committed; called after the prompt pass and after every step.
@@ -196,6 +203,13 @@ class Drafter(ABC):
     def chances_at(self, outlook: int, budget: Budget) -> tuple[float, ...]:
         """`chances` for proposals of a kind, see `DraftSession.outlook`."""
         return self.chances(budget)
+
+    def stops(self, budget: Budget) -> tuple[Budget, ...]:
+        """The sizes at which a draft within a budget may end, from one level to the budget itself.
+
+        Only drafters that decide this level by level have several; all of them are `budgets`.
+        """
+        return (budget,)
 
     def identity(self) -> str:
         """A name for what the time of a proposal depends on, besides its budget and the target."""

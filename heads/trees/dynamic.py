@@ -15,6 +15,8 @@ Children = tuple[torch.Tensor, torch.Tensor]  # log-probabilities and tokens [B,
 # Passes over newly opened nodes of a depth: (tokens [B, F], places [B, F] of their parents among
 # the nodes opened before, which opened nodes each of them sees [B, F, opened], depth).
 Expand = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Children]
+# Whether to pass over opened nodes, by the logarithms [B, F] of their values.
+GoesOn = Callable[[torch.Tensor], bool]
 
 
 def as_values(log_probs: torch.Tensor) -> torch.Tensor:
@@ -97,13 +99,19 @@ class TreeGrowth:
 
 
 def dynamic_tree(
-    roots: torch.Tensor, budget: Budget, children: Children, expand: Expand
+    roots: torch.Tensor,  # [B]
+    budget: Budget,
+    children: Children,
+    expand: Expand,
+    goes_on: GoesOn | None = None,
 ) -> TokenTree:
     """The tree after roots [B] of a drafter that needs a pass for each level but the first.
 
     `children` are those of the roots, [B, 1, k]; as many nodes of each level get children of their
     own, by `expand`. Opened nodes x, y and z under x see ``x``, ``y`` and ``x z``: the rows
     ``1 . .``, ``. 1 .`` and ``1 . 1``, of which `expand` is given each when its node is opened.
+
+    Where `goes_on` says no, the tree has the levels so far and as large a share of the nodes.
     """
     growth = TreeGrowth(roots)
     growth.add_children(*children)
@@ -112,7 +120,10 @@ def dynamic_tree(
     visible = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=roots.device)
     for depth in range(1, budget.depth):
         tokens, above = growth.open_best(width)
+        if goes_on is not None and not goes_on(growth.opened_scores):
+            break
         itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=roots.device)
         visible = torch.cat([visible[rows, above], itself.expand(len(rows), -1, -1)], dim=-1)
         growth.add_children(*expand(tokens, above, visible, depth))
-    return growth.tree(budget.nodes)
+    levels = len(growth.scores) - 1
+    return growth.tree(1 + (budget.nodes - 1) * levels // budget.depth)

@@ -6,7 +6,7 @@ tree whose parents are -1, 0, 1, 2, ...
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -46,12 +46,15 @@ class Budget:
     """The most that one step's tree may have: nodes, the root included, and drafted tokens a path.
 
     A drafter that has another `source` of trees beside its main one, such as lookup, names it.
+    A draft that takes a pass for each level may stop where a further level is accepted with less
+    than `least_chance`; that is no part of the size, so budgets that differ in it are equal.
     Raises UserError for a tree that would propose nothing.
     """
 
     nodes: int
     depth: int
     source: str = ""
+    least_chance: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         if self.nodes < 2 or self.depth < 1:

@@ -5,9 +5,11 @@
 In each step it reads what the target has committed in one pass, which gives the first tokens, and
 then passes over what it has drafted: K levels cost K passes. A chain has one token a level
 (Leviathan et al., 2023, arXiv 2211.17192); a tree has the most probable paths, as EAGLE-2 grows
-them (arXiv 2406.16858), whose passes over a few tokens hardly take longer.
+them (arXiv 2406.16858), whose passes over a few tokens hardly take longer. Both stop where the
+model is too unsure for one more pass to pay, see `until_unsure`.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Self, TypeAlias
@@ -37,6 +39,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import Children, as_values, dynamic_tree
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.prefill import prefill
 
@@ -71,6 +74,8 @@ class DraftModel(Drafter):
         self.budgets = tuple(sorted((*grown_budgets(depth), *chain_budgets(depth)), key=astuple))
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
+        # By the nodes of a level, and whether they are guesses of draws.
+        self.sureness: defaultdict[tuple[int, bool], Sureness] = defaultdict(Sureness)
 
     def check_tokenizers(self, target: Target, model: Target) -> None:
         """Raises UserError, naming a token, when the two models give tokens different ids."""
@@ -108,6 +113,12 @@ class DraftModel(Drafter):
         alpha = 1 - (1 - UNMEASURED_ALPHA) / guesses**0.5
         return tuple(alpha**depth for depth in range(1, budget.depth + 1))
 
+    def stops(self, budget: Budget) -> tuple[Budget, ...]:
+        """Trees of fewer levels, with as many nodes a level."""
+        of_a_level = (budget.nodes - 1) // budget.depth
+        levels = range(1, budget.depth + 1)
+        return tuple(Budget(1 + n * of_a_level, n, budget.source) for n in levels)
+
     def identity(self) -> str:
         """The shape of the model, and whether it is compiled."""
         return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
@@ -138,6 +149,8 @@ class DraftModelSession(DraftSession):
         self.unread: Unread | None = None  # until the commit of the prompt
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
         self.logits: torch.Tensor | None = None  # [B, V] after them
+        self.draft: OneDraft | None = None  # that may stop early, until its tokens are judged
+        self.levels = 0  # of the last draft
         self._begin(prompts, lengths)
 
     def _begin(self, prompts: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -148,6 +161,7 @@ class DraftModelSession(DraftSession):
 
     def commit(self, committed: Committed) -> None:
         """Keep the committed tokens to be read at the next proposal."""
+        self._judge(committed)
         tokens, lengths = committed.tokens, committed.lengths
         new_tokens = committed.new_tokens
         if self.unread is None:  # the prompt pass: the prompt itself has been read already
@@ -170,18 +184,48 @@ class DraftModelSession(DraftSession):
         super().cut(length + 1)
         self.host_lengths = [min(count, length + 1) for count in self.host_lengths]
 
+    def drafted(self, budget: Budget) -> Budget:
+        """The budget with the levels of the last draft."""
+        return self.drafter.stops(budget)[self.levels - 1]
+
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then draft level by level."""
         self._catch_up()
         depth = min(budget.depth, self.drafter.depth)
         if isinstance(random, RowRandom):
             tree = self._drawn(depth, sampling, random)
-        elif budget.nodes > depth + 1:
-            tree = self._grown(Budget(budget.nodes, depth), random)
         else:
-            tree = self._chain(depth, random)
+            self._begin_draft(budget, sampling, random)
+            if budget.nodes > depth + 1:
+                tree = self._grown(Budget(budget.nodes, depth), random)
+            else:
+                tree = self._chain(depth, random)
+        self.levels = tree.max_depth
         self.cache.discard()
         return tree
+
+    def _begin_draft(
+        self, budget: Budget, sampling: SamplingConfig, draws: NextDraws | None
+    ) -> None:
+        """Watch how sure the model is, where the budget asks for that and reading is free.
+
+        Only under rules that follow the target's own tokens: under others the text depends on the
+        tree, which must not depend on other rows, nor on what earlier drafts have taught.
+        """
+        follows = sampling.greedy or draws is not None
+        if follows and budget.least_chance > 0 and self.model.device.type == "cpu":
+            kind = (budget.nodes - 1) // budget.depth, draws is not None
+            self.draft = OneDraft(self.drafter.sureness[kind], budget.least_chance)
+
+    def _goes_on(self, scores: torch.Tensor) -> bool:
+        """Whether to pass over tokens with scores [B, F], see `OneDraft`."""
+        return self.draft is None or self.draft.goes_on(scores)
+
+    def _judge(self, committed: Committed) -> None:
+        """Learn from what became of the last draft."""
+        if self.draft is not None:
+            self.draft.learn(self.levels, committed.counts)
+            self.draft = None
 
     def _chain(self, depth: int, draws: NextDraws | None) -> TokenTree:
         """The most probable token after each other; with `draws`, guesses of the target's."""
@@ -190,11 +234,13 @@ class DraftModelSession(DraftSession):
         scores = [torch.zeros_like(self.roots, dtype=torch.float32)]
         for level in range(depth):
             if level > 0:
+                if not self._goes_on(scores[-1][:, None]):
+                    break
                 logits = self._feed_one(tokens[-1], level)
             log_probs, ids = self._best(logits, 1, level, draws)
             tokens.append(ids[:, 0])
             scores.append(scores[-1] + as_values(log_probs[:, 0]))
-        shape = self.drafter.shapes[depth]
+        shape = self.drafter.shapes[len(tokens) - 1]
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), scores=torch.stack(scores, 1))
 
     def _drawn(self, depth: int, sampling: SamplingConfig, random: RowRandom) -> TokenTree:
@@ -229,7 +275,7 @@ class DraftModelSession(DraftSession):
 
         width = min(MOST_OPENED, budget.nodes - 1)  # children of a node
         children = self._best(self.logits[:, None], width, 0, draws)
-        return dynamic_tree(self.roots, budget, children, expand)
+        return dynamic_tree(self.roots, budget, children, expand, self._goes_on)
 
     def _best(
         self,

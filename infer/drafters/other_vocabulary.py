@@ -81,6 +81,7 @@ class OtherVocabularySession(DraftModelSession):
 
     def commit(self, committed: Committed) -> None:
         """Add the committed tokens to the texts; of the prompt's commit, the root alone."""
+        self._judge(committed)
         for row, tokens in zip(self.rows, committed.new_tokens, strict=True):
             row.add(tokens if self.roots is not None else tokens[-1:])
         self.roots, self.logits = committed.ends.roots, None

@@ -9,6 +9,7 @@ arXiv 2411.04975, decides it by a threshold).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -61,6 +62,10 @@ class WithLookup(Drafter):
         found = self.lookup.chances_at(outlook, Budget(budget.nodes, budget.nodes - 1))
         return tuple(max(pair) for pair in zip_longest(own, found, fillvalue=0.0))
 
+    def stops(self, budget: Budget) -> tuple[Budget, ...]:
+        """Those of the drafter; lookup has no reason to stop."""
+        return (budget,) if budget.source == LOOKUP else self.drafter.stops(budget)
+
     def identity(self) -> str:
         """That of the drafter, and that lookup is beside it."""
         return f"{self.drafter.identity()} with {self.lookup.identity()}"
@@ -97,19 +102,27 @@ class WithLookupSession(DraftSession):
         return self.session.recipe(budget, draws)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """The drafter's tree, with what lookup has found; or lookup's alone."""
+        """The drafter's tree, with what lookup has found; or lookup's alone.
+
+        Where lookup takes part a draft does not stop early: nodes that it leaves free are lookup's,
+        and a step with them is none of the drafter's smaller sizes.
+        """
         if budget.source == LOOKUP:
             return self.lookup.propose(budget, sampling, random)
         follows = sampling.greedy or isinstance(random, NextDraws)
-        tree = self.session.propose(budget, sampling, random)
         if not follows or not self.lookup.offers():
-            return tree
+            return self.session.propose(budget, sampling, random)
+        tree = self.session.propose(replace(budget, least_chance=0.0), sampling, random)
         longest = Budget(budget.nodes, budget.nodes - 1)
         return merged(tree, self.lookup.guesses(longest, follows), budget.nodes)
 
     def outlook(self) -> int:
         """That of lookup."""
         return self.lookup.outlook()
+
+    def drafted(self, budget: Budget) -> Budget:
+        """That of the drafter; lookup's trees count with the nodes that they may have."""
+        return budget if budget.source == LOOKUP else self.session.drafted(budget)
 
 
 def merged(tree: TokenTree, guesses: Sequence[GuessTree], nodes: int) -> TokenTree:

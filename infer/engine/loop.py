@@ -52,7 +52,8 @@ def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emit
     with run.stats.step() as elapsed:
         budget = planner.choose(session.outlook())
         emitted = stepper.step(session, budget)
-        planner.learn(budget, run.last_lengths, elapsed())
+        made = None if budget is None else session.drafted(budget)
+        planner.learn(made, run.last_lengths, elapsed())
         if not run.batch.running:
             planner.finish()
     return emitted

@@ -9,6 +9,10 @@ A drafter may know that a proposal is better than others before it makes it: loo
 the last six tokens again guesses more than lookup that has found two. Steps of one such outlook
 have expectations of their own, and so their own size.
 
+A draft that grows level by level may stop early, where one more level is likely to bring less than
+its time is worth; the planner says how much that is. Such a size stands for those at which its
+drafts end: it takes their time on average, and each step teaches what the size takes that it had.
+
 Steps are made in runs of one size. Most runs have the size that is best by what is known. Some are
 trials of another one: a size that may be better, or, while plain decoding is best, any draft, since
 only drafts show what is accepted. Two accounts bound what wrong beliefs can cost; each receives 1 %
@@ -19,7 +23,7 @@ al., 2016, arXiv 1602.04282), the other for what trials have lost against the be
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -28,6 +32,7 @@ from numpy.typing import NDArray
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.acceptance_tracker import Expectations
+from drafthead.infer.engine.draft_lengths import Stops, at_its_end
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from drafthead.infer.engine.step_costs import Size, StepCosts, Table
 
@@ -45,7 +50,9 @@ class Planner(ABC):
 
     @abstractmethod
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
-        """Record a step: its budget, the tokens committed in each active row, its time."""
+        """Record a step: what was drafted (one of the stops of the chosen budget), the tokens
+        committed in each active row, its time.
+        """
 
     def finish(self) -> None:  # noqa: B027  (nothing to do is a good default)
         """Called after the last step."""
@@ -73,6 +80,7 @@ class Run:
     size: Size
     is_trial: bool  # another size is believed to be better
     continued: bool  # the run of this outlook before was of the same size
+    made: list[Size] = field(default_factory=list)  # of each step: `size`, or where it stopped
     seconds: list[float] = field(default_factory=list)  # of each step
     accept_lengths: list[Sequence[int]] = field(default_factory=list)  # of each step, by row
 
@@ -93,10 +101,11 @@ class AdaptivePlan:
         self,
         costs: StepCosts,
         chances: Chances,
+        stops: Stops = at_its_end,
         settings: PlannerSettings = DEFAULT_SETTINGS,
     ):
         """`chances` are what is known before decoding. `costs` may be shared with other plans."""
-        self.costs, self.chances, self.settings = costs, chances, settings
+        self.costs, self.chances, self.stops, self.settings = costs, chances, stops, settings
         self.sizes = costs.sizes
         self.expectations: dict[int, Expectations] = {}  # by outlook
         # Plain steps that may still be lost: by drafts against plain decoding, and by trials
@@ -112,44 +121,70 @@ class AdaptivePlan:
         """What steps of an outlook are expected to bring."""
         if outlook not in self.expectations:
             chances = self.chances(outlook)
-            self.expectations[outlook] = Expectations(self.sizes, chances, self.settings)
+            self.expectations[outlook] = Expectations(
+                self.sizes, chances, self.stops, self.settings
+            )
         return self.expectations[outlook]
 
     def tokens(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
         """Tokens that a step is expected to bring a row."""
         return float(self.expected(outlook).tokens()[self.costs.places[size]])
 
+    def seconds(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
+        """Seconds that a step is expected to take."""
+        return math.exp(self.log_seconds(outlook)[self.costs.places[size]])
+
     def rate(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
         """Expected tokens per second of a row."""
-        return self.tokens(size, outlook) / self.costs.seconds(size)
+        return self.tokens(size, outlook) / self.seconds(size, outlook)
+
+    def log_seconds(self, outlook: int) -> Table:
+        """Logarithm of the expected seconds of a step of each size [S], wherever it stops."""
+        lengths = self.expected(outlook).lengths
+        return np.asarray(np.log(lengths.seconds(np.exp(self.costs.log_seconds))))
 
     def log_rates(self, outlook: int) -> Table:
         """Logarithm of the expected tokens per second of a row, for each size [S]."""
-        return np.asarray(np.log(self.expected(outlook).tokens()) - self.costs.log_seconds)
+        return np.asarray(np.log(self.expected(outlook).tokens()) - self.log_seconds(outlook))
+
+    def priced(self, size: Size, outlook: int) -> Size:
+        """A size with its `least_chance`: the tokens that the time of one more level brings in
+        steps of the best size.
+        """
+        stops = () if size is None else self.stops(size)
+        if size is None or len(stops) == 1:
+            return size
+        seconds = [self.costs.seconds(stop) for stop in (stops[0], stops[-1])]
+        level = max(0.0, seconds[1] - seconds[0]) / (len(stops) - 1)
+        return replace(size, least_chance=level * self.rate(self.best(outlook), outlook))
 
     def next_run(self, outlook: int, last: Run | None) -> Run:
         """What to do at an outlook after a run of it in the same decoding, if there was one."""
         with self.costs.lock:
             # What drafts are compared with comes first where nothing is known.
             size, is_trial = (None, False) if self.costs.is_guess else self._choice(outlook)
-            return Run(outlook, size, is_trial, continued=last is not None and last.size == size)
+            continued = last is not None and last.size == size
+            return Run(outlook, self.priced(size, outlook), is_trial, continued)
 
     def record(self, run: Run) -> None:
         """Learn from a run, which the end of an answer may have cut short."""
         with self.costs.lock:
-            settled = run.seconds[0 if run.continued else self.settings.settling_steps :]
-            if run.size is not None:
-                for lengths in run.accept_lengths:
-                    self.expected(run.outlook).add(run.size, lengths)
-            if settled:
-                self.costs.add(run.size, settled, run.continued)
+            for made, lengths in zip(run.made, run.accept_lengths, strict=True):
+                if run.size is not None and made is not None:
+                    self.expected(run.outlook).add(run.size, made, lengths)
+            first = 0 if run.continued else self.settings.settling_steps
+            settled: dict[Size, list[float]] = {}
+            for made, seconds in zip(run.made[first:], run.seconds[first:], strict=True):
+                settled.setdefault(made, []).append(seconds)
+            for made, several in settled.items():
+                self.costs.add(made, several, run.continued)
             self._settle_accounts(run)
 
     def _choice(self, outlook: int) -> tuple[Size, bool]:
         """The best size that can be paid for, or one that is worth a trial, and whether it is."""
         settings, rates = self.settings, self.log_rates(outlook)
-        expected = self.expected(outlook)
-        ratios = np.exp(self.costs.log_seconds - self.costs.log_seconds[0])  # to a plain step
+        expected, log_seconds = self.expected(outlook), self.log_seconds(outlook)
+        ratios = np.exp(log_seconds - log_seconds[0])  # to a plain step
         dearest = ratios * np.exp(settings.caution * self.costs.deviations_from(None))
         # A run loses as much if its steps are that dear and half as much is accepted.
         brings = (1 + expected.tokens()) / 2
@@ -192,7 +227,7 @@ class AdaptivePlan:
         that something else on the machine has held up, are no loss of the draft's.
         """
         settings, plain = self.settings, self.costs.seconds(None)
-        seconds = len(run.seconds) * self.costs.seconds(run.size)
+        seconds = sum(map(self.costs.seconds, run.made))
         added = settings.loss_share * seconds / plain
         drafts, trials = self.draft_account + added, self.trial_account + added
         if run.size is not None:
@@ -224,6 +259,7 @@ class PlannedDecoding(Planner):
     def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record a step; after the last one of a run the plan chooses again."""
         run = self.runs[self.outlook]
+        run.made.append(budget)
         run.seconds.append(seconds)
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:

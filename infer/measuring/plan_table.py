@@ -26,7 +26,7 @@ def plan_rows(plan: AdaptivePlan) -> list[PlanRow]:
         PlanRow(
             nodes=budget.nodes if budget else 1,
             depth=budget.depth if budget else 0,
-            step_seconds=plan.costs.seconds(budget),
+            step_seconds=plan.seconds(budget),
             tokens=plan.tokens(budget),
             tokens_per_second=plan.rate(budget),
             speedup=plan.rate(budget) / plan.rate(None),

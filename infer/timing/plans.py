@@ -75,7 +75,7 @@ class Plans:
         key = kind, round(temperature, 1)
         with self.lock:
             if key not in self.plans:
-                self.plans[key] = AdaptivePlan(self.costs(kind), self.chances)
+                self.plans[key] = AdaptivePlan(self.costs(kind), self.chances, self.drafter.stops)
             return self.plans[key]
 
     def planner(self, kind: StepKind, temperature: float) -> Planner:

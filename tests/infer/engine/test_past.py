@@ -39,7 +39,8 @@ def test_greedy_answers_and_drafts_stay_the_same(target, make_drafter, drafter_n
     for prompts, wanted in zip(batches, [*expected, expected[0]], strict=True):
         found = decoder.generate(prompts, max_new_tokens=12)
         assert found.sequences == wanted.sequences
-        assert found.stats.accept_lengths == wanted.stats.accept_lengths
+        if drafter_name != "unsure":  # it learns from every draft when to stop
+            assert found.stats.accept_lengths == wanted.stats.accept_lengths
         assert found.stats.reused == len(prompts) * (len(PREFIX) - 1)
         assert wanted.stats.reused == 0
 

@@ -396,13 +396,14 @@ def test_a_first_step_that_compiles_counts_as_nobodys_loss() -> None:
 
 def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
     acceptance = AcceptanceTracker([0.0, 0.0])
-    assert acceptance.tokens(np.array([0.5, 0.2])) == 1  # nothing known, nothing seen
+    assert acceptance.tokens(np.array([0.5, 0.2]), np.ones(2)) == 1  # nothing known, nothing seen
     acceptance = AcceptanceTracker([0.5, 0.25])
-    assert acceptance.tokens(np.array([0.6, 0.3])) == pytest.approx(1.9)
+    assert acceptance.tokens(np.array([0.6, 0.3]), np.ones(2)) == pytest.approx(1.9)
     for _ in range(10_000):
         acceptance.add([0.5, 0.25], [2, 1])  # depth 1 in one row of two, depth 2 never
     two = np.array([[0.6, 0.3], [0.0, 0.0]])
-    assert acceptance.tokens(two) == pytest.approx([1.6, 1])
+    assert acceptance.tokens(two, np.ones(2)) == pytest.approx([1.6, 1])
+    assert acceptance.tokens(two, np.array([0.5, 0.5])) == pytest.approx([1.3, 1])
 
 
 def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
