@@ -37,7 +37,8 @@ class Sureness:
     """How often drafts were accepted to a level, against the draft's own guesses of that.
 
     Guesses are judged by their size: those of the demo draft model come true where they are above
-    0.5, and are two to three times too low below 0.1, where the decision mostly falls.
+    a half, and are two to three times too low below an eighth, where the decision mostly falls.
+    Several threads may teach it; if one addition overwrites another, little is lost.
     """
 
     def __init__(self) -> None:
