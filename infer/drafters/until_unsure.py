@@ -30,7 +30,8 @@ from drafthead.heads.trees.static import UNMEASURED_ALPHA
 
 RANGES = 8  # equal parts of [0, 1] in which guesses are judged apart
 FIRST_WEIGHT = 16.0  # levels as which the first belief counts, in each range: that guesses are true
-MEMORY = 256  # levels after which an observation keeps 1/e of its weight
+MEMORY = 128  # levels after which an observation keeps 1/e of its weight
+STOP_WEIGHT = 0.1  # of a level that was not drafted, as which the first belief counts again
 
 
 class Sureness:
@@ -66,15 +67,18 @@ class Sureness:
     def add(self, guesses: Sequence[float], levels: int, accepted: int) -> None:
         """Record a draft of so many levels that was accepted to a level, 0 for none of it.
 
-        `guesses` are those of its levels, maybe without the last. What was not drafted says
-        nothing.
+        `guesses` are those of its levels; the last one is there if the draft stopped by itself. The
+        level that was not drafted was not refused. It counts a little as if nothing were known of
+        alpha_next: a model that was wrong for long would else never be given another chance.
         """
         keep = 1 - 1 / MEMORY
         for level, guess in enumerate(guesses, 1):
-            place = range_of(guess)
-            if level < levels:
-                self.reached = keep * self.reached + self.chance(guess)
-                self.passed = keep * self.passed + (accepted > level)
+            place, chance = range_of(guess), self.chance(guess)
+            weight, followed = 1.0, float(accepted > level)
+            if level == levels:
+                weight, followed = STOP_WEIGHT, UNMEASURED_ALPHA * chance
+            self.reached = keep * self.reached + weight * chance
+            self.passed = keep * self.passed + weight * followed
             self.guessed[place] = keep * self.guessed[place] + guess
             self.accepted[place] = keep * self.accepted[place] + (accepted >= level)
 
