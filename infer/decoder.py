@@ -17,6 +17,7 @@ from drafthead.heads.checkpoint import load_head
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.tree import Budget
@@ -44,6 +45,7 @@ from drafthead.infer.request.decode_options import (
     read_options,
     refuse_streamer,
 )
+from drafthead.infer.request.generation_config import refuse_other_start
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
@@ -230,6 +232,7 @@ class Decoder:
 
         `model.generate` then decodes with this decoder, and returns what it always returns.
         """
+        self.target.refuse_encoder("custom_generate")
         settings = read_options({})
 
         def begin(request: Request) -> tuple[BatchRun, Iterator[Emitted]]:
@@ -329,6 +332,7 @@ class Decoder:
         caches until `forget`, and is not used while the model has other weights or adapters.
         Raises UserError for what is not one prompt of `generate`.
         """
+        self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
         settings = read_options({"max_new_tokens": 1})
         run = BatchRun(self._request(prompt, settings, single=True), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
@@ -344,6 +348,7 @@ class Decoder:
 
         Raises UserError when the target has no tokenizer with a chat template.
         """
+        self.target.refuse_encoder("chat")
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise UserError("chat needs a tokenizer with a chat template")
         settings = chat_settings(options)
@@ -381,12 +386,15 @@ class Decoder:
         With `single` that is also more than one prompt.
         """
         pad = pad_token_of(self.target)
-        ids = encode(prompts, self.tokenizer, settings.attention_mask, pad)
-        if single and len(ids) > 1:
-            raise UserError(f"a request has one prompt, got {len(ids)}")
-        ids = [prompt for prompt in ids for _ in range(settings.num_return_sequences)]
-        refuse_unknown_tokens(ids, self.target.vocab_size)
-        seeds, limits = settings.seeds(len(ids)), settings.limits(ids, self.max_length)
+        texts = encode(prompts, self.tokenizer, settings.attention_mask, pad)
+        if single and len(texts) > 1:
+            raise UserError(f"a request has one prompt, got {len(texts)}")
+        texts = [text for text in texts for _ in range(settings.num_return_sequences)]
+        refuse_unknown_tokens(texts, self.target.vocab_size)
+        refuse_other_start(settings.config, self.target.decoder_prompt)
+        ids = [self.target.as_prompt(text) for text in texts]
+        prefixes = [self.target.answer_prefix(prompt) for prompt in ids]
+        seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.max_length)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
         custom, criteria = settings.logits_processor, settings.stopping_criteria
         return Request(
@@ -395,11 +403,12 @@ class Decoder:
             settings.sampling,
             seeds,
             end_ids,
-            processors_for(self.target, settings.config, custom, ids, limits, end_ids),
-            stops_for(settings.stop_strings, criteria, self.tokenizer, ids),
+            processors_for(self.target, settings.config, custom, prefixes, limits, end_ids),
+            stops_for(settings.stop_strings, criteria, self.tokenizer, prefixes),
             self.draft_temperature,
             max_seconds=settings.max_seconds,
             top_logprobs=settings.top_logprobs,
+            prefixes=prefixes,
             prefill_chunk=settings.prefill_chunk,
         )
 
@@ -443,7 +452,7 @@ def loaded_target(
     no model.
     """
     if isinstance(target, str | Path):
-        return Target.from_pretrained(target, dtype, device, trust_code)
+        return load_target(target, dtype, device, trust_code)
     if not isinstance(target, Target | torch.nn.Module):
         raise UserError(
             f"a target is the name of a model, a loaded one or a Target, got {target!r}"
@@ -451,7 +460,7 @@ def loaded_target(
     for name, value in (("dtype", dtype), ("device", device)):
         if value != "auto":
             raise UserError(f"{name}={value} is for models that are loaded by name: leave it out")
-    return target if isinstance(target, Target) else Target(target)
+    return target if isinstance(target, Target) else target_of(target)
 
 
 def decoder_for(
@@ -465,6 +474,8 @@ def decoder_for(
 
     Raises UserError for a drafter's settings without a drafter.
     """
+    if compile:
+        target.refuse_encoder("compile")
     if compile and not isinstance(target, CompiledTarget):
         target = CompiledTarget(target)
     if drafter is None:

@@ -4,7 +4,6 @@ import torch
 from scipy.stats import chisquare
 
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 
 
@@ -14,9 +13,7 @@ def law_of_three_tokens(
     """Exact probabilities [V, V, V] of the first three tokens, one pass over all continuations."""
     vocab = target.vocab_size
     pairs = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
-    ids = torch.cat([torch.tensor(prompt).expand(len(pairs), -1), pairs], dim=1)
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    logits = target.run(ids, positions, None, FeatureSpec(last=False)).logits[:, -3:]
+    logits = target.plain_logits(prompt, pairs, 3)
     probs = probabilities(logits, sampling).view(vocab, vocab, 3, vocab)
     first, second, third = probs[0, 0, 0], probs[:, 0, 1], probs[:, :, 2]
     return first[:, None, None] * second[:, :, None] * third

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from drafthead.heads.trees.tree import TreeShape
 
@@ -93,3 +100,56 @@ def write_conversations(path: Path, count: int, seed: int) -> None:
                 {"role": "assistant", "content": "abcd " * chance.randint(1, 9)},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
+
+
+SMALL_T5 = {
+    "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+SMALL_BART = {
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64, "decoder_start_token_id": 2,
+}  # fmt: skip
+ENCODER_DECODERS: dict[str, dict[str, object]] = {
+    "t5": SMALL_T5,
+    "t5:gated": {**SMALL_T5, "feed_forward_proj": "gated-gelu"},  # Flan-T5
+    "mt5": SMALL_T5,
+    "longt5": {**SMALL_T5, "local_radius": 4},
+    "bart": SMALL_BART,
+    "mbart": SMALL_BART,
+    "marian": {**SMALL_BART, "decoder_vocab_size": VOCAB},  # sines
+    "pegasus": {**SMALL_BART, "decoder_start_token_id": 0},
+    "blenderbot": {**SMALL_BART, "decoder_start_token_id": 1},
+    "blenderbot-small": {**SMALL_BART, "decoder_start_token_id": 1},
+    "plbart": SMALL_BART,
+    "mvp": SMALL_BART,
+    "bigbird_pegasus": {**SMALL_BART, "attention_type": "original_full"},
+}  # fmt: skip
+FORCED = {"bart": 3, "mbart": 9}  # the first token of every answer: of texts, or of a language
+
+
+def tiny_encoder_decoder(name: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A random float32 model of a name in ENCODER_DECODERS, whose greedy text is varied.
+
+    Its weights are large, those of positions too, and its output head is its own.
+    """
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCAB, "d_model": HIDDEN, "bos_token_id": 0, "pad_token_id": 0,
+        "eos_token_id": None,
+    }  # fmt: skip
+    options = sizes | ENCODER_DECODERS[name] | settings
+    config = AutoConfig.for_model(name.partition(":")[0], **options)
+    model = AutoModelForSeq2SeqLM.from_config(config).float().eval()
+    for key, parameter in model.named_parameters():
+        if parameter.dim() > 1 and parameter.requires_grad:
+            stds = {"relative_attention_bias": 3.0, "embed_positions": 1.0}
+            parameter.data.normal_(std=next((s for k, s in stds.items() if k in key), 0.1))
+    model.get_input_embeddings().weight.data.normal_()
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(torch.randn(head.weight.shape))
+    assert model.generation_config is not None
+    model.generation_config.forced_bos_token_id = FORCED.get(name)
+    return model

@@ -110,6 +110,7 @@ def load_head(path: Path, target: Target) -> DraftHead:
     Raises UserError with the file and the value when a file is missing or damaged, the format or
     the family is unknown, or the head was trained for another kind of target.
     """
+    target.refuse_encoder("a draft head")
     _, foreign = read_foreign(path, TargetFacts.of(target))
     return build_head(foreign, path, target).to(target.device, target.dtype)
 

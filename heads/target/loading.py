@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -44,6 +44,20 @@ def refuse_missing_folder(name: str) -> None:
     is_hub_id = len(path.parts) <= 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
     if not path.exists() and not is_hub_id:
         raise UserError(f"cannot load the model {name}: this folder does not exist")
+
+
+def has_encoder(source: str | Path, trust_code: bool) -> bool:
+    """Whether the model of a folder or hub id is an encoder-decoder model.
+
+    An adapter's folder has no configuration of a model: it counts as one for a decoder-only model.
+    Raises UserError for a folder that does not exist.
+    """
+    refuse_missing_folder(str(source))
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_code)
+    except (OSError, ValueError):  # where there is no model either, loading it tells why
+        return False
+    return bool(config.is_encoder_decoder)
 
 
 def dtype_named(name: str) -> torch.dtype:

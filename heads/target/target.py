@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -24,16 +25,16 @@ from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.errors import UserError
 from drafthead.heads.seven_bits import round_matrices
 from drafthead.heads.target.alibi import AlibiByPosition
-from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
 from drafthead.heads.target.loading import (
     INT7,
     device_named,
     dtype_named,
+    has_encoder,
     is_on,
     load_tokenizer,
-    refuse_missing_folder,
 )
 from drafthead.heads.target.masks import (
     LayerMasks,
@@ -45,7 +46,7 @@ from drafthead.heads.target.masks import (
 from drafthead.heads.target.tree_cache import TreeCache
 
 # Where the architectures of transformers keep their decoder layers and their final norm.
-LAYER_NAMES = ("layers", "h", "blocks")
+LAYER_NAMES = ("layers", "h", "blocks", "block")
 NORM_NAMES = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
     *("layer_norm", "layernorm"),
@@ -58,6 +59,13 @@ class TargetOutput:
 
     logits: torch.Tensor  # [B, T or logits_to_keep, V]
     features: Features
+
+
+class Place(NamedTuple):
+    """Where a hidden state is: the output of a module, or its input."""
+
+    module: nn.Module
+    is_input: bool = False
 
 
 def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
@@ -108,8 +116,14 @@ def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
 
 
 class Target:
-    """A frozen causal language model with taps on its hidden states."""
+    """A frozen causal language model with taps on its hidden states.
 
+    `EncoderDecoderTarget` is the subclass for models with an encoder.
+    """
+
+    auto_class: ClassVar[Any] = AutoModelForCausalLM  # of transformers, which loads such models
+    # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
+    decoder_prompt: tuple[int, ...] = ()
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
@@ -117,19 +131,21 @@ class Target:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         """Freeze `model` and find its layers; a PEFT wrapper is removed, its adapters stay.
 
-        Raises UserError when decoder layers, final norm or output head are not found, or when the
-        layers cannot run a token tree.
+        Raises UserError when decoder layers, final norm or output head are not found, when the
+        layers cannot run a token tree, or when the model has an encoder and this class is not for
+        such models, or the other way round.
         """
         model = without_wrapper(model)
+        self.check_kind(type(model).__name__, model.config.is_encoder_decoder)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
         # They decide which masks a pass needs.
         self.layer_kinds = layer_kinds(self.config, type(model).__name__)
         decoder = find_decoder(model)
-        check_forward(model, decoder, self.config)
+        self.check_decoder(decoder)
         self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
-        self.final_norm = find_module(decoder, NORM_NAMES, "final norm")
+        self.last_state = self.find_last_state(decoder)
         output_head = model.get_output_embeddings()
         if output_head is None:
             raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
@@ -141,27 +157,54 @@ class Target:
         self.logit_scale: float = scale / divisor
         self.logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
 
+    def check_decoder(self, decoder: PreTrainedModel) -> None:
+        """Raise UserError with the reason when the decoder cannot run a token tree."""
+        check_forward(self.model, decoder, self.config)
+
+    def find_last_state(self, decoder: PreTrainedModel) -> Place:
+        """Where the last hidden state is; raises UserError when the final norm is not found."""
+        return Place(find_module(decoder, NORM_NAMES, "final norm"))
+
+    @classmethod
+    def check_kind(cls, name: str, with_encoder: bool) -> None:
+        """Raise UserError, naming the model, when it has an encoder."""
+        if with_encoder:
+            raise UserError(
+                f"{name} is an encoder-decoder model, which can be decoded with a draft model or "
+                "prompt lookup (generate, trace, compare, verify-exactness); this needs a "
+                "decoder-only model"
+            )
+
     @classmethod
     def from_pretrained(
         cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
-    ) -> "Target":
+    ) -> Self:
         """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
 
         `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or `int7`: bfloat16 with
         matrices of seven bits, which is another model. `device` is `auto` (a GPU if there is one)
         or a torch device. Raises UserError naming what could not be loaded.
         """
+        source = model_folder(name)
+        cls.check_kind(str(name), has_encoder(source, trust_code))
+        return cls.from_source(source, name, dtype, device, trust_code)
+
+    @classmethod
+    def from_source(
+        cls, source: str | Path, name: str | Path, dtype: str, device: str, trust_code: bool
+    ) -> Self:
+        """`from_pretrained` for a folder or hub id that has this class of model; `name` is named
+        in errors.
+        """
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
-        source = model_folder(name)
-        refuse_missing_folder(str(source))
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = cls.auto_class.from_pretrained(
                 source, dtype=torch_dtype, trust_remote_code=trust_code
             )
             tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
             if not is_on(model, torch_device):  # quantised weights may not be movable
-                model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps Module.to
+                model.to(torch_device)
         except Exception as error:  # transformers raises many kinds for a bad folder
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(f"cannot load the model {name}: {reason}") from error
@@ -216,6 +259,33 @@ class Target:
         """Positions [...] within the context: what lies past its end is computed, never kept."""
         return positions if self.max_length is None else positions.clamp_max(self.max_length - 1)
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder reads the user's text and a decoder answers."""
+        return bool(self.decoder_prompt)
+
+    def refuse_encoder(self, what: str) -> None:
+        """Raise UserError, naming what was wanted, when the model has an encoder."""
+        if self.has_encoder:
+            raise UserError(
+                f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
+            )
+
+    def as_prompt(self, text: list[int]) -> list[int]:
+        """The prompt for a user's text of token ids: here the same.
+
+        With an encoder the text is the source, which `decoder_prompt` follows; raises UserError for
+        a source that is too long for the encoder.
+        """
+        return text
+
+    def answer_prefix(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What an answer is a continuation of: the prompt, without the source where there is one.
+
+        Its tokens count for `max_length`, and are what logits processors and criteria read.
+        """
+        return self.decoder_prompt or prompt
+
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
         return TreeCache()
@@ -227,6 +297,11 @@ class Target:
 
     def begin(self, cache: TreeCache, columns: int) -> None:
         """Prepare an empty cache for the passes over a prompt: not needed here."""
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The module after the last layer, of a model without an encoder."""
+        return self.last_state.module
 
     def output_weight(self) -> torch.Tensor:
         """Weight [V, D] of the output head."""
@@ -331,6 +406,27 @@ class Target:
             )
         return output.logits
 
+    def place_of(self, number: int) -> Place:
+        """Where the hidden state of a number in `FeatureSpec` is."""
+        if number == self.num_layers:
+            return self.last_state
+        return Place(self.layers[max(number, 0)], is_input=number == -1)  # type: ignore[index]
+
+    def plain_logits(
+        self,
+        text: Sequence[int],
+        answers: torch.Tensor,  # [M, T]
+        count: int,
+    ) -> torch.Tensor:
+        """The logits [M, count, V] at the last positions of a user's text with each of the answers.
+
+        One pass without a cache: what drafted decoding is measured by.
+        """
+        before = torch.tensor([*text], dtype=torch.long, device=answers.device)
+        ids = torch.cat([before.expand(len(answers), -1), answers], dim=1)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
+
     def _layer_masks(
         self, mask: torch.Tensor | None
     ) -> tuple[LayerMasks, AbstractContextManager[object]]:
@@ -340,13 +436,6 @@ class Target:
         if self.has_alibi:
             return None, AlibiByPosition(self.layers.children(), mask)
         return masks_by_kind(mask, self.layer_kinds), nullcontext()
-
-
-def module_at(target: Target, place: int) -> nn.Module:
-    """The module whose output, or for place -1 whose input, has that number in `FeatureSpec`."""
-    if place == target.num_layers:
-        return target.final_norm
-    return target.layers[max(place, 0)]  # type: ignore[index]
 
 
 class Taps:
@@ -363,10 +452,9 @@ class Taps:
                 f"the target has layers 0 to {target.num_layers - 1}, but the head taps {outside}"
             )
         self.spec = spec
-        places = [*spec.layers, target.num_layers] if spec.last else [*spec.layers]
-        self.modules = [module_at(target, place) for place in places]
-        self.before = [place == -1 for place in places]  # read the module's input, not its output
-        self.kept: list[torch.Tensor | None] = [None] * len(self.modules)
+        numbers = [*spec.layers, target.num_layers] if spec.last else [*spec.layers]
+        self.places = [target.place_of(number) for number in numbers]
+        self.kept: list[torch.Tensor | None] = [None] * len(self.places)
         self.lock = hook_lock(target.model)
         self.handles: list[RemovableHandle] = []
 
@@ -374,7 +462,7 @@ class Taps:
         """Take the model's lock and attach the hooks."""
         self.lock.acquire()
         try:
-            for index in range(len(self.modules)):
+            for index in range(len(self.places)):
                 self.handles.append(self._attach(index))
         except BaseException:  # an interrupt, say, must not leave the model locked
             self.__exit__()
@@ -388,8 +476,8 @@ class Taps:
         self.lock.release()
 
     def _attach(self, index: int) -> RemovableHandle:
-        module = self.modules[index]
-        if self.before[index]:
+        module, is_input = self.places[index]
+        if is_input:
             keeper = in_this_thread(self._entry_keeper(index))
             return module.register_forward_pre_hook(keeper, with_kwargs=True)
         return module.register_forward_hook(in_this_thread(self._keeper(index)))

@@ -103,7 +103,7 @@ class TreeCache(ColumnCache, Cache):
         Where nothing was committed it is empty.
         """
         if self.lengths is None:
-            return TreeCache(self.memory, self.move)
+            return type(self)(self.memory, self.move)
         part = copy.copy(self)
         part.keep_rows(torch.tensor(rows, device=self.lengths.device))
         return part

@@ -57,6 +57,13 @@ def same_tokenizer(target: Target, draft: Target) -> bool:
     return target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
 
 
+def begins(model: Target) -> str:
+    """How a model begins its answers, for messages."""
+    if not model.has_encoder:
+        return "without an encoder"
+    return f"after an encoder with tokens {list(model.decoder_prompt)}"
+
+
 class DraftModel(Drafter):
     """Chains and trees of up to `depth` levels from a separate language model."""
 
@@ -64,10 +71,17 @@ class DraftModel(Drafter):
     sampling_rule = "traversal"
 
     def __init__(self, model: Target, target: Target, depth: int):
-        """Raises UserError when the two tokenizers differ, or depth is below 1."""
+        """Raises UserError when the two tokenizers differ, when one model has an encoder and the
+        other has none or begins with other tokens, or when depth is below 1.
+        """
         if depth < 1:
             raise UserError(f"a draft model must draft at least 1 token, got {depth}")
         self.check_tokenizers(target, model)
+        if model.decoder_prompt != target.decoder_prompt:
+            raise UserError(
+                f"a draft model must begin its answers as the target does, {begins(target)}, but "
+                f"{type(model.model).__name__} begins them {begins(model)}"
+            )
         self.model = model
         self.depth = depth
         self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]

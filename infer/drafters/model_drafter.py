@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from drafthead.heads.target.any_target import load_target
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.draft_model import DraftModel, same_tokenizer
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens, read_draft_vocabulary
@@ -17,7 +18,7 @@ def load_draft_model(
     computes in another one may be many times slower, and what is accepted is the target's choice.
     """
     own = str(target.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-    return Target.from_pretrained(name, own, str(target.device), trust_code)
+    return load_target(name, own, str(target.device), trust_code)
 
 
 def model_drafter(model: Target, target: Target, depth: int) -> DraftModel:

@@ -31,7 +31,9 @@ class OtherVocabulary(DraftModel):
         self.shared = SharedTokens(target.tokenizer, model.tokenizer, sizes).to(target.device)
 
     def check_tokenizers(self, target: Target, model: Target) -> None:
-        """Both are needed."""
+        """Both are needed, and models without an encoder."""
+        for each in (target, model):
+            each.refuse_encoder("a draft model with another tokenizer")
         for whose, tokenizer in (("target", target.tokenizer), ("draft model", model.tokenizer)):
             if tokenizer is None:
                 raise UserError(

@@ -7,7 +7,9 @@ from torch.nn.functional import pad
 
 from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.host import to_host
-from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.encoder_decoder import EncoderDecoderTarget
+from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.source_cache import SourceCache
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.engine.prompt_groups import rows_of_passes
@@ -60,6 +62,8 @@ def read_rows(
     A prompt of 5 tokens in chunks of 2 is read in passes over positions 0 1, 2 3 and 4.
     """
     longest, tapped = ids.shape[1], features.with_last()
+    if isinstance(target, EncoderDecoderTarget):
+        return read_sources(target, ids, lengths, cache, room)
     if not cache.keys:
         target.begin(cache, longest + room)
     parts: list[Features] = []
@@ -77,6 +81,29 @@ def read_rows(
     cache.commit(None, lengths, longest)
     assert hidden is not None
     return concatenated(parts, dim=1), hidden
+
+
+def read_sources(
+    target: EncoderDecoderTarget,
+    ids: torch.Tensor,  # [B, T] right-padded: sources, and the tokens with which the decoder begins
+    lengths: torch.Tensor,  # [B]
+    cache: TreeCache,
+    room: int,
+) -> tuple[Features, torch.Tensor]:
+    """`read_rows` for a target with an encoder, which reads a source as a whole.
+
+    Of the hidden states only the last ones [B, D] are kept: no drafter reads others.
+    """
+    assert isinstance(cache, SourceCache)
+    start = torch.tensor(target.decoder_prompt, device=ids.device)
+    steps = torch.arange(len(start), device=ids.device)
+    target.encode(ids, lengths - len(start), cache, len(start) + room)
+    mask = cache.additive_mask((steps[:, None] >= steps)[None], target.dtype)
+    tokens, positions = start.expand(len(ids), -1), cache.positions(len(start))
+    found = target.read(tokens, positions, mask, NO_FEATURES.with_last(), cache)
+    cache.commit(steps.expand(len(ids), -1), lengths, ids.shape[1])
+    assert found.last is not None
+    return Features(None), found.last[:, -1]
 
 
 def read_chunk(

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -114,23 +115,19 @@ class Transformers(Contestant):
     verifier: str = field(default="transformers", kw_only=True)
 
     def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
-        """Decode a batch of prompts, padded on the left; one seed serves all rows."""
-        width = max(map(len, prompts))
-        rows = [[0] * (width - len(prompt)) + [*prompt] for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        device = self.target.device
+        """Decode a batch of prompts; one seed serves all rows."""
+        inputs, begun = self._inputs(prompts)
         clock = FirstTokenClock()
         torch.manual_seed(seed)
         started = time.perf_counter()
         output = self.target.model.generate(
-            torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(mask, device=device),
+            **inputs,
             max_new_tokens=max_new_tokens,
             streamer=clock,
             **self._sampling_arguments(),
             **self._assistant_arguments(),
         )
-        generated = output[:, width:].tolist()
+        generated = output[:, begun:].tolist()
         ended = time.perf_counter()
         first_at = clock.first_at or ended
         ends = end_token_ids(self.target)
@@ -141,6 +138,27 @@ class Transformers(Contestant):
             decode_seconds=ended - first_at,
             prefill_seconds=first_at - started,
         )
+
+    def _inputs(self, prompts: Sequence[list[int]]) -> tuple[dict[str, Any], int]:
+        """The prompts as arguments, and how many tokens the output has before the new ones.
+
+        They are padded on the left for a decoder, and on the right for an encoder.
+        """
+        start, width = list(self.target.decoder_prompt), max(map(len, prompts))
+        rows, mask = [], []
+        for prompt in prompts:
+            pad = [0] * (width - len(prompt))
+            rows.append([*prompt, *pad] if start else [*pad, *prompt])
+            mask.append([1] * len(prompt) + pad if start else pad + [1] * len(prompt))
+        ids, there, begun = (
+            torch.tensor(table, device=self.target.device)
+            for table in (rows, mask, [start] * len(prompts))
+        )
+        inputs = {"input_ids": ids, "attention_mask": there}
+        if not start:
+            return inputs, width
+        # Models that translate often search by beams where nothing else is asked for.
+        return {**inputs, "decoder_input_ids": begun, "num_beams": 1}, len(start)
 
     def _sampling_arguments(self) -> dict[str, object]:
         if self.sampling.greedy:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 
 NO_TOKEN = -1  # where one answer has ended and the other goes on
@@ -43,10 +42,8 @@ def divergence(
     """Where the answer `other` to prompt number `index` first differs from the answer `plain`."""
     position = first_difference(plain, other)
     plain_token, token = [*plain, NO_TOKEN][position], [*other, NO_TOKEN][position]
-    ids = torch.tensor([[*prompt, *plain[:position]]], device=target.device)
-    positions = torch.arange(ids.shape[1], device=target.device)[None]
-    spec = FeatureSpec(layers=(), last=False)
-    logits = target.run(ids, positions, None, spec, logits_to_keep=1).logits[0, -1].float()
+    text = torch.tensor([plain[:position]], dtype=torch.long, device=target.device)
+    logits = target.plain_logits(prompt, text, 1)[0, -1].float()
     best, second = logits.topk(2).values.tolist()
     return Divergence(
         mode=mode,

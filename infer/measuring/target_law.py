@@ -9,7 +9,6 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer.measuring.goodness_of_fit import FEWEST_EXPECTED
 
@@ -18,7 +17,6 @@ OTHER = -1  # any token that has no cell of its own
 
 LENGTH = 3  # tokens of a text: the first is the prompt pass's, the others come from trees
 ROWS = 64  # texts of a plain pass at a time
-LOGITS_ONLY = FeatureSpec(layers=(), last=False)
 
 
 class TargetLaw:
@@ -67,14 +65,12 @@ class TargetLaw:
         texts: Iterable[Text],  # all of one length
     ) -> Iterable[torch.Tensor]:
         """Next-token probabilities [V] after the prompt and each text, by plain passes."""
-        ids = torch.tensor([[*prompt, *text] for text in texts], dtype=torch.long)
-        for batch in ids.split(ROWS):
+        prefix = target.answer_prefix(prompt)
+        for batch in torch.tensor([*texts], dtype=torch.long).split(ROWS):
             batch = batch.to(target.device)
-            positions = torch.arange(batch.shape[1], device=target.device).expand_as(batch)
-            output = target.run(batch, positions, None, LOGITS_ONLY, logits_to_keep=1)
-            logits = output.logits[:, -1]
+            logits = target.plain_logits(prompt, batch, 1)[:, -1]
             self.largest_logit = max(self.largest_logit, float(logits.amax()))
-            logits = penalised(batch, logits, self.repetition_penalty)
+            logits = penalised(prefix, batch, logits, self.repetition_penalty)
             yield from probabilities(logits, self.sampling).cpu()
 
     def cell(self, answer: Sequence[int]) -> Text:
@@ -98,10 +94,17 @@ class TargetLaw:
         )
 
 
-def penalised(ids: torch.Tensor, logits: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Logits [M, V] after whole texts ids [M, T], with transformers' own repetition penalty."""
+def penalised(
+    prefix: Sequence[int],  # of all texts
+    texts: torch.Tensor,  # [M, T]
+    logits: torch.Tensor,  # [M, V] after them
+    penalty: float,
+) -> torch.Tensor:
+    """The logits [M, V] with transformers' own repetition penalty."""
     if penalty == 1:
         return logits
+    before = torch.tensor([*prefix], dtype=torch.long, device=texts.device)
+    ids = torch.cat([before.expand(len(texts), -1), texts], dim=1)
     return RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.float())
 
 
@@ -117,13 +120,13 @@ def places_in_law(
     With probabilities (.2, .5, .3) the parts are [.8, 1], [0, .5] and [.5, .8]. Equally probable
     tokens come in the order of their ids. One plain pass over prompt and answer.
     """
-    ids = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
-    positions = torch.arange(ids.shape[1], device=target.device)[None]
-    output = target.run(ids, positions, None, LOGITS_ONLY, logits_to_keep=len(answer) - 1)
-    rows = output.logits[0].split(1)  # each after a text of its own
-    texts = [ids[:, : len(prompt) + known] for known in range(1, len(answer))]
+    prefix, text = target.answer_prefix(prompt), torch.tensor([answer[:-1]], device=target.device)
+    rows = target.plain_logits(prompt, text, len(answer) - 1)[0].split(1)
     logits = torch.cat(
-        [penalised(text, row, repetition_penalty) for text, row in zip(texts, rows, strict=True)]
+        [
+            penalised(prefix, text[:, :known], row, repetition_penalty)
+            for known, row in enumerate(rows, start=1)
+        ]
     )
     law = probabilities(logits, sampling).double()  # [T - 1, V]
     tokens = torch.tensor(answer[1:], device=law.device)[:, None]

@@ -5,7 +5,7 @@ would fill those from the model's own `generation_config.json` and then from its
 (top_k 50). Pass `model.generation_config` to get the model's own settings.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
@@ -105,6 +105,21 @@ def given_options(config: GenerationConfig) -> dict[str, Any]:
             f"here: {INSTEAD.get(refused[0], 'leave it out')}"
         )
     return given
+
+
+def refuse_other_start(config: GenerationConfig, decoder_prompt: Sequence[int]) -> None:
+    """Raise UserError when a config lets the decoder begin with other tokens than the target's.
+
+    Without an encoder there is no `decoder_prompt`, and the start token has no effect.
+    """
+    names = ("decoder_start_token_id", "forced_bos_token_id")
+    for name, token in zip(names, decoder_prompt, strict=False):
+        given = getattr(config, name)
+        if given not in (None, token):
+            raise UserError(
+                f"generation_config sets {name}={given}, but the model's own is {token}: set it in "
+                "the model's generation config before the Decoder is made"
+            )
 
 
 def refuse_unprepared(config: GenerationConfig) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.scripts import options
 from drafthead.train.data.conversations import read_conversations
@@ -84,5 +85,6 @@ def main(
     path = Path(output)
     with full_disk_named(path), DistilledFile(path, settings, overwrite) as file:
         conversations = read_conversations(prompts, prompt_column, limit)
-        decoder = Decoder.from_pretrained(target, dtype=dtype, device=device, compile=compile)
+        loaded = Target.from_pretrained(target, dtype, device)
+        decoder = Decoder.from_pretrained(loaded, compile=compile)
         log_report(distill(decoder, conversations, file), path)

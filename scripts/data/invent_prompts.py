@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.scripts import options
 from drafthead.train.data.conversations import read_conversations
@@ -66,6 +67,7 @@ def main(
     if output.exists() and not overwrite:  # before a large model is loaded
         check_settings(output, settings)
     texts = first_messages(read_conversations(beginnings)) if beginnings else []
-    decoder = Decoder.from_pretrained(target, dtype=dtype, device=device, compile=compile)
+    loaded = Target.from_pretrained(target, dtype, device)
+    decoder = Decoder.from_pretrained(loaded, compile=compile)
     source = MessageSource(decoder, settings, texts)
     log_report(invent(source, output, number, overwrite), output)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_target
 from drafthead.infer.decoder import DEFAULT_CHAIN, store_lookup
 from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.scripts import options
@@ -63,7 +63,7 @@ def main(
     """
     temperatures = tuple(temperature or [0.0])
     terms = RaceTerms(temperatures, max_new_tokens, rounds, verifier, seed, batch_size, top_p)
-    loaded = Target.from_pretrained(target, dtype, device)
+    loaded = load_target(target, dtype, device)
     assistant = load_draft_model(draft_model, loaded, dtype) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
     stored = store_lookup(datastore, False, loaded)

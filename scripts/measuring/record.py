@@ -44,10 +44,17 @@ def read_prompts(source: str, limit: int, decoder: Decoder, max_new_tokens: int)
         first = next((i for i, m in enumerate(conversation.messages) if m["role"] == "user"), None)
         if first is None:
             raise UserError(f"{conversation.where} has no user message to answer")
-        ids = encode_one(conversation.messages[: first + 1], decoder.tokenizer)
+        asked = conversation.messages[: first + 1]
+        source = asked[first]["content"]  # what an encoder reads
+        ids = encode_one(source if decoder.target.has_encoder else asked, decoder.tokenizer)
         prompts.append(Prompt(ids, conversation.category))
     room = decoder.max_length
-    short = [p for p in prompts if room is None or len(p.ids) + max_new_tokens <= room]
+    prefix = decoder.target.answer_prefix
+    short = [
+        p
+        for p in prompts
+        if room is None or max(len(prefix(p.ids)) + max_new_tokens, len(p.ids)) <= room
+    ]
     if left_out := len(prompts) - len(short):
         print(f"{left_out} of {len(prompts)} prompts left out: with {max_new_tokens} new tokens "
               f"they exceed the target's context of {room}")  # fmt: skip

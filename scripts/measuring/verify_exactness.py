@@ -10,7 +10,7 @@ from tqdm import tqdm
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import target_of
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.engine.compiled_target import CompiledTarget
@@ -150,7 +150,7 @@ class TestedPair:
     ):
         self.decoder, self.rule, self.sampling, self.seed = decoder, rule, sampling, seed
         # The model as it is loaded, never compiled.
-        self.reference = Target(decoder.target.model, decoder.tokenizer)
+        self.reference = target_of(decoder.target.model, decoder.tokenizer)
         self.sampled = SampledPair(decoder, self.reference, sampling, rule.name, repetition_penalty)
 
     @property

@@ -1,0 +1,140 @@
+"""The cache of an encoder-decoder target: the source's columns, then those of the answer.
+
+Cross-attention reads the source and self-attention reads the answer, each with its own keys and
+values in every layer. Both lie in one `TreeCache`, the source first, as a prompt does without an
+encoder. So rows, trees and commits are those of any target, and a row takes as many columns as it
+has tokens. Two rows with sources (`s`) of 5 and 3 tokens, answers (`#`) of 2, and a tree of two
+nodes (`t`)::
+
+    s s s s s # # t t      cross-attention sees s, self-attention # and t
+    s s s # # . . t t
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from drafthead.heads.cache import ColumnCache, additive
+from drafthead.heads.drafting.row_state import joined
+from drafthead.heads.target.tree_cache import TreeCache
+
+
+class SourceStates(NamedTuple):
+    """What the cross-attention of one layer reads, under transformers' names."""
+
+    keys: torch.Tensor  # [B, H, W, D]
+    values: torch.Tensor  # [B, H, W, D]
+
+
+class SourceCache(TreeCache):
+    """A `TreeCache` whose rows begin with a source, which only cross-attention sees."""
+
+    sources: torch.Tensor  # [B] their lengths
+    # No source is longer or shorter than these, which the host knows; rows may have left since.
+    widest, shortest = 0, 0
+
+    def commit_sources(
+        self,
+        states: Sequence[SourceStates],  # of each layer
+        lengths: torch.Tensor,  # [B]
+        bounds: tuple[int, int],  # the shortest and the longest
+        room: int,
+    ) -> None:
+        """Begin with sources; `room` is the number of columns to allocate beside them."""
+        self.sources, (self.shortest, self.widest) = lengths, bounds
+        self.prompt_states = dict(enumerate(states))
+        self.commit_prompt(lengths, self.widest, room)
+
+    def source_states(self) -> list[SourceStates]:
+        """The columns of every layer that may belong to a source."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return [SourceStates(*(s[:, :, : self.widest] for s in pair)) for pair in pairs]
+
+    def source_mask(self, num_nodes: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Which of these columns N nodes see, their row's source: [B, 1, N, W], added to scores.
+
+        None where all of them are.
+        """
+        if self.shortest == self.widest:
+            return None
+        columns = torch.arange(self.widest, device=self.sources.device)
+        own = (columns < self.sources[:, None])[:, None, None]
+        return additive(own, dtype).expand(-1, -1, num_nodes, -1)
+
+    def mask(self, visible: torch.Tensor) -> torch.Tensor:
+        """As `ColumnCache.mask`, for self-attention: a row does not see its source."""
+        seen = super().mask(visible)
+        columns = torch.arange(seen.shape[-1], device=self.sources.device)
+        return seen & (columns >= self.sources[:, None])[:, None, None]
+
+    def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
+        """As `ColumnCache.keep_rows`."""
+        super().keep_rows(rows, longest)
+        self.sources = self.sources[rows]
+
+    def join_rows(
+        self, other: ColumnCache, order: Sequence[int], longest: int | None = None
+    ) -> None:
+        """As `ColumnCache.join_rows`."""
+        assert isinstance(other, SourceCache)
+        super().join_rows(other, order, longest)
+        self.sources = joined(self.sources, other.sources, order)
+        self._widen([self, other])
+
+    def collect(
+        self, parts: Sequence[ColumnCache], places: Sequence[Sequence[int]], room: int
+    ) -> None:
+        """As `ColumnCache.collect`."""
+        super().collect(parts, places, room)
+        begun = [part for part in parts if isinstance(part, SourceCache)]
+        rows = torch.tensor([place for group in places for place in group])
+        self.sources = torch.cat([part.sources for part in begun])[rows.argsort()]
+        self._widen(begun)
+
+    def _widen(self, parts: Sequence["SourceCache"]) -> None:
+        self.shortest = min(part.shortest for part in parts)
+        self.widest = max(part.widest for part in parts)
+
+
+class AnswerColumns(Cache):
+    """What self-attention sees of a `SourceCache`: all columns after the shortest source."""
+
+    def __init__(self, cache: SourceCache):
+        super().__init__(layers=[])
+        self.cache = cache
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # [B, H, T, D]
+        value_states: torch.Tensor,  # [B, H, T, D]
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write T new positions of a layer; returns the columns [B, H, S, D] in use of both."""
+        keys, values = self.cache.update(key_states, value_states, layer_idx)
+        first = self.cache.shortest
+        return keys[:, :, first:], values[:, :, first:]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use."""
+        return self.cache.get_seq_length() - self.cache.shortest
+
+
+class SourceColumns(Cache):
+    """What cross-attention sees of a `SourceCache`."""
+
+    def __init__(self, cache: SourceCache):
+        super().__init__(layers=cache.source_states())  # type: ignore[arg-type]
+        self.width = cache.widest
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that may belong to a source."""
+        return self.width
+
+
+def for_decoder(cache: SourceCache) -> EncoderDecoderCache:
+    """The cache as a decoder of transformers takes it: what it reads of the source is there."""
+    return EncoderDecoderCache(AnswerColumns(cache), SourceColumns(cache))
