@@ -125,7 +125,9 @@ ENCODER_DECODERS: dict[str, dict[str, object]] = {
     "blenderbot-small": {**SMALL_BART, "decoder_start_token_id": 1},
     "plbart": SMALL_BART,
     "mvp": SMALL_BART,
-    "bigbird_pegasus": {**SMALL_BART, "attention_type": "original_full"},
+    "bigbird_pegasus": {
+        **SMALL_BART, "attention_type": "original_full", "scale_embedding": False,
+    },
 }  # fmt: skip
 FORCED = {"bart": 3, "mbart": 9}  # the first token of every answer: of texts, or of a language
 
@@ -152,4 +154,5 @@ def tiny_encoder_decoder(name: str, seed: int = 0, **settings: Any) -> PreTraine
     head.weight = torch.nn.Parameter(torch.randn(head.weight.shape))
     assert model.generation_config is not None
     model.generation_config.forced_bos_token_id = FORCED.get(name)
+    model.generation_config.forced_eos_token_id = None
     return model
