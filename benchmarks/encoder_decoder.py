@@ -93,7 +93,7 @@ def trained(size: Size, steps: int, seed: int, name: str) -> Target:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            bar.set_postfix(loss=f"{float(loss):.3f}")
+            bar.set_postfix(loss=f"{loss.item():.3f}")
     return target_of(model)
 
 

@@ -17,7 +17,6 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from drafthead.heads.cache import ColumnCache, additive
-from drafthead.heads.drafting.row_state import joined
 from drafthead.heads.target.tree_cache import TreeCache
 
 
@@ -80,7 +79,7 @@ class SourceCache(TreeCache):
         """As `ColumnCache.join_rows`."""
         assert isinstance(other, SourceCache)
         super().join_rows(other, order, longest)
-        self.sources = joined(self.sources, other.sources, order)
+        self.sources = torch.cat([self.sources, other.sources])[[*order]]
         self._widen([self, other])
 
     def collect(
