@@ -31,22 +31,28 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateDecoderOnlyOutput,
+    GenerationMixin,
+)
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.beam_search import BeamAnswer, beam_answers
 from drafthead.infer.engine.emissions import put_tokens, refuse_batch
 from drafthead.infer.engine.logits_processing import for_each_prompt
 from drafthead.infer.engine.score_record import RowRecord
+from drafthead.infer.request.beam_options import BeamOptions
 from drafthead.infer.request.generation_config import refuse_unprepared
 from drafthead.infer.request.padding import masked
 from drafthead.infer.request.prompts import refuse_unknown_tokens
 from drafthead.infer.request.request import Request, RowKind
 from drafthead.infer.request.stopping import Stop, token_ids
 
-Output = GenerateDecoderOnlyOutput | torch.Tensor
+Output = GenerateBeamDecoderOnlyOutput | GenerateDecoderOnlyOutput | torch.Tensor
 Begin = Callable[[Request], tuple[BatchRun, Iterator[Emitted]]]
 # What `model.generate` adds to every call; the rest of a call's inputs is refused by name.
 # Token types number the segments of an encoder's input; decoders of texts do not read them.
@@ -70,7 +76,8 @@ class CustomGenerate:
 
     Sampled answers take their seeds from torch's random numbers, so `torch.manual_seed` fixes them.
     In a batch a row that has ended is filled up with the pad token, and its `scores` and `logits`
-    with zeros: nothing is computed for it. No cache is returned.
+    with zeros: nothing is computed for it. No cache is returned. Beam search returns `sequences`
+    and, with `output_scores`, their `sequences_scores`; it keeps no scores of every token.
     """
 
     target: Target
@@ -93,7 +100,10 @@ class CustomGenerate:
         refuse_unprepared(generation_config)
         options = dropped_arguments()
         prompts = prompts_of(input_ids, model_kwargs)
-        call = PreparedCall(input_ids, prompts, generation_config)
+        beams = prepared_beams(generation_config)
+        if beams is not None:  # transformers has repeated each prompt
+            input_ids, prompts = input_ids[:: beams.num_beams], prompts[:: beams.num_beams]
+        call = PreparedCall(input_ids, prompts, generation_config, beams)
         request = call.request(self.target, logits_processor, stopping_criteria)
         run, emissions = self.begin(request)
         if (streamer := options.get("streamer")) is not None:
@@ -111,6 +121,7 @@ class PreparedCall:
     input_ids: torch.Tensor  # [B, T] with padding
     prompts: Sequence[Sequence[int]]  # without padding
     config: GenerationConfig
+    beams: BeamOptions | None = None
 
     def request(
         self, target: Target, processors: LogitsProcessorList, criteria: StoppingCriteriaList
@@ -123,6 +134,9 @@ class PreparedCall:
         if config.do_sample:
             kept, sampling = without_filters(kept)
         ends, most, others = read_criteria(criteria)
+        if self.beams is not None and others:
+            name = type(others[0]).__name__
+            raise UserError(f"num_beams does not go with {name}: leave one of them out")
         room = len(self.prompts) * [most - len(rows[0])]
         if target.max_length is not None:
             room = [
@@ -143,12 +157,13 @@ class PreparedCall:
             [Stop(row, others) for row in rows] if others else [],
             kept_rows=self.kept_rows,
             prefixes=rows,
+            beams=self.beams,
         )
 
     @property
     def kept_rows(self) -> list[RowKind]:
         """Which rows [V] the call wants for each token."""
-        if not self.config.return_dict_in_generate:
+        if not self.config.return_dict_in_generate or self.beams is not None:
             return []
         kinds: dict[RowKind, bool | None] = {
             "scores": self.config.output_scores,
@@ -158,6 +173,8 @@ class PreparedCall:
 
     def output(self, run: BatchRun) -> Output:
         """The answers as `model.generate` returns them."""
+        if self.beams is not None:
+            return self.beam_output(beam_answers(run))
         answers = [row.tokens for row in run.batch.rows]
         sequences = torch.cat([self.input_ids, self.padded(answers)], dim=1)
         if not self.config.return_dict_in_generate:
@@ -169,6 +186,19 @@ class PreparedCall:
             rows = {kind: record.by_token(kind, len(answers), length) for kind in self.kept_rows}
         return GenerateDecoderOnlyOutput(sequences=sequences, **rows)  # type: ignore[arg-type]
 
+    def beam_output(self, answers: Sequence[BeamAnswer]) -> Output:
+        """The answers of beam search as `model.generate` returns them."""
+        prompts = self.input_ids[[answer.prompt for answer in answers]]
+        tokens = self.padded([answer.tokens for answer in answers])
+        sequences = torch.cat([prompts, tokens], dim=1)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        scores = torch.tensor([answer.score for answer in answers], device=sequences.device)
+        return GenerateBeamDecoderOnlyOutput(
+            sequences=sequences,  # type: ignore[arg-type]  # transformers wants a LongTensor
+            sequences_scores=scores if self.config.output_scores else None,
+        )
+
     def padded(self, answers: Sequence[Sequence[int]]) -> torch.Tensor:
         """The answers [B, T] with pad tokens after the shorter ones.
 
@@ -179,8 +209,29 @@ class PreparedCall:
         if pad is None and min(map(len, answers)) < longest:
             raise UserError("answers of different lengths need a pad token: set pad_token_id")
         fill = 0 if pad is None else int(pad)
+        if self.beams is not None and fill == 0 and self.config._eos_token_tensor is not None:
+            fill = int(self.config._eos_token_tensor[0])  # what transformers' beam search does
         rows = [[*answer, *[fill] * (longest - len(answer))] for answer in answers]
         return torch.tensor(rows, device=self.input_ids.device)
+
+
+def prepared_beams(config: GenerationConfig) -> BeamOptions | None:
+    """The beams of a call, whose config has all defaults; None without beams.
+
+    Raises UserError for what beam search cannot do here.
+    """
+    if config.num_beams == 1:
+        return None
+    if config.do_sample:
+        raise UserError("beams are not sampled: leave out num_beams or do_sample")
+    if config.output_logits:
+        raise UserError("output_logits does not go with num_beams: leave one of them out")
+    return BeamOptions(
+        config.num_beams,
+        config.length_penalty,
+        config.early_stopping,
+        config.num_return_sequences,
+    )
 
 
 def prompts_of(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[list[int]]:

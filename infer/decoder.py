@@ -11,6 +11,7 @@ from typing import ClassVar, Unpack
 
 import torch
 from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.checkpoint import load_head
@@ -29,6 +30,7 @@ from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.beam_search import beam_answers
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.emissions import in_time, streamed
 from drafthead.infer.engine.graph_stepper import can_step_in_graphs
@@ -43,7 +45,7 @@ from drafthead.infer.request.decode_options import (
     DecodeOptions,
     DecodeSettings,
     read_options,
-    refuse_streamer,
+    refuse_in_pieces,
 )
 from drafthead.infer.request.generation_config import refuse_other_start
 from drafthead.infer.request.padding import pad_token_of
@@ -197,7 +199,7 @@ class Decoder:
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
         run, emissions, settings = self._begin(prompt, options)
-        refuse_streamer(settings)
+        refuse_in_pieces(settings)
         if len(run.request.prompts) > 1:
             raise UserError("stream takes one prompt; use generate or steps for a batch")
         pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer)
@@ -212,7 +214,7 @@ class Decoder:
         take turns.
         """
         run, emissions, settings = self._begin(prompts, options)
-        refuse_streamer(settings)
+        refuse_in_pieces(settings)
         return Stream(emissions, run.stats, lambda: self._result(run))
 
     def trace(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> Trace:
@@ -221,7 +223,7 @@ class Decoder:
         Steps are eager, so their times are not those of compiled ones.
         """
         settings = read_options(options)
-        refuse_streamer(settings)
+        refuse_in_pieces(settings)
         run = BatchRun(self._request(prompt, settings, single=True), self.target.device)
         method = self._method(run, settings)
         steps = decode_traced(method, run)
@@ -243,6 +245,8 @@ class Decoder:
 
     def _result(self, run: BatchRun) -> DecodeResult:
         """What a run has decoded so far; another thread may be decoding it."""
+        if run.request.beams is not None:
+            return beam_result(run, self.tokenizer)
         rows, record = run.batch.rows, run.record
         sequences = [list(row.tokens) for row in rows]
         lengths = list(map(len, sequences))
@@ -268,6 +272,7 @@ class Decoder:
         What was timed earlier is timed again only if `fresh`. Raises what `generate` raises.
         """
         settings = read_options(options)
+        refuse_in_pieces(settings)
         for rows in batch_sizes:
             if len(batch_sizes) > 1:
                 logger.info("warming up for %d prompts at a time", rows)
@@ -372,6 +377,8 @@ class Decoder:
         self, request: Request, settings: DecodeSettings
     ) -> tuple[BatchRun, Iterator[Emitted]]:
         """The batch of a request, and what its passes emit, for as long as there is time."""
+        if request.beams is not None and self.drafter is not None and self.drafter.keeps_answers:
+            raise UserError("num_beams does not go with learn_answers: most beams are no answers")
         run = BatchRun(request, self.target.device)
         return run, in_time(self._method(run, settings).decode(run), run)
 
@@ -409,6 +416,7 @@ class Decoder:
             max_seconds=settings.max_seconds,
             top_logprobs=settings.top_logprobs,
             prefixes=prefixes,
+            beams=settings.beams,
             prefill_chunk=settings.prefill_chunk,
         )
 
@@ -489,6 +497,20 @@ def decoder_for(
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
+
+
+def beam_result(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:
+    """What a beam search has found, when it has ended."""
+    answers = beam_answers(run)
+    sequences = [list(answer.tokens) for answer in answers]
+    return DecodeResult(
+        sequences=sequences,
+        texts=texts_of(sequences, tokenizer) if tokenizer else [],
+        finish_reasons=[answer.finish_reason for answer in answers],
+        prompt_lengths=[len(run.request.prompts[answer.prompt]) for answer in answers],
+        stats=run.stats,
+        scores=[answer.score for answer in answers],
+    )
 
 
 def random_prompts(vocab_size: int, rows: int, length: int) -> torch.Tensor:  # [rows, length]

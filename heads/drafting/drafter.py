@@ -188,6 +188,11 @@ class Drafter(ABC):
     sampling_rule: ClassVar[str] = "match"
 
     @property
+    def keeps_answers(self) -> bool:
+        """Whether what one session commits is drafted by others: then it must be an answer."""
+        return False
+
+    @property
     def main_budgets(self) -> tuple[Budget, ...]:
         """Those of its main source of trees, the only one under rules that draw children."""
         return tuple(budget for budget in self.budgets if not budget.source)

@@ -32,6 +32,11 @@ class StoreLookup(Lookup):
         self.store, self.earlier = store, earlier
         self.matches = MatchRecord()
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Where this process's own texts are drafted."""
+        return self.earlier is not None
+
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """As measured on texts that are not in the datastore; if none were, as for any drafter."""
         return self._measured(NO_OUTLOOK, budget) or super().chances(budget)

@@ -46,6 +46,11 @@ class WithLookup(Drafter):
         alone = [Budget(n, min(n - 1, deepest), LOOKUP) for n in TREE_SIZES if n <= most]
         self.budgets = (*alone, *drafter.budgets)
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Where lookup does."""
+        return self.lookup.keeps_answers
+
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """Those of the drafter, as what lookup adds depends on the text; or those of lookup."""
         if budget.source == LOOKUP:

@@ -7,6 +7,7 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, RowRandom
+from drafthead.infer.engine.beam_round import Beams
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.engine.score_record import record_for
 from drafthead.infer.request.request import Request
@@ -154,6 +155,7 @@ class BatchRun:
         self._count_rows()
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
         self.record = record_for(request)
+        self.beams: Sequence[Beams] = ()  # at the end of a beam search, of each prompt
         self.last_lengths: list[int] = []  # tokens that the last step committed in active rows
 
     def _count_rows(self) -> None:

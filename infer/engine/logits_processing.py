@@ -144,21 +144,28 @@ def for_each_prompt(
 
     Raises UserError for one that is not a function of its inputs alone.
     """
-    first = [for_row(each, 0) for each in processors]
+    count = len(prompts)
+    first = [for_row(each, 0, count) for each in processors]
     for processor in first:
         refuse_state(processor, prompts[0], target)
     if first == list(processors):
-        return [LogitsProcessorList(first)] * len(prompts) if first else []
-    numbers = range(len(prompts))
-    return [LogitsProcessorList([for_row(p, number) for p in processors]) for number in numbers]
+        return [LogitsProcessorList(first)] * count if first else []
+    return [
+        LogitsProcessorList([for_row(each, number, count) for each in processors])
+        for number in range(count)
+    ]
 
 
-def for_row(processor: LogitsProcessor, number: int) -> LogitsProcessor:
-    """`for_prompt`, and of a repetition penalty that knows each row's padding that of one row."""
+def for_row(processor: LogitsProcessor, number: int, prompts: int) -> LogitsProcessor:
+    """`for_prompt`, and of a repetition penalty that knows each row's padding that of one prompt.
+
+    With beams each of the prompts has several rows there.
+    """
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
         ignored = processor.prompt_ignore_length
         if isinstance(ignored, torch.Tensor):
-            return RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[number]))
+            place = number * (len(ignored) // prompts)
+            return RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[place]))
     return for_prompt(processor, number)
 
 
@@ -233,9 +240,14 @@ class PathProcessing:
         prompts: Sequence[Sequence[int]],
         batch: Batch,
         greedy: bool,
+        dead_ends: bool = False,
     ):
-        """With `greedy` a node can be accepted only if it is the most probable token."""
+        """With `greedy` a node can be accepted only if it is the most probable token.
+
+        With `dead_ends` it is no error that every token of a continuation is forbidden.
+        """
         self.processors, self.batch, self.greedy = processors, batch, greedy
+        self.needs_token = not greedy and not dead_ends
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
 
@@ -287,7 +299,7 @@ class PathProcessing:
             ids = torch.cat([past, paths.to(past.device)], dim=1)
             where = [spot.place for spot in spots], [spot.node for spot in spots]
             scores = apply(self.processors[numbers[0]], ids, processed[where])
-            if not self.greedy and scores.amax(-1).isneginf().any():
+            if self.needs_token and scores.amax(-1).isneginf().any():
                 raise UserError("the logits processors forbid every token of a continuation")
             processed[where] = scores
 

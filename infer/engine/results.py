@@ -22,7 +22,8 @@ class DecodeStats:
     """Counts and seconds of one decoding.
 
     A step is one verification pass of the target over the whole batch. The prompt pass, which gives
-    each row its first token, does not count as a step.
+    each row its first token, does not count as a step. In beam search a row is a prompt, and its
+    tokens are rounds: each makes all of its beams one token longer.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -126,7 +127,7 @@ class Logprobs:
 class DecodeResult:
     """The answers, in the order of the prompts; several answers to one prompt follow each other.
 
-    Without a tokenizer there are no `texts`.
+    Those of beam search are the best first. Without a tokenizer there are no `texts`.
     """
 
     sequences: list[list[int]]  # the new token ids of each row, its end token included
@@ -135,6 +136,9 @@ class DecodeResult:
     prompt_lengths: list[int]  # tokens of each row's prompt
     stats: DecodeStats
     logprobs: list[Logprobs] | None = None  # of each row, when they were asked for
+    # With num_beams, of each answer: the sum of its tokens' log-probabilities (after logits
+    # processors) over its length to the power `length_penalty`; `sequences_scores` in transformers.
+    scores: list[float] | None = None
 
     @property
     def finished(self) -> list[bool]:

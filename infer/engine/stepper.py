@@ -66,6 +66,47 @@ class Outcome:
         return Committed(self.tokens, self.features, length, self.width, ends, new_tokens)
 
 
+@dataclass(frozen=True)
+class PromptPass:
+    """What the pass over the prompts has read."""
+
+    prompts: Sequence[Sequence[int]]
+    ids: torch.Tensor  # [B, T] the prompts, right-padded
+    lengths: torch.Tensor  # [B]
+    known: int  # positions of each prompt that were read before
+    features: Features  # [B, T - known, D] that the drafter reads
+    hidden: torch.Tensor  # [B, D] where each prompt ends
+
+    def chosen(self, rows: Sequence[int]) -> "PromptPass":
+        """The same of the rows, of which one may come several times."""
+        places = torch.tensor(rows, device=self.ids.device)
+        return PromptPass(
+            [self.prompts[row] for row in rows],
+            self.ids[places],
+            self.lengths[places],
+            self.known,
+            self.features.map(lambda states: states[places]),
+            self.hidden[places],
+        )
+
+    def committed(self, roots: torch.Tensor, first_tokens: Sequence[int]) -> Committed:
+        """The same as drafters receive it, with the roots [B], the first tokens of the answers.
+
+        `first_tokens` are the same as the host has them, NO_TOKEN among them.
+        """
+        # The last positions differ from row to row.
+        following = torch.cat([self.ids[:, 1:], roots[:, None]], dim=1)
+        following.scatter_(1, self.lengths[:, None] - 1, roots[:, None])
+        pairs = zip(self.prompts, first_tokens, strict=True)
+        return Committed(
+            following[:, self.known :],
+            self.features,
+            self.lengths - self.known,
+            known_ends=Ends(roots, self.hidden),
+            host_tokens=[[*prompt[self.known + 1 :], token] for prompt, token in pairs],
+        )
+
+
 class Stepper(ABC):
     """A target at work on a batch: what its cache holds, and the last token of each row."""
 
@@ -97,7 +138,16 @@ class Stepper(ABC):
         )
 
     def prefill(self) -> tuple[Committed, Emitted]:
-        """The pass over the prompts, which also gives each row its first token.
+        """The pass over the prompts, which also gives each row its first token."""
+        read = self.read_prompts()
+        first = self.next_tokens(self.target.project(read.hidden))
+        first_tokens = to_host(first)
+        emitted = self.run.batch.take([[token] for token in first_tokens])
+        self.roots = first.clamp_min(0)
+        return read.committed(self.roots, first_tokens), emitted
+
+    def read_prompts(self) -> "PromptPass":
+        """The pass over the prompts.
 
         The cache may hold the beginning of all prompts: that is not read, and not committed again.
         """
@@ -108,22 +158,7 @@ class Stepper(ABC):
         features, hidden = prefill(
             self.target, ids, lengths, self.read_features, self.cache, room, request.prefill_chunk
         )
-        # The last positions differ from row to row, so their logits are computed separately.
-        first = self.next_tokens(self.target.project(hidden))
-        first_tokens = to_host(first)
-        emitted = self.run.batch.take([[token] for token in first_tokens])
-        self.roots = first.clamp_min(0)
-        following = torch.cat([ids[:, 1:], self.roots[:, None]], dim=1)
-        following.scatter_(1, lengths[:, None] - 1, self.roots[:, None])
-        pairs = zip(request.prompts, first_tokens, strict=True)
-        committed = Committed(
-            following[:, known:],
-            features,
-            lengths - known,
-            known_ends=Ends(self.roots, hidden),
-            host_tokens=[[*prompt[known + 1 :], token] for prompt, token in pairs],
-        )
-        return committed, emitted
+        return PromptPass(request.prompts, ids, lengths, known, features, hidden)
 
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of each row from logits [B, V]: the most probable one, or a draw.

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.infer.request.beam_options import BeamOptions, EarlyStopping, read_beams
 from drafthead.infer.request.generation_config import given_options, sampling_from
 from drafthead.infer.request.integers import ARRAYS, integer, integer_option
 from drafthead.infer.request.stopping import token_ids
@@ -59,8 +60,18 @@ class DecodeOptions(TypedDict, total=False):
     # 1 for tokens, 0 for padding at the beginning or end of a row, in the shape of prompts that are
     # token ids [T] or [B, T]. A tokenizer's output brings its own.
     attention_mask: torch.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None
-    # Answers to each prompt, which follow each other in the result. Above 1 only with sampling.
+    # Answers to each prompt, which follow each other in the result. Above 1 only with sampling, or
+    # with beam search: the best ones.
     num_return_sequences: int | None
+    # Beam search with up to 8 beams; 1 is off. The answers are those of `model.generate`. Without
+    # sampling, verifier, streamer, logprobs, max_time, stop strings and stopping criteria.
+    num_beams: int | None
+    # Of beam search: an answer's score is divided by its length to this power, by default 1.
+    length_penalty: float | None
+    # Of beam search: with True a prompt's search ends when there are as many answers as beams; with
+    # False, the default, when a beam that ended now would not be better than the worst of them;
+    # with "never" when none could become so.
+    early_stopping: EarlyStopping | None
     # Seconds after which answers end as they are; looked at after each step.
     max_time: float | None
     # Texts that end an answer; the token that completes one is kept whole.
@@ -99,10 +110,11 @@ class DecodeSettings:
     seed: int | Sequence[int]  # the first row's seed, or one for each row
     attention_mask: object  # of prompts that are token ids; checked with them
     prefill_chunk: int  # positions of each prompt that one pass reads
-    num_return_sequences: int = 1
+    num_return_sequences: int = 1  # of beam search: see `beams`
     max_seconds: float | None = None
     top_logprobs: int | None = None
     streamer: BaseStreamer | None = None
+    beams: BeamOptions | None = None  # None: no beam search
 
     def seeds(self, rows: int) -> list[int]:
         """One seed for each answer; raises UserError when another number of seeds was given."""
@@ -150,6 +162,8 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
     config = read_config(options.get("generation_config"))
     given = given_options(config)
     sampling = sampling_from(given, {name: options.get(name) for name in SAMPLING_ARGUMENTS})
+    beams = read_beams(options, given, sampling)
+    answers = 1 if beams is not None else read_num_return_sequences(options, given, sampling)
     ends = given.get("eos_token_id")
     rule_options = {
         "typical_epsilon": options.get("typical_epsilon"),
@@ -173,10 +187,11 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         seed=read_seed(options.get("seed", 0)),
         attention_mask=options.get("attention_mask"),
         prefill_chunk=read_chunk_size(given.get("prefill_chunk_size", READ_CHUNK)),
-        num_return_sequences=read_num_return_sequences(options, given, sampling),
+        num_return_sequences=answers,
         max_seconds=read_max_time(options, given),
         top_logprobs=top_logprobs,
         streamer=options.get("streamer"),
+        beams=beams,
     )
 
 
@@ -219,7 +234,7 @@ def read_num_return_sequences(
     if count > 1 and sampling.greedy:
         raise UserError(
             f"num_return_sequences={count} without sampling would give equal answers: set a "
-            "temperature above 0, or leave it out"
+            "temperature above 0 or num_beams, or leave it out"
         )
     return count
 
@@ -260,11 +275,15 @@ def read_seed(seed: object) -> int | list[int]:
     return integer_option("seed", seeds)
 
 
-def refuse_streamer(settings: DecodeSettings) -> None:
-    """Raise UserError where the caller gets the tokens piece by piece anyway."""
+def refuse_in_pieces(settings: DecodeSettings) -> None:
+    """Raise UserError for options of `generate` where the caller gets tokens piece by piece."""
     if settings.streamer is not None:
         raise UserError(
             "streamer is an option of generate; stream and steps give pieces themselves"
+        )
+    if settings.beams is not None:
+        raise UserError(
+            "num_beams is an option of generate alone: no token is sure before the search has ended"
         )
 
 

@@ -39,6 +39,7 @@ LENGTHS_AND_ENDS = {
     "num_return_sequences", "stop_strings",
 }  # fmt: skip
 PASSES = {"prefill_chunk_size"}
+BEAMS = {"early_stopping", "length_penalty", "num_beams"}
 # How transformers computes, and what only encoders and padding need: no answer depends on these.
 WITHOUT_EFFECT = {
     "bos_token_id",
@@ -57,7 +58,7 @@ PREPARED = {
     "guidance_scale", "output_logits", "output_scores", "return_dict_in_generate", "token_healing",
     "top_h", "watermarking_config",
 }  # fmt: skip
-KNOWN = PROCESSORS | LENGTHS_AND_ENDS | PASSES | WITHOUT_EFFECT | set(SAMPLING)
+KNOWN = PROCESSORS | LENGTHS_AND_ENDS | PASSES | BEAMS | WITHOUT_EFFECT | set(SAMPLING)
 # What to do instead of setting some of the options that are not supported.
 INSTEAD = {
     "output_scores": "ask for logprobs",

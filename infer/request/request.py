@@ -8,6 +8,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.infer.request.beam_options import BeamOptions
 from drafthead.infer.request.stopping import Stop
 
 # Under the names of `model.generate`'s output: after and before processors, temperature, filters.
@@ -31,6 +32,7 @@ class Request:
     kept_rows: Collection[RowKind] = ()  # which whole rows [V] are recorded for each token
     # What processors read before an answer where it is not the prompt: the prompt with padding.
     prefixes: Sequence[Sequence[int]] | None = None
+    beams: BeamOptions | None = None  # of beam search; None: one answer to each prompt
     prefill_chunk: int = READ_CHUNK  # positions of each prompt that one pass reads
 
     @property

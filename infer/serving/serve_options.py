@@ -55,6 +55,8 @@ def refuse_others(options: DecodeOptions, settings: DecodeSettings, sentence: st
     # These may also come in a generation config.
     if settings.num_return_sequences > 1:
         others.append("num_return_sequences")
+    if settings.beams is not None:
+        others.append("num_beams")
     if settings.max_seconds is not None:
         others.append("max_time")
     if others:

@@ -37,9 +37,11 @@ class StepKind:
     @classmethod
     def of(cls, run: BatchRun, rule: Verifier) -> "StepKind":
         """The kind of a batch's steps."""
-        request = run.request
-        rows = rows_that_share(run.most_rows)
-        return cls(rule.name, rows, not request.sampling.whole, bool(request.processors))
+        request, name, rows = run.request, rule.name, run.most_rows
+        if request.beams is not None:
+            name, rows = f"{request.beams.num_beams} beams", rows * request.beams.num_beams
+        rows = rows_that_share(rows)
+        return cls(name, rows, not request.sampling.whole, bool(request.processors))
 
     def distance(self, other: "StepKind") -> float:
         """How much another kind differs: 1 for each property, and for each doubling of the rows."""

@@ -55,7 +55,15 @@ def main(
         float | None, typer.Option(help="Seconds after which the answer ends as it is.")
     ] = None,
     num_return_sequences: Annotated[
-        int, typer.Option(help="Answers; several need a temperature above 0.")
+        int,
+        typer.Option(help="Answers; several need a temperature above 0 or as many --num-beams."),
+    ] = 1,
+    num_beams: Annotated[
+        int,
+        typer.Option(
+            help="Beam search with up to 8 beams, printed at its end with the answer's score; 1 is "
+            "off."
+        ),
     ] = 1,
     logprobs: Annotated[
         int | None,
@@ -125,6 +133,7 @@ def main(
             "stop_strings": stop,
             "max_time": max_time,
             "num_return_sequences": num_return_sequences,
+            "num_beams": num_beams,
             "logprobs": logprobs,
             "verifier": verifier,
             "typical_epsilon": typical_epsilon,
@@ -142,7 +151,7 @@ def main(
 
 def answer(decoder: Decoder, prompt: str, options: DecodeOptions) -> DecodeResult:
     """Print the answer while it is decoded, or several answers together, and return them."""
-    if options.get("num_return_sequences") == 1:
+    if options.get("num_return_sequences") == 1 and options.get("num_beams") == 1:
         stream = decoder.stream(prompt, **options)
         for piece in stream:
             print(piece, end="", flush=True)
@@ -150,7 +159,8 @@ def answer(decoder: Decoder, prompt: str, options: DecodeOptions) -> DecodeResul
         return stream.result
     result = decoder.generate(prompt, **options)
     for number, text in enumerate(result.texts):
-        print(f"[{number}]\n{text}")
+        score = "" if result.scores is None else f" score {result.scores[number]:.4f}"
+        print(f"[{number}]{score}\n{text}")
     return result
 
 

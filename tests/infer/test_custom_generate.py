@@ -228,6 +228,31 @@ def test_texts_stop_at_strings_and_times_of_transformers(make_target, make_draft
         assert target.model.generate(**call, custom_generate=function).equal(expected)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4},
+        {
+            "num_beams": 4,
+            "num_return_sequences": 3,
+            "length_penalty": 0.3,
+            "repetition_penalty": 1.3,
+        },
+        {"num_beams": 2, "num_return_sequences": 2, "early_stopping": True, "pad_token_id": 3},
+    ],
+)
+def test_beams_are_those_of_transformers(target, callables, way, options) -> None:
+    call = padded() | {"max_new_tokens": 9, "eos_token_id": [END, 10, 36]} | options
+    expected = target.model.generate(**call)
+    assert target.model.generate(**call, custom_generate=callables[way]).equal(expected)
+    call |= {"return_dict_in_generate": True, "output_scores": True}
+    found = target.model.generate(**call, custom_generate=callables[way])
+    assert found.sequences.equal(expected)
+    scores = target.model.generate(**call).sequences_scores
+    torch.testing.assert_close(found.sequences_scores, scores)
+
+
 def full_cache(model) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     model(torch.tensor([[9, 8]]), past_key_values=cache)
@@ -237,7 +262,10 @@ def full_cache(model) -> DynamicCache:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (lambda t: {"num_beams": 2}, "num_beams=2"),
+        (lambda t: {"num_beams": 9}, "num_beams must be at most 8, got 9"),
+        (lambda t: {"num_beams": 2, "do_sample": True}, "beams are not sampled"),
+        (lambda t: {"num_beams": 2, "output_logits": True}, "output_logits does not go with"),
+        (lambda t: {"num_beams": 2, "max_time": 9.0}, "num_beams does not go with MaxTimeCriteria"),
         (lambda t: {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         (lambda t: {"assistant_confidence_threshold": 0.1}, "assistant_confidence_threshold=0.1"),
         (lambda t: {"assistant_model": t.model}, "assistant_model"),

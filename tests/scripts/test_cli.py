@@ -156,6 +156,17 @@ def test_generate_prints_several_answers(run) -> None:
     assert status == 2 and "num_return_sequences=2 without sampling" in err
 
 
+def test_generate_prints_the_answers_of_beam_search_with_their_scores(run) -> None:
+    task = ("generate", *TARGET, "--prompt", "hello", "--max-new-tokens", "4", "--num-beams", "3")
+    status, out, err = run(*task, "--num-return-sequences", "2", "--prompt-lookup")
+    lines = [line.split() for line in out.splitlines() if line.startswith("[")]
+    assert status == 0 and "tau" in err
+    assert [line[:2] for line in lines] == [["[0]", "score"], ["[1]", "score"]]
+    assert 0 > float(lines[0][2]) >= float(lines[1][2])
+    status, alone, _ = run(*task)
+    assert status == 0 and alone == out[: len(alone)]
+
+
 def test_compare_writes_its_three_files(run, tmp_path) -> None:
     status, out, _ = run(
         "compare", "--target", "@target", "--head", "@head", "--draft-model", "@draft",

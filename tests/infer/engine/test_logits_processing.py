@@ -354,7 +354,7 @@ def test_processors_that_remember_or_know_the_batch_are_refused(target, name) ->
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"num_beams": 4}, "num_beams=4"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups=2"),
         ({"num_assistant_tokens": 5}, "num_assistant_tokens=5.* chosen when a Decoder is made"),
         ({"assistant_confidence_threshold": 0.2}, "assistant_confidence_threshold=0.2"),
         ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
