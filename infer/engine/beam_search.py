@@ -135,7 +135,7 @@ class BeamStepper(EagerStepper):
         """Read the prompts and make the first round; returns the drafter's session of all beams."""
         if past is not None:
             self.cache = past.cache
-        read = self.read_prompts()
+        read = self.pass_over_prompts()
         session = drafter.start(read.ids, read.lengths) if past is None else past.session
         log_probs = log_softmax(self.target.project(read.hidden))  # [B, V]
         if self.processing is not None:
@@ -149,7 +149,11 @@ class BeamStepper(EagerStepper):
             return session
         # The session gets its rows before it reads the prompt: drafters also read the token after
         # the prompt's last position, which differs from beam to beam.
-        rows = self.keep_beams(session)
+        rows = self.ancestors()
+        places = torch.tensor(rows, device=self.target.device)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.cache.keep_rows(places, max(self.lengths))
+        session.keep_rows(places)
         first_tokens = [answer[-1] for answer in self.answers()]
         self.roots = torch.tensor(first_tokens, device=self.target.device)
         session.commit(read.chosen(rows).committed(self.roots, first_tokens))
@@ -172,7 +176,7 @@ class BeamStepper(EagerStepper):
             self.count_rounds()
             self.drop_ended()
             if self.searches:
-                self.commit_beams(session, output.features)
+                self.commit_beams(session, output.features, tree.num_nodes)
         return {}
 
     def answers(self) -> list[tuple[int, ...]]:
@@ -213,15 +217,28 @@ class BeamStepper(EagerStepper):
         self.searches = [each for each in self.searches if not each.beams.over]
         self.run.batch.running = [each.number for each in self.searches]
 
-    def commit_beams(self, session: DraftSession, features: Features) -> None:
-        """Go on with the row that each beam descends from, and the path of its tokens there."""
+    def commit_beams(self, session: DraftSession, features: Features, num_nodes: int) -> None:
+        """Go on with the row that each beam descends from, and the path of its tokens there.
+
+        The pass was over `num_nodes` nodes, and gave features [R, N, D].
+        """
         paths = [place.path for each in self.searches for place in each.places]
         device = self.target.device
         path, counts = padded(paths, device)  # [R, P], [R]
-        rows = torch.tensor(self.keep_beams(session), device=device)
+        order = self.ancestors()
+        rows = torch.tensor(order, device=device)
+        if len(order) == len(self.lengths):  # all prompts go on
+            prompts = self.run.request.prompts
+            common = min(len(prompts[each.number]) for each in self.searches)
+            self.cache.copy_rows(order, common, num_nodes)
+        else:
+            # The nodes of the pass are still where the longest row of all ends.
+            self.cache.keep_rows(rows, self.cache.longest)
+        if order != list(range(len(self.lengths))):
+            session.keep_rows(rows)
         assert self.cache.lengths is not None
-        pairs = zip(self.lengths, paths, strict=True)
-        self.lengths = [length + len(nodes) for length, nodes in pairs]
+        pairs = zip(order, paths, strict=True)
+        self.lengths = [self.lengths[row] + len(nodes) for row, nodes in pairs]
         self.cache.commit(path, self.cache.lengths + counts, max(self.lengths))
         new_tokens = [
             list(answer[-each.rounds :]) for each in self.searches for answer in each.beams.running
@@ -231,16 +248,9 @@ class BeamStepper(EagerStepper):
         there = features.map(lambda hidden: hidden[rows[:, None], path])
         session.commit(Committed(tokens, there, counts, host_tokens=new_tokens))
 
-    def keep_beams(self, session: DraftSession) -> list[int]:
-        """Go on with the rows that the beams of all searches descend from, which are returned."""
-        rows = [place.row for each in self.searches for place in each.places]
-        if rows != list(range(len(self.lengths))):
-            places = torch.tensor(rows, device=self.target.device)
-            self.lengths = [self.lengths[row] for row in rows]
-            # The columns of the pass at hand are still where the longest row of all ends.
-            self.cache.keep_rows(places, self.cache.longest)
-            session.keep_rows(places)
-        return rows
+    def ancestors(self) -> list[int]:
+        """The row that each beam descends from; beams never leave their prompt."""
+        return [place.row for each in self.searches for place in each.places]
 
 
 @dataclass(frozen=True)

@@ -139,14 +139,14 @@ class Stepper(ABC):
 
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token."""
-        read = self.read_prompts()
+        read = self.pass_over_prompts()
         first = self.next_tokens(self.target.project(read.hidden))
         first_tokens = to_host(first)
         emitted = self.run.batch.take([[token] for token in first_tokens])
         self.roots = first.clamp_min(0)
         return read.committed(self.roots, first_tokens), emitted
 
-    def read_prompts(self) -> "PromptPass":
+    def pass_over_prompts(self) -> "PromptPass":
         """The pass over the prompts.
 
         The cache may hold the beginning of all prompts: that is not read, and not committed again.

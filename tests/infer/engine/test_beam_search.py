@@ -131,7 +131,7 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
         fresh = stepper_of(decoder, [text[:-1] for text in texts])
         alone = drafter.start(fresh.prompt_ids, fresh.prompt_lengths)
         roots = [text[-1] for text in texts]
-        alone.commit(fresh.read_prompts().committed(torch.tensor(roots), roots))
+        alone.commit(fresh.pass_over_prompts().committed(torch.tensor(roots), roots))
         expected = alone.propose(budget, GREEDY, None)
     assert len(texts) > 4 and drafted.tokens.equal(expected.tokens)
     assert drafted.parents.equal(expected.parents)
