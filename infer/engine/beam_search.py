@@ -22,7 +22,6 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import Batch, BatchRun, Emitted, no_token_in
 from drafthead.infer.engine.beam_round import (
-    NEVER,
     BeamRules,
     Beams,
     best_extensions,
@@ -101,10 +100,7 @@ class Search:
         answers = zip(before, self.beams.running, strict=True)
         after = [place.after(answer[-1], children) for place, answer in answers]
         scored = [place for place in after if place is not None]
-        # A beam that only fills up may have a forbidden token, or go on after an end token: nodes
-        # there were not processed.
-        real = bool((self.beams.scores > NEVER / 2).all())
-        goes_on = real and len(scored) == len(after) and not self.beams.over
+        goes_on = len(scored) == len(after) and not self.beams.over
         self.places = scored if goes_on else before
         return goes_on
 
@@ -264,14 +260,17 @@ class BeamAnswer:
 
 
 def beam_answers(run: BatchRun) -> list[BeamAnswer]:
-    """The answers to each prompt of a run that has ended, the best first, as many as were asked."""
+    """The answers to each prompt of a run that has ended, the best first, as many as were asked.
+
+    Where logits processors leave fewer, what fills up has a score near -1e9, as in transformers.
+    """
     options, ends = run.request.beams, run.request.end_ids
     assert options is not None
     answers = []
     for prompt, beams in enumerate(run.beams):
         pairs = zip(beams.ended, beams.ended_scores.tolist(), strict=True)
         for tokens, score in islice(pairs, options.num_return_sequences):
-            reason: FinishReason = "end_token" if tokens[-1] in ends else "length"
+            reason: FinishReason = "end_token" if {*tokens[-1:]} & ends else "length"
             answers.append(BeamAnswer(prompt, tokens, score, reason))
     return answers
 

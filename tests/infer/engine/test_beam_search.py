@@ -197,6 +197,18 @@ def test_logits_processors_change_log_probabilities(target, decoders, options) -
         assert_same(found, expected)
 
 
+def test_where_there_are_fewer_answers_than_asked_what_fills_up_has_an_impossible_score(
+    target, decoders
+) -> None:
+    others = [token for token in range(VOCAB) if token != END]
+    given = {"num_beams": 2, "num_return_sequences": 2}
+    expected = found_by_transformers(target.model, PROMPTS, **given, suppress_tokens=others)
+    config = GenerationConfig(suppress_tokens=others, eos_token_id=ENDS)
+    found = found_here(decoders["self"], PROMPTS, **given, generation_config=config)
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected])
+    assert found[0][0] == [END] and found[1][1] < -1e8
+
+
 def test_of_equal_scores_the_same_are_taken_as_in_transformers() -> None:
     model = tiny_llama(0, eos_token_id=END, pad_token_id=0)
     weight = model.lm_head.weight.data
