@@ -158,10 +158,7 @@ class BeamStepper(EagerStepper):
     def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
         """Propose, score, replay the rounds of beam search that were scored, and commit."""
         stats = self.run.stats
-        tree = self.propose(session, budget)
-        stats.verified_nodes += tree.num_nodes
-        with stats.phase("verify"):
-            output = self.verify(tree)
+        tree, output = self.propose_and_score(session, budget)
         with stats.phase("accept"):
             first = 0
             for each in self.searches:

@@ -251,13 +251,18 @@ class EagerStepper(Stepper):
 
     def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
         """Propose a tree, score its nodes in one pass, apply the acceptance rule."""
-        stats = self.run.stats
-        tree = self.propose(session, budget)
-        stats.verified_nodes += tree.num_nodes
-        with stats.phase("verify"):
-            output = self.verify(tree)
-        with stats.phase("accept"):
+        tree, output = self.propose_and_score(session, budget)
+        with self.run.stats.phase("accept"):
             return self.accept(tree, output) if budget else self.accept_nothing(output)
+
+    def propose_and_score(
+        self, session: DraftSession, budget: Budget | None
+    ) -> tuple[TokenTree, TargetOutput]:
+        """The session's tree within the budget, and a pass of the target over its nodes."""
+        tree = self.propose(session, budget)
+        self.run.stats.verified_nodes += tree.num_nodes
+        with self.run.stats.phase("verify"):
+            return tree, self.verify(tree)
 
     def verify(self, tree: TokenTree) -> TargetOutput:
         """One pass of the target over all nodes of a tree."""

@@ -10,7 +10,6 @@ from drafthead.infer.request.integers import integer_option, number_option
 
 MOST_BEAMS = 8
 EarlyStopping = bool | Literal["never"]
-NAMES = ("num_beams", "length_penalty", "early_stopping")
 # What a call of beam search cannot have, in its options or in its config.
 REFUSED = ("max_time", "stop_strings", "stopping_criteria", "streamer", "logprobs")
 
