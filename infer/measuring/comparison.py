@@ -5,7 +5,7 @@ prompt pass is reported separately.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from drafthead.heads.target.target import Target
@@ -66,11 +66,13 @@ class ComparisonRow:
     speedup_bound: float | None
     efficiency: float | None  # speedup / tau
     chain_prediction: ChainPrediction | None
-    prediction_factors: dict[str, float]  # why it is not `speedup`, see `deviation_factors`
     repeated_8gram_share: float
     answers_ended: float
     peak_memory_bytes: int
     categories: dict[str, CategoryFigures]  # where prompts say what kind of request they are
+    # Why the prediction is not `speedup`, see `deviation_factors`; files of older versions have
+    # none.
+    prediction_factors: dict[str, float] = field(default_factory=dict)
 
 
 def rows_of(

@@ -29,10 +29,10 @@ class ChainPrediction:
 
     alpha: float  # chance that a drafted token is accepted, taken as independent of depth
     cost: float  # seconds of one drafted token / seconds of one target pass
-    length: int  # tokens of the chain that was run
-    speedup: float  # for that chain
+    speedup: float  # for the chain that was run
     best_length: int  # 0 is plain decoding
     best_speedup: float
+    length: int = 0  # tokens of the chain that was run; files of older versions do not say it
 
 
 def expected_tokens(alpha: float, length: int) -> float:
@@ -71,10 +71,10 @@ def predict_chain(
     return ChainPrediction(
         alpha,
         cost,
-        length,
         chain_speedup(alpha, length, cost),
         best,
         chain_speedup(alpha, best, cost),
+        length,
     )
 
 

@@ -302,7 +302,7 @@ def test_arithmetic_is_that_of_the_passes(target, make_target, make_head) -> Non
 
 
 def test_the_difference_between_prediction_and_measurement_has_its_reasons() -> None:
-    prediction = ChainPrediction(0.5, 0.1, 2, chain_speedup(0.5, 2, 0.1), 2, 1.5)
+    prediction = ChainPrediction(0.5, 0.1, chain_speedup(0.5, 2, 0.1), 2, 1.5, length=2)
     step, plain = StepParts(0.2, 1.2, 0.3), StepParts(0.0, 0.9, 0.1)
     factors = deviation_factors(prediction, speedup=0.9, tau=1.6, step=step, plain=plain)
     assert prod(factors.values()) == pytest.approx(prediction.speedup / 0.9)

@@ -20,7 +20,11 @@ ROW = {
     "acceptance_by_depth": [], "accept_length_counts": {"1": 10}, "draft_cost": None, "steps": 10,
     "phase_seconds": {}, "speedup": 1.0, "speedup_range": [1.0, 1.0], "speedup_hf": 4.0,
     "speedup_hf_range": [4.0, 4.0], "speedup_bound": None, "efficiency": None,
-    "chain_prediction": None, "repeated_8gram_share": 0.0, "answers_ended": 1.0,
+    # As versions wrote it that said neither K nor why a prediction is off.
+    "chain_prediction": {
+        "alpha": 0.5, "cost": 0.1, "speedup": 1.2, "best_length": 2, "best_speedup": 1.2,
+    },
+    "repeated_8gram_share": 0.0, "answers_ended": 1.0,
     "peak_memory_bytes": 0,
     "categories": {name: {"prompts": 1, "tokens_per_second": 9.0, "speedup": 1.0, "tau": 1.0}
                    for name in ("qa", "math")},
