@@ -20,6 +20,7 @@ from drafthead.infer.measuring.divergence import Divergence, divergence, roundin
 from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, fit
 from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.infer.measuring.target_law import LENGTH, TargetLaw, Text, places_in_law
+from drafthead.infer.request.decode_options import DecodeOptions
 
 PLACES = 20  # parts of [0, 1] in which later tokens are counted
 ROWS = 64  # answers that are sampled at a time
@@ -178,14 +179,16 @@ def greedy_differences(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     on_answer: Callable[[int], object] = lambda _: None,
+    verifier: str = "auto",
 ) -> list[Divergence]:
-    """Where greedy answers differ from those of plain decoding with `reference`."""
+    """Where greedy answers under a rule differ from those of plain decoding with `reference`."""
     plain = OracleDecoder(reference)
     plain.end_ids = decoder.end_ids
     differences = []
     for number, prompt in enumerate(prompts):
         expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
-        answer = decoder.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
+        options: DecodeOptions = {"max_new_tokens": max_new_tokens, "verifier": verifier}
+        answer = decoder.generate(prompt, **options).sequences[0]
         if answer != expected:
             differences.append(divergence("greedy", number, prompt, expected, answer, reference))
         on_answer(1)

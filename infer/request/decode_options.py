@@ -24,6 +24,7 @@ from drafthead.infer.request.token_rows import is_list
 
 DEFAULT_MAX_NEW_TOKENS = 128
 SAMPLING_ARGUMENTS = ("temperature", "top_k", "top_p")
+WHOLE_RULE_OPTIONS = ("accept_top", "accept_distance", "min_block")
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -52,6 +53,14 @@ class DecodeOptions(TypedDict, total=False):
     # Of the lossy `lenient`: no token becomes more than 1 / lenience times as probable as it should
     # be, after any prefix. 0.5 by default; 1 is exact.
     lenience: float | None
+    # Of the lossy `top_k`: a drafted token stays when it is among so many most probable ones of the
+    # target. 2 by default; 1 is `greedy`.
+    accept_top: int | None
+    # Of the lossy `distance`, for ordinal vocabularies such as pixels, never for text: a drafted
+    # token stays when its number is at most so far from the most probable one's. 2 by default.
+    accept_distance: int | None
+    # Of both: tokens that a step adds at least, whatever the target thinks of them. 1 by default.
+    min_block: int | None
     # A row's answer depends on its own seed alone: one seed for each row, or an int from which the
     # rows count upwards. 0 by default; None takes an int from the operating system. Under `match`
     # the drafter and its trees do not matter either; under the other sampling rules the text also
@@ -169,6 +178,7 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         "typical_epsilon": options.get("typical_epsilon"),
         "typical_delta": options.get("typical_delta"),
         "lenience": options.get("lenience"),
+        **{name: whole_number(name, options.get(name)) for name in WHOLE_RULE_OPTIONS},
     }
     top_logprobs = options.get("logprobs")
     if top_logprobs is not None:
@@ -255,6 +265,11 @@ def at_least(least: int, name: str, value: object) -> int:
     if number < least:
         raise UserError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def whole_number(name: str, value: object) -> int | None:
+    """The integer given for an option, if one is; raises UserError for what is none."""
+    return None if value is None else integer_option(name, value)
 
 
 def read_chunk_size(size: object) -> int:

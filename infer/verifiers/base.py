@@ -7,6 +7,7 @@ output distribution and are used only when the user names them. A rule with opti
 dataclass that is called: its fields are the options.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal, Protocol
@@ -16,6 +17,8 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.trees.tree import TokenTree
+
+LEAST_LOG_PROB = math.log(1e-10)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def follow(tree: TokenTree, target_tokens: torch.Tensor) -> Acceptance:
 
     `target_tokens` [B, N] are the target's tokens after each node.
     """
-    passes = tree.tokens == target_tokens.gather(1, tree.parents.clamp_min(0))
+    passes = tree.tokens == at_parents(tree, target_tokens)
     passes[:, 0] = True
     node = deepest(tree, passes)
     return path_to(tree, node, target_tokens.gather(1, node[:, None]).squeeze(1))
@@ -150,3 +153,32 @@ def deepest(
     """
     reached = (passes[:, None, :] | ~tree.ancestors).all(-1)
     return torch.where(reached, tree.depths + preference, -1.0).argmax(1)
+
+
+def likeliest_deepest(
+    tree: TokenTree, passes: torch.Tensor, log_probs: torch.Tensor
+) -> torch.Tensor:
+    """The node [B] at the end of the longest path that passes; of several the most probable one.
+
+    `passes` [B, N] and the target's `log_probs` [B, N] of the nodes' tokens matter for real nodes
+    alone: the root always passes, padding never.
+    """
+    passes = passes & (tree.tokens >= 0)
+    passes[:, 0] = True
+    # Very improbable tokens count alike, and so does what has no law: NaN or -inf at one node would
+    # spoil the sums of all.
+    log_probs = log_probs.nan_to_num(LEAST_LOG_PROB).clamp_min(LEAST_LOG_PROB)
+    log_probs[:, 0] = 0
+    path_log_probs = (log_probs[:, None] * tree.ancestors).sum(-1)
+    # The log maps to (0, 1). The path's probability itself could be too small to be compared.
+    return deepest(tree, passes, 0.999 / (1 - path_log_probs))
+
+
+def at_parents(tree: TokenTree, table: torch.Tensor) -> torch.Tensor:
+    """The entry [B, N, ...] of table [B, N, ...] at each node's parent; at the root its own.
+
+    Parents (-1, 0, 0, 1) take the entries 0 0 0 1.
+    """
+    parents = tree.parents.clamp_min(0)
+    parents = parents.view(*parents.shape, *(1,) * (table.dim() - 2))
+    return table.gather(1, parents.expand_as(table))

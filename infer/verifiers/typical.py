@@ -7,7 +7,13 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, most_probable
 from drafthead.heads.trees.tree import TokenTree
-from drafthead.infer.verifiers.base import Acceptance, deepest, path_to, register_verifier
+from drafthead.infer.verifiers.base import (
+    Acceptance,
+    at_parents,
+    likeliest_deepest,
+    path_to,
+    register_verifier,
+)
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,8 @@ class Typical:
         """Accept the longest path of typical tokens; no random number is used."""
         entropy = -(scores * scores.clamp_min(1e-10).log()).sum(-1)  # [B, N]
         threshold = (self.typical_delta * torch.exp(-entropy)).clamp_max(self.typical_epsilon)
-        parents = tree.parents.clamp_min(0)
-        token_probs = scores.gather(1, parents[..., None].expand_as(scores))  # [B, N, V]
-        token_probs = token_probs.gather(2, tree.tokens.clamp_min(0)[..., None]).squeeze(2)
-        passes = (token_probs > threshold.gather(1, parents)) & (tree.tokens >= 0)  # [B, N]
-        passes[:, 0] = token_probs[:, 0] = 1
-        path_log_probs = (token_probs.clamp_min(1e-10).log()[:, None] * tree.ancestors).sum(-1)
-        # The log maps to (0, 1). The path's probability itself could be too small to be compared.
-        node = deepest(tree, passes, 0.999 / (1 - path_log_probs))
+        own = at_parents(tree, scores).gather(2, tree.tokens.clamp_min(0)[..., None]).squeeze(2)
+        node = likeliest_deepest(tree, own > at_parents(tree, threshold), own.log())
         rows = torch.arange(node.shape[0], device=node.device)
         return path_to(tree, node, most_probable(scores[rows, node]))
 

@@ -75,8 +75,8 @@ def main(
     verifier: Annotated[
         str,
         typer.Option(
-            help="auto, greedy, rejection, traversal, match are lossless; typical and lenient are "
-            "lossy: they change the output."
+            help="auto, greedy, rejection, traversal, match are lossless; typical and lenient, and "
+            "at temperature 0 top_k and distance, are lossy: they change the output."
         ),
     ] = "auto",
     typical_epsilon: Annotated[
@@ -92,6 +92,28 @@ def main(
         typer.Option(
             help="With --verifier lenient: tokens become up to 1 / lenience times as probable as "
             "they should be; by default 0.5."
+        ),
+    ] = None,
+    accept_top: Annotated[
+        int | None,
+        typer.Option(
+            help="With the lossy --verifier top_k: drafted tokens stay when they are among so many "
+            "most probable ones; by default 2, and 1 is exact."
+        ),
+    ] = None,
+    accept_distance: Annotated[
+        int | None,
+        typer.Option(
+            help="With the lossy --verifier distance, for tokens whose numbers are an order, such "
+            "as pixels, and senseless for text: how far a drafted number may lie from the most "
+            "probable one; by default 2, and 0 is exact."
+        ),
+    ] = None,
+    min_block: Annotated[
+        int | None,
+        typer.Option(
+            help="With --verifier top_k or distance: tokens that a step adds at least, wrong ones "
+            "too; by default 1."
         ),
     ] = None,
     tree_nodes: options.TreeNodes = None,
@@ -139,6 +161,9 @@ def main(
             "typical_epsilon": typical_epsilon,
             "typical_delta": typical_delta,
             "lenience": lenience,
+            "accept_top": accept_top,
+            "accept_distance": accept_distance,
+            "min_block": min_block,
             "seed": seed,
             "generation_config": config,
         },

@@ -45,7 +45,8 @@ def main(
     verifier: Annotated[
         str,
         typer.Option(
-            help="auto is lossless; typical and lenient are lossy and need a temperature."
+            help="auto is lossless; typical and lenient are lossy and need a temperature, top_k "
+            "and distance are lossy and need temperature 0."
         ),
     ] = "auto",
     dtype: options.DtypeName = "auto",

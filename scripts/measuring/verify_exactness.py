@@ -202,9 +202,12 @@ class TestedPair:
             return later_tokens(self.sampled, prompts, answers, length, self.seed, bar.update)
 
     def test_greedy(self, prompts: list[list[int]], length: int) -> list[Divergence]:
-        """Greedy answers."""
+        """Greedy answers, under the tested rule if it is one of temperature 0."""
+        verifier = self.rule.name if self.rule.greedy else "auto"
         with tqdm(total=len(prompts), desc="greedy answers", unit="answer") as bar:
-            return greedy_differences(self.decoder, self.reference, prompts, length, bar.update)
+            return greedy_differences(
+                self.decoder, self.reference, prompts, length, bar.update, verifier
+            )
 
 
 def tested_prompts(

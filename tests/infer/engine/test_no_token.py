@@ -24,7 +24,7 @@ WAYS = [
     {},
     SAMPLED,
     {**SAMPLED, "top_p": 0.9},
-    *({**SAMPLED, "verifier": name} for name, v in VERIFIERS.items() if not v.greedy),
+    *({**({} if v.greedy else SAMPLED), "verifier": name} for name, v in VERIFIERS.items()),
 ]
 SHORT = {"max_new_tokens": 4}
 

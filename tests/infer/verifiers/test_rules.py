@@ -7,9 +7,12 @@ import torch
 from conftest import ScriptedRandom
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import draw_without_replacement
-from drafthead.heads.trees.tree import PADDING, TokenTree, TreeShape, ancestor_mask
+from drafthead.heads.sampling import NO_TOKEN, draw_without_replacement
+from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.engine.stepper import following_tokens
+from drafthead.infer.measuring.exactness import greedy_differences
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.infer.verifiers.refusals import earlier_siblings
 from drafthead.infer.verifiers.traversal import turns
@@ -120,6 +123,10 @@ def test_lenience_is_an_option_and_exact_at_one() -> None:
         ("lenient", {"lenience": 0.0}, "lenience must lie in"),
         ("typical", {"typical_epsilon": 1.5}, "typical_epsilon must lie in"),
         ("typical", {"typical_delta": -1.0}, "typical_delta must be 0 or above"),
+        ("top_k", {"accept_distance": 1}, "verifier 'top_k' has no option accept_distance"),
+        ("top_k", {"accept_top": 0}, "accept_top must be at least 1, got 0"),
+        ("distance", {"accept_distance": -1}, "accept_distance must be 0 or above, got -1"),
+        ("distance", {"min_block": 0}, "min_block must be at least 1, got 0"),
     ],
 )
 def test_an_option_that_a_rule_lacks_or_cannot_have_is_refused(name, options, complaint) -> None:
@@ -146,7 +153,99 @@ def test_typical_tells_long_improbable_paths_apart() -> None:
     assert (found.length.item(), found.path[0, 1].item()) == (13, 2)
 
 
-# ---- every rule that samples --------------------------------------------------------------------
+# ---- blockwise parallel decoding ----------------------------------------------------------------
+
+# Logits after each node: token 3 first, then 2, 1 and 0. A chain guesses 3, 2 and 0.
+DOWNWARDS = torch.tensor([0.0, 1.0, 2.0, 3.0]).expand(1, 4, VOCAB)
+BLOCK = tree_of(TreeShape.chain(3), [0, 3, 2, 0])
+LOSSY_AT_ZERO = sorted(n for n, v in VERIFIERS.items() if v.greedy and not v.lossless)
+STRICT = {"top_k": {"accept_top": 1}, "distance": {"accept_distance": 0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kept"),
+    [
+        ("top_k", {"accept_top": 1}, [3]),
+        ("top_k", {}, [3, 2]),  # the second best of the target
+        ("top_k", {"accept_top": 3}, [3, 2]),
+        ("top_k", {"accept_top": 4}, [3, 2, 0]),
+        ("distance", {"accept_distance": 0}, [3]),
+        ("distance", {"accept_distance": 1}, [3, 2]),  # |2 - 3| = 1
+        ("distance", {}, [3, 2]),  # |0 - 3| = 3
+        ("distance", {"accept_distance": 3}, [3, 2, 0]),
+        ("top_k", {"accept_top": 1, "min_block": 2}, [3]),  # one drafted token and the bonus
+        ("top_k", {"accept_top": 1, "min_block": 3}, [3, 2]),
+        ("distance", {"accept_distance": 0, "min_block": 9}, [3, 2, 0]),
+    ],
+)
+def test_drafted_tokens_that_are_good_enough_stay_as_they_are(name, options, kept) -> None:
+    found = VERIFIERS[name].with_options(options).rule(BLOCK, DOWNWARDS, None)
+    assert emitted(BLOCK, found) == [[*kept, 3]]  # the bonus is the most probable token
+
+
+def test_every_lossy_rule_of_temperature_zero_has_a_strict_form() -> None:
+    assert sorted(STRICT) == LOSSY_AT_ZERO
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_the_strict_form_of_a_lossy_rule_is_greedy(name) -> None:
+    """Also where logits are equal: whole numbers often are."""
+    tree, scores, _ = random_case(drawn=False)
+    strict = VERIFIERS[name].with_options(STRICT[name]).rule
+    longest = 0
+    for logits in (scores, (8 * scores).round()):
+        expected = accept("greedy", tree, logits)
+        assert emitted(tree, strict(tree, logits, None)) == emitted(tree, expected)
+        longer = accept(name, tree, logits).length
+        assert (longer >= expected.length).all() and longer.sum() > expected.length.sum()
+        longest = max(longest, expected.length.max().item())
+    assert longest == 3, "some leaf is accepted"
+
+
+def test_of_several_good_paths_the_longest_then_the_most_probable_stays() -> None:
+    tree = tree_of(SHAPES["tree"], [0, 2, 3, 3, 2])
+    logits = DOWNWARDS[:, :1].expand(1, 5, VOCAB)
+    assert accept("top_k", tree, logits).path[0].tolist() in ([0, 1, 3], [0, 2, 4])
+    better = logits.clone()
+    better[0, 2, 2] = 2.5  # the second path becomes the likelier one
+    assert accept("top_k", tree, better).path[0].tolist() == [0, 2, 4]
+    shorter = tree_of(SHAPES["tree"], [0, 2, 3, 3, 0])
+    assert accept("top_k", shorter, better).path[0].tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_nothing_stays_after_a_node_where_no_token_can_be_chosen(name) -> None:
+    logits = DOWNWARDS.clone()
+    logits[0, 1] = -torch.inf
+    rule = VERIFIERS[name].with_options({"min_block": 4}).rule
+    found = rule(BLOCK, logits, None)
+    assert (found.length.item(), found.bonus.item()) == (2, NO_TOKEN)
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_a_lossy_rule_takes_longer_steps_to_another_text(target, make_drafter, name) -> None:
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    prompts, options = [[9, 10, 11], [12, 13]], {"max_new_tokens": 24}
+    plain = decoder.generate(prompts, **options)
+    strict = decoder.generate(prompts, verifier=name, **STRICT[name], **options)
+    assert strict.sequences == plain.sequences
+    lossy = decoder.generate(prompts, verifier=name, min_block=3, **options)
+    assert lossy.sequences != plain.sequences
+    assert min(n for row in lossy.stats.accept_lengths for n in row[:-1]) == 3
+    alone = [decoder.generate(p, verifier=name, min_block=3, **options) for p in prompts]
+    assert [each.sequences[0] for each in alone] == lossy.sequences
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_the_test_of_greedy_answers_finds_a_lossy_rule(target, make_drafter, name) -> None:
+    decoder = Decoder(target, DraftModel(target, target, depth=3))
+    assert greedy_differences(decoder, target, [[9, 10, 11]], 8, verifier=name) == []
+    decoder = Decoder(target, make_drafter("draft-model", target), Budget(12, 3))
+    found = greedy_differences(decoder, target, [[9, 10, 11], [12, 13]], 24, verifier=name)
+    assert found, "a draft of another model"
+
+
+# ---- every rule --------------------------------------------------------------------
 
 SAMPLING_RULES = sorted(name for name, verifier in VERIFIERS.items() if not verifier.greedy)
 # Node 3 hangs under 1 and 4 under 2 in the order of depths; here each subtree stands together.
@@ -189,7 +288,7 @@ def pick_nodes(tree: TokenTree, nodes: torch.Tensor, parents: torch.Tensor) -> T
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
-@pytest.mark.parametrize("name", SAMPLING_RULES)
+@pytest.mark.parametrize("name", sorted(VERIFIERS))
 def test_the_numbering_of_nodes_does_not_matter(name, drawn) -> None:
     tree, scores, numbers = random_case(drawn)
     expected = emitted(tree, accept(name, tree, scores, numbers))
@@ -200,7 +299,7 @@ def test_the_numbering_of_nodes_does_not_matter(name, drawn) -> None:
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
-@pytest.mark.parametrize("name", SAMPLING_RULES)
+@pytest.mark.parametrize("name", sorted(VERIFIERS))
 def test_padding_is_never_accepted_and_changes_nothing(name, drawn) -> None:
     """The root's first child is padding now, and so is what hangs under a leaf."""
     tree, scores, numbers = random_case(drawn)
