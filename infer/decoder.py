@@ -23,11 +23,10 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
-from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.beam_search import beam_answers
@@ -133,9 +132,10 @@ class Decoder:
 
         That is a head or a draft model, prompt lookup, or one of the former and prompt lookup,
         whose trees have the best nodes of both (`WithLookup`); with none of them, decoding is
-        plain. With a `datastore` of `drafthead build-datastore`, lookup also proposes what the
-        target has written before, alone or beside a head or a draft model; with `learn_answers` it
-        also proposes what this decoder reads and says from now on, up to the last 200,000 tokens.
+        plain. With a `datastore` of `drafthead build-datastore`, or a table of n-grams of its,
+        lookup also proposes what the target has written before, alone or beside a head or a draft
+        model; with `learn_answers` it also proposes what this decoder reads and says from now on,
+        up to the last 200,000 tokens.
 
         A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
         for prompts and answers that are texts.
@@ -533,7 +533,7 @@ def store_lookup(
     if folder is not None:
         if target.tokenizer is None:
             raise UserError("a datastore needs the target's tokenizer: load the target by its name")
-        store = Datastore.load(Path(folder), vocabulary_of(target.tokenizer))
+        store = load_stored(Path(folder), vocabulary_of(target.tokenizer))
     return StoreLookup(store, Earlier() if learn_answers else None)
 
 

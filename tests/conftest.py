@@ -22,6 +22,7 @@ from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens
+from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
@@ -129,11 +130,15 @@ def make_head() -> Callable[..., DraftHead]:
     return make
 
 
+def random_texts(target: Target) -> list[list[int]]:
+    """Four texts for a datastore."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(target.vocab_size, (4, 400), generator=generator).tolist()
+
+
 def store_for(target: Target) -> Datastore:
     """A datastore of random text."""
-    generator = torch.Generator().manual_seed(7)
-    text = torch.randint(target.vocab_size, (4, 400), generator=generator)
-    return Datastore.of(text.tolist(), "")
+    return Datastore.of(random_texts(target), "")
 
 
 def unsure(target: Target) -> DraftModel:
@@ -195,6 +200,8 @@ def make_drafter(
             return make_small_model(kind, target)
         if kind == "datastore":
             return StoreLookup(store_for(target))
+        if kind == "ngrams":
+            return StoreLookup(NgramTable.of(random_texts(target), "", 3))
         if kind == "prompt-lookup":
             return PromptLookup(depth=3)
         head = make_head(kind, target)
@@ -207,7 +214,7 @@ def make_drafter(
 
 
 FORMS = ("tree", "chain", "own")
-NO_HEADS = [*SMALL_MODELS, "prompt-lookup", "datastore"]
+NO_HEADS = [*SMALL_MODELS, "prompt-lookup", "datastore", "ngrams"]
 BRANCHED = [
     "medusa:tree+lookup", "parallel:own+lookup", "parallel:own+store", "draft-model+lookup",
 ]  # fmt: skip

@@ -2,13 +2,28 @@
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from drafthead.heads.trees.tree import PADDING, TokenTree
+
+
+class Following(Protocol):
+    """A token, and what may follow it."""
+
+    @property
+    def weight(self) -> float:
+        """How much speaks for it; never more than for its parent."""
+        ...
+
+    @property
+    def children(self) -> Mapping[int, "Following"]:
+        """What may follow, by token."""
+        ...
 
 
 class Counted:
@@ -92,7 +107,7 @@ class GrowingTree:
             nodes.append(self.add(nodes[parent], token, score))
 
     def add_heaviest(
-        self, counted: Counted, reached: Sequence[float], nodes: int, depth: int
+        self, root: Following, reached: Sequence[float], nodes: int, depth: int
     ) -> None:
         """Add the heaviest texts until there are `nodes` nodes, to a depth.
 
@@ -100,19 +115,19 @@ class GrowingTree:
         share of it by weight, so a child never more than its parent. Of texts ``b c`` with weight 2
         and ``b d`` and ``e`` with weight 1, three nodes are b, c under it, and d or e.
         """
-        heap: list[tuple[float, int, int, int, Counted]] = []
+        heap: list[tuple[float, int, int, int, Following]] = []
         order = 0  # of equal weights the first goes first
 
-        def open_children(parent: int, above: Counted) -> None:
+        def open_children(parent: int, above: Following) -> None:
             nonlocal order
             for token, child in above.children.items():
                 order += 1
                 heapq.heappush(heap, (-child.weight, order, parent, token, child))
 
-        open_children(0, counted)
+        open_children(0, root)
         while heap and len(self) < nodes:
             _, _, parent, token, child = heapq.heappop(heap)
-            chance = child.weight / counted.weight * reached[self.depth(parent)]
+            chance = child.weight / root.weight * reached[self.depth(parent)]
             node = self.add(parent, token, math.log(chance) if chance > 0 else -math.inf)
             if self.depth(node) < depth:
                 open_children(node, child)

@@ -9,9 +9,10 @@ import torch
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.drafters.drawn_chain import Distribution, drawn_chain
 from drafthead.infer.drafters.guess_tree import GuessTree, token_tree
 from drafthead.infer.drafters.match_record import MatchRecord
 
@@ -115,6 +116,8 @@ class Lookup(Drafter):
 
     features = FeatureSpec(layers=(), last=False)
     matches: MatchRecord  # how often what followed a match was right
+    # What rules that draw children draw them from; most lookup has copies alone, which are chosen.
+    distribution: Distribution | None = None
 
     @abstractmethod
     def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
@@ -183,7 +186,14 @@ class Pasts(DraftSession):
         self.knows_prompt = True
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """Each row's own tree; the root alone if there is nothing to guess."""
+        """Each row's own tree; the root alone if there is nothing to guess.
+
+        Under rules that draw children, a chain, if there is a distribution to draw it from.
+        """
+        distribution = self.drafter.distribution
+        if isinstance(random, RowRandom) and distribution is not None:
+            texts = [past.tokens for past in self.pasts]
+            return drawn_chain(texts, distribution, budget.depth, sampling, random)
         follows = sampling.greedy or isinstance(random, NextDraws)
         trees = self.guesses(budget, follows)
         return token_tree([past.tokens[-1] for past in self.pasts], trees, self.device)

@@ -1,11 +1,12 @@
 """Lookup in a datastore: trees of what the target has written before after the same words.
 
 A tree has the likeliest of what followed in the row's own past, as in prompt lookup, in the
-datastore, and in what this process has written. It needs no training and next to no time, so it
-pays wherever a target answers many requests of a kind.
+datastore or by a table of n-grams, and in what this process has written. It needs no training and
+next to no time, so it pays wherever a target answers many requests of a kind.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.trees.static import TREE_SIZES, tree_budgets
@@ -14,7 +15,9 @@ from drafthead.infer.drafters.datastore import DEPTH, Datastore
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree
 from drafthead.infer.drafters.match_record import MatchRecord
+from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.past import Lookup, Past
+from drafthead.infer.drafters.stored import Record
 
 LEAST_NGRAM = 2  # tokens that must have occurred in it before; one alone says too little
 # Outlooks where so many tokens or more were found in the row's own past; elsewhere it is their
@@ -23,13 +26,16 @@ OWN_OUTLOOK = {2: 5, 6: 7}
 
 
 class StoreLookup(Lookup):
-    """Trees from the row's own past and from a datastore."""
+    """Trees from the row's own past and from a datastore or a table of n-grams."""
 
     budgets = tree_budgets(DEPTH)
 
-    def __init__(self, store: Datastore | None, earlier: Earlier | None = None):
+    def __init__(self, stored: Datastore | NgramTable | None, earlier: Earlier | None = None):
         """`earlier` is what this process has written, which sessions add to."""
-        self.store, self.earlier = store, earlier
+        self.stored, self.earlier = stored, earlier
+        self.store = stored if isinstance(stored, Datastore) else None
+        self.table = stored if isinstance(stored, NgramTable) else None
+        self.distribution = None if self.table is None else self.table.distribution
         self.matches = MatchRecord()
 
     @property
@@ -37,18 +43,23 @@ class StoreLookup(Lookup):
         """Where this process's own texts are drafted."""
         return self.earlier is not None
 
+    def identity(self) -> str:
+        """A table of n-grams is another matter than a datastore."""
+        grams = "" if self.table is None else f" with {self.table.record.ngrams}-grams"
+        return super().identity() + grams
+
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """As measured on texts that are not in the datastore; if none were, as for any drafter."""
         return self._measured(NO_OUTLOOK, budget) or super().chances(budget)
 
     def chances_found(self, outlook: int, budget: Budget) -> tuple[float, ...]:
         """The same at an outlook, or at the next lower one that was met."""
-        record = {} if self.store is None else self.store.record.reached
+        record = {} if self.stored is None else self.stored.record.reached
         known = max((met for met in record if 0 < met <= outlook), default=NO_OUTLOOK)
         return self._measured(known, budget) or self.chances(budget)
 
     def _measured(self, outlook: int, budget: Budget) -> tuple[float, ...]:
-        reached = self.store.record.reached.get(outlook, {}) if self.store is not None else {}
+        reached = self.stored.record.reached.get(outlook, {}) if self.stored is not None else {}
         sizes = [nodes for nodes in reached if nodes <= budget.nodes]
         return tuple(reached[max(sizes)][: budget.depth]) if sizes else ()
 
@@ -65,6 +76,9 @@ class StoreLookup(Lookup):
         counted = Counted.of(self.continuations(past, follows))
         reached = self.chances_at(self.found_elsewhere(past), Budget(max(TREE_SIZES), depth))
         tree.add_heaviest(counted, reached, len(tree) + nodes, depth)
+        if self.table is not None:
+            expected = self.table.after(past.tokens)
+            tree.add_heaviest(expected, [1.0] * depth, len(tree) + nodes, depth)
         return tree.best(nodes)
 
     def learn(self, past: Past) -> None:
@@ -80,7 +94,7 @@ class StoreLookup(Lookup):
 
     def found_elsewhere(self, past: Past) -> int:
         """How many of the row's last tokens were found, in a row, beyond its own past."""
-        elsewhere = [place for place in (self.store, self.earlier) if place is not None]
+        elsewhere = [place for place in (self.stored, self.earlier) if place is not None]
         return max((place.matched(past.tokens) for place in elsewhere), default=0)
 
     def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
@@ -89,3 +103,13 @@ class StoreLookup(Lookup):
             yield from self.store.continuations(past.tokens)
         if self.earlier is not None and follows:
             yield from self.earlier.continuations(past.tokens)
+
+
+def load_stored(folder: Path, vocabulary: str) -> Datastore | NgramTable:
+    """What `drafthead build-datastore` has written into a folder, mapped into memory.
+
+    Raises UserError when nothing can be read there, or when it is of another tokenizer.
+    """
+    record = Record.load(folder, vocabulary)
+    kind = NgramTable if record.ngrams else Datastore
+    return kind.load(folder, record)

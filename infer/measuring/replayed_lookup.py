@@ -6,8 +6,7 @@ from typing import NamedTuple
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.infer.drafters.datastore import DEPTH
 from drafthead.infer.drafters.guess_tree import GuessTree
-from drafthead.infer.drafters.past import Past
-from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.past import Lookup, Past
 
 
 def accepted(tree: GuessTree, text: Sequence[int]) -> int:
@@ -31,7 +30,7 @@ class Replayed(NamedTuple):
     accepted: int  # tokens
 
 
-def replayed(lookup: StoreLookup, text: Sequence[int], nodes: int) -> list[Replayed]:
+def replayed(lookup: Lookup, text: Sequence[int], nodes: int) -> list[Replayed]:
     """The steps that decode a text with trees of `nodes` nodes, the root included."""
     past, place, steps = Past(text[0]), 1, []
     while place < len(text):
@@ -44,9 +43,7 @@ def replayed(lookup: StoreLookup, text: Sequence[int], nodes: int) -> list[Repla
     return steps
 
 
-def reached(
-    lookup: StoreLookup, texts: Sequence[Sequence[int]], nodes: int
-) -> dict[int, list[float]]:
+def reached(lookup: Lookup, texts: Sequence[Sequence[int]], nodes: int) -> dict[int, list[float]]:
     """How often trees of `nodes` nodes were accepted to depth 1, 2, ... up to `DEPTH`.
 
     At each outlook, and with NO_OUTLOOK in all steps.

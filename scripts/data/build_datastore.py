@@ -18,8 +18,12 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.files import fresh_folder
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.static import TREE_SIZES
-from drafthead.infer.drafters.datastore import LEVELS, Datastore
+from drafthead.infer.drafters.datastore import DEPTH, Datastore
+from drafthead.infer.drafters.ngram_table import ORDERS, NgramTable
+from drafthead.infer.drafters.past import Lookup
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import OWN_OUTLOOK, StoreLookup
+from drafthead.infer.drafters.stored import Record
 from drafthead.infer.measuring.replayed_lookup import reached
 from drafthead.scripts import options
 from drafthead.scripts.data.inspect_data import load_tokenizer
@@ -29,13 +33,19 @@ WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
 HELD_OUT = 50  # the answers to one prompt of so many are left out
 MEASURED = 64  # of these are measured on, at most
 
-# What steps are told apart by, and the name of its column.
+# What steps are told apart by, where it is not the number of tokens that were found.
 OUTLOOKS = {
     NO_OUTLOOK: "all",
     0: "none",
-    **{length: str(length) for length in sorted(LEVELS)},
     **{outlook: f"text {length}" for length, outlook in OWN_OUTLOOK.items()},
 }
+
+
+def an_order(value: int | None) -> int | None:
+    """The length of n-grams, if one is wanted; raises UserError for one that is not counted."""
+    if value is not None and value not in ORDERS:
+        raise UserError(f"--ngrams must be {ORDERS[0]} to {ORDERS[-1]}, got {value}")
+    return value
 
 
 def main(
@@ -45,13 +55,22 @@ def main(
     ],
     tokenizer: Annotated[str, typer.Option(help="The target, whose tokens they become.")],
     output: options.NewFolder,
+    ngrams: Annotated[
+        int | None,
+        typer.Option(
+            help="Count what followed every n-gram of up to so many tokens, the next one included "
+            "(2 to 5), instead of indexing the texts: smaller, and drawn drafts are possible.",
+            callback=an_order,
+        ),
+    ] = None,
 ) -> None:
     """Index a target's earlier answers, so that decoding can look up what followed the same words.
 
     No model is trained: --datastore FOLDER of generate, chat, compare and others proposes what came
     next before, for next to no time. Good where a target answers many requests of a kind, and the
     more of its own answers there are, the better. The answers to one prompt of 50 are left out, and
-    show how many tokens a pass the others would have brought for them.
+    show how many tokens a pass the others would have brought for them. With --ngrams the texts are
+    forgotten, and a table says how often each token followed the last ones.
     """
     with fresh_folder(output) as folder:
         loaded = load_tokenizer(tokenizer)
@@ -63,19 +82,23 @@ def main(
         if not left:
             raise UserError(f"{data} holds no answers to index: add some")
         held_out = held_out[:MEASURED]
-        store = measured(Datastore.of(left, vocabulary_of(loaded)), held_out)
-        store.save(folder)
-    show(store, len(left), len(held_out), output)
+        vocabulary = vocabulary_of(loaded)
+        stored = (
+            NgramTable.of(left, vocabulary, ngrams) if ngrams else Datastore.of(left, vocabulary)
+        )
+        found = measured(StoreLookup(stored), held_out)
+        stored.record = replace(stored.record, reached=found)
+        stored.save(folder)
+    show(stored.record, len(left), held_out, output)
 
 
-def measured(store: Datastore, held_out: list[list[int]]) -> Datastore:
-    """The datastore, which now knows how well it guesses texts that are not in it, if any."""
+def measured(lookup: Lookup, held_out: list[list[int]]) -> dict[int, dict[int, list[float]]]:
+    """How well lookup guesses texts that it does not know, if any: see `Record.reached`."""
     found: dict[int, dict[int, list[float]]] = {}
     for nodes in tqdm(TREE_SIZES if held_out else (), desc="measuring", unit="size", delay=1):
-        for outlook, shares in reached(StoreLookup(store), held_out, nodes).items():
+        for outlook, shares in reached(lookup, held_out, nodes).items():
             found.setdefault(outlook, {})[nodes] = shares
-    store.record = replace(store.record, reached=found)
-    return store
+    return found
 
 
 def answers(sequence: TokenSequence) -> Iterator[list[int]]:
@@ -99,23 +122,26 @@ def is_held_out(sequence: TokenSequence) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT == 0
 
 
-def show(store: Datastore, texts: int, held_out: int, output: Path) -> None:
-    """Print what the datastore holds and how well it guesses."""
+def show(record: Record, texts: int, held_out: list[list[int]], output: Path) -> None:
+    """Print what a datastore holds and how well it guesses."""
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{output}: {store.record.tokens:,} tokens of {texts:,} answers")
+    counted = f", n-grams of up to {record.ngrams}" if record.ngrams else ""
+    console.print(f"{output}: {record.tokens:,} tokens of {texts:,} answers{counted}")
     if not held_out:
         console.print("too few prompts to leave one out: how well it guesses was not measured")
         return
     console.print(
-        f"tokens a pass (tau), on {held_out} answers that are not in it: in all steps, and where "
-        "none or so many of the last tokens were found, in the datastore or before in the text"
+        f"tokens a pass (tau), on {len(held_out)} answers that are not in it: by prompt lookup in "
+        "these alone; with it in all steps, and where none or so many of the last tokens were "
+        "found, in the datastore or before in the text"
     )
-    found = store.record.reached
-    outlooks = [outlook for outlook in OUTLOOKS if outlook in found]
+    alone = measured(PromptLookup(DEPTH), held_out)[NO_OUTLOOK]
+    found = record.reached
+    outlooks = sorted(found, key=lambda outlook: (outlook in OWN_OUTLOOK.values(), outlook))
     table = Table()
-    for name in ("nodes", *(OUTLOOKS[outlook] for outlook in outlooks)):
+    for name in ("nodes", "alone", *(OUTLOOKS.get(o, str(o)) for o in outlooks)):
         table.add_column(name, justify="right")
     for nodes in found[NO_OUTLOOK]:
-        shares = (found[outlook].get(nodes) for outlook in outlooks)
+        shares = (alone[nodes], *(found[outlook].get(nodes) for outlook in outlooks))
         table.add_row(str(nodes), *(f"{1 + sum(some):.2f}" if some else "-" for some in shares))
     console.print(table)

@@ -18,15 +18,13 @@ from drafthead.infer.drafters.datastore import (
     DEPTH,
     LEVELS,
     MATCHES,
-    SEPARATOR,
     Datastore,
-    ngram_number,
-    ngram_numbers,
 )
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree, token_tree
 from drafthead.infer.drafters.past import Past
-from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
+from drafthead.infer.drafters.stored import SEPARATOR, ngram_number, ngram_numbers
 from drafthead.infer.measuring.replayed_lookup import accepted, reached, replayed
 
 
@@ -94,7 +92,7 @@ def test_many_places_are_sampled_evenly() -> None:
 def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
     store = store_of("abcdefg", "abcdxyz")
     store.save(tmp_path)
-    loaded = Datastore.load(tmp_path, "v")
+    loaded = load_stored(tmp_path, "v")
     assert isinstance(loaded.tokens, np.memmap)
     assert found(loaded, "abcd") == found(store, "abcd")
     assert loaded.record == store.record and loaded.record.tokens == 14
@@ -118,13 +116,13 @@ def damaged(folder: Path, what: str) -> None:
 def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
     damaged(tmp_path / "store", what)
     with pytest.raises(UserError, match="no datastore that can be read|is damaged"):
-        Datastore.load(tmp_path / "store", "v")
+        load_stored(tmp_path / "store", "v")
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     store_of("abc").save(tmp_path)
     with pytest.raises(UserError, match="another tokenizer"):
-        Datastore.load(tmp_path, "w")
+        load_stored(tmp_path, "w")
 
 
 def grown_tree(first: str, texts: dict[str, float], nodes: int, depth: int = 9) -> GuessTree:

@@ -9,7 +9,7 @@ from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.target.features import Features
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.drafters.match_record import MEMORY, MatchRecord
-from drafthead.infer.drafters.past import Past
+from drafthead.infer.drafters.past import MAX_NGRAM, Past
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 
 
@@ -58,6 +58,7 @@ def test_no_match_is_longer_than_the_longest_and_few_are_shorter() -> None:
     longest = [longest_match(text[:end]) for end in range(1, 60)]
     assert all(a <= b for a, b in zip(found, longest, strict=True))
     assert sum(a == b for a, b in zip(found, longest, strict=True)) >= 55
+    assert all(a == b for a, b in zip(found, longest, strict=True) if b <= MAX_NGRAM)
 
 
 def test_a_match_is_what_it_says() -> None:

@@ -11,7 +11,8 @@ from tiny import byte_tokenizer
 
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.target.vocabulary import vocabulary_of
-from drafthead.infer.drafters.datastore import Datastore
+from drafthead.infer.drafters.ngram_table import NgramTable
+from drafthead.infer.drafters.store_lookup import load_stored
 from drafthead.scripts import cli
 from drafthead.scripts.data.build_datastore import HELD_OUT, answers
 from drafthead.train.data.token_table import TokenSequence
@@ -22,7 +23,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Run the verb on conversations; returns status, output and errors."""
     byte_tokenizer().save_pretrained(tmp_path / "target")
 
-    def run(prompts: int, output: Path) -> tuple[int, str, str]:
+    def run(prompts: int, output: Path, *more: str) -> tuple[int, str, str]:
         """Two answers to each prompt."""
         with (tmp_path / "data.jsonl").open("w") as file:
             for number in range(2 * prompts):
@@ -30,7 +31,7 @@ def run(tmp_path, monkeypatch, capsys):
                 answer = {"role": "assistant", "content": "abcd " * (2 + number % 7)}
                 file.write(json.dumps({"messages": [question, answer]}) + "\n")
         words = ["--data", f"{tmp_path}/data.jsonl", "--tokenizer", f"{tmp_path}/target"]
-        words += ["--output", str(output)]
+        words += ["--output", str(output), *more]
         monkeypatch.setattr(sys, "argv", ["drafthead", "build-datastore", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -48,17 +49,41 @@ def test_answers_are_indexed_and_measured(run, tmp_path: Path) -> None:
     measured = int(re.search(r"on (\d+) answers that are not in it", out)[1])
     assert indexed + measured == 2 * prompts, "few are left out"
     assert 0 < measured < 20 and measured % 2 == 0, "both answers to a prompt"
-    store = Datastore.load(tmp_path / "store", vocabulary_of(byte_tokenizer()))
+    store = load_stored(tmp_path / "store", vocabulary_of(byte_tokenizer()))
     assert store.record.reached[NO_OUTLOOK][8][0] > 0.5, "the answers repeat a word"
     past = byte_tokenizer().encode("abcd ab", add_special_tokens=False)
     _, following = next(store.continuations(past))
     assert byte_tokenizer().decode(following[:2]) == "cd"
 
 
+def test_ngrams_are_counted_and_measured(run, tmp_path: Path) -> None:
+    status, out, _ = run(3 * HELD_OUT, tmp_path / "store", "--ngrams", "3")
+    assert status == 0 and "n-grams of up to 3" in out
+    table = load_stored(tmp_path / "store", vocabulary_of(byte_tokenizer()))
+    assert isinstance(table, NgramTable) and len(table.contexts) == 3
+    assert table.record.reached[NO_OUTLOOK][8][0] > 0.5, "the answers repeat a word"
+    past = byte_tokenizer().encode("d ab", add_special_tokens=False)
+    assert byte_tokenizer().decode(next(iter(table.distribution(past)))) == "c"
+
+
+def test_prompt_lookup_alone_stands_beside_the_datastore(run, tmp_path: Path) -> None:
+    """It has to see a word before it can repeat it; the datastore knows the word."""
+    _, out, _ = run(3 * HELD_OUT, tmp_path / "store")
+    (row,) = re.findall(r"│ +16 │ +([0-9.]+) │ +([0-9.]+) │", out)
+    alone, with_store = map(float, row)
+    assert 1.2 < alone < with_store
+
+
+@pytest.mark.parametrize("order", ["1", "6"])
+def test_ngrams_of_other_lengths_are_refused(run, tmp_path: Path, order: str) -> None:
+    status, _, err = run(3, tmp_path / "store", "--ngrams", order)
+    assert status == 2 and f"--ngrams must be 2 to 5, got {order}" in err
+
+
 def test_few_answers_are_indexed_without_a_measurement(run, tmp_path: Path) -> None:
     status, out, _ = run(2, tmp_path / "store")
     assert status == 0 and "was not measured" in out
-    assert Datastore.load(tmp_path / "store", vocabulary_of(byte_tokenizer())).record.reached == {}
+    assert load_stored(tmp_path / "store", vocabulary_of(byte_tokenizer())).record.reached == {}
 
 
 def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path: Path) -> None:
