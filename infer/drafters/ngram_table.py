@@ -61,6 +61,12 @@ class Contexts(NamedTuple):
         spans = np.stack([starts, [*seen, 0], [*kinds, 0]], axis=1).astype(np.uint32)
         return cls(numbers[first], spans, np.stack([following, counts], 1)[kept].astype(np.int32))
 
+    @property
+    def fit(self) -> bool:
+        """Whether the tables can be of each other, which those of a damaged file are not."""
+        rows, shape = len(self.numbers), self.spans.shape
+        return shape == (rows + 1, 3) and self.followers.shape == (int(self.spans[-1, 0]), 2)
+
     def after(self, context: Sequence[int]) -> tuple[list[list[int]], int, int] | None:
         """Followers and their counts, how many tokens followed, how many kinds; None if unseen."""
         number = np.uint64(ngram_number(context))
@@ -118,9 +124,8 @@ class NgramTable:
                 Contexts(*(mapped(folder / f"{kind}-{length}.npy") for kind in KINDS))
                 for length in range(record.ngrams)
             ]
-        for numbers, spans, followers in contexts:
-            if spans.shape != (len(numbers) + 1, 3) or followers.shape != (int(spans[-1, 0]), 2):
-                raise UserError(f"{folder} is damaged: make the datastore again")
+        if record.ngrams not in ORDERS or not all(each.fit for each in contexts):
+            raise UserError(f"{folder} is damaged: make the datastore again")
         return cls(contexts, record)
 
     def save(self, folder: Path) -> None:

@@ -14,10 +14,12 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.drawn_chain import drawn_chain, support_tables
+from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.ngram_table import FOLLOWERS, ORDERS, Contexts, NgramTable
 from drafthead.infer.drafters.past import Past
 from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
 from drafthead.infer.drafters.stored import joined
+from drafthead.infer.drafters.with_lookup import WithLookup
 
 
 def letters(text: str) -> list[int]:
@@ -157,11 +159,14 @@ def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
         assert chances(loaded, past) == chances(table, past)
 
 
-@pytest.mark.parametrize("what", ["record", "table", "missing", "spans", "followers"])
+@pytest.mark.parametrize("what", ["record", "order", "table", "missing", "spans", "followers"])
 def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
     table_of("abacab").save(tmp_path)
     if what == "record":
         (tmp_path / "datastore.json").write_text("[]")
+    elif what == "order":
+        record = (tmp_path / "datastore.json").read_text()
+        (tmp_path / "datastore.json").write_text(record.replace('"ngrams": 3', '"ngrams": -3'))
     elif what == "table":
         (tmp_path / "numbers-1.npy").write_bytes(b"no array")
     elif what == "missing":
@@ -259,3 +264,15 @@ def test_drawn_tokens_of_a_table_are_accepted(saved: Path) -> None:
     result = decoder.generate([[30, 31, 45]] * 4, seed=3, **options)
     assert result.stats.tau > 1.2
     assert decoder.generate([30, 31, 45], seed=4, **options).sequences == result.sequences[1:2]
+
+
+def test_a_table_goes_beside_a_head_and_learns_answers(target, make_drafter) -> None:
+    """Answers stay those of the target; a second one is drafted from the first."""
+    prompts, options = [[9, 10, 11], [12, 13]], {"max_new_tokens": 24}
+    expected = Decoder(target).generate(prompts, **options).sequences
+    table = NgramTable.of([[9, 10, 11, 12]], "", 2)
+    stored = StoreLookup(table, Earlier())
+    decoder = Decoder(target, WithLookup(make_drafter("medusa:tree", target), stored))
+    first, second = (decoder.generate(prompts, **options) for _ in range(2))
+    assert first.sequences == second.sequences == expected
+    assert second.stats.tau > max(3, first.stats.tau)
