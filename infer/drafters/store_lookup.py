@@ -23,6 +23,7 @@ LEAST_NGRAM = 2  # tokens that must have occurred in it before; one alone says t
 # Outlooks where so many tokens or more were found in the row's own past; elsewhere it is their
 # number. Tokens found in the same text say more than as many found elsewhere.
 OWN_OUTLOOK = {2: 5, 6: 7}
+NOTHING_LEARNT = MatchRecord()
 
 
 class StoreLookup(Lookup):
@@ -67,11 +68,13 @@ class StoreLookup(Lookup):
         """The tree of up to `nodes` nodes, the root not counted, after a row's past.
 
         Under rules that do not follow the target's own tokens, the text of a seed depends on what
-        is drafted. It must not depend on earlier answers, which are then left out.
+        is drafted. It must not depend on earlier answers, which are then left out, and neither on
+        what they taught of matches.
         """
         tree, depth = GrowingTree(), min(depth, DEPTH)
         own = past.continuation(min(nodes, depth), LEAST_NGRAM)
-        scores = self.matches.log_chances(past.matched(LEAST_NGRAM), len(own))
+        matches = self.matches if follows else NOTHING_LEARNT
+        scores = matches.log_chances(past.matched(LEAST_NGRAM), len(own))
         tree.add_tree(GuessTree.chain(own, scores))
         counted = Counted.of(self.continuations(past, follows))
         reached = self.chances_at(self.found_elsewhere(past), Budget(max(TREE_SIZES), depth))

@@ -22,6 +22,7 @@ from drafthead.infer.drafters.datastore import (
 )
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree, token_tree
+from drafthead.infer.drafters.match_record import MEMORY
 from drafthead.infer.drafters.past import Past
 from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
 from drafthead.infer.drafters.stored import SEPARATOR, ngram_number, ngram_numbers
@@ -263,9 +264,24 @@ def test_the_likeliest_of_the_own_past_and_the_datastore_are_taken(
     text: str, nodes: int, expected: str
 ) -> None:
     lookup = StoreLookup(store_of("abZ"))
-    lookup.store.record.reached[2] = {2: [0.4] * DEPTH}
+    lookup.stored.record.reached[2] = {2: [0.4] * DEPTH}
     tree = lookup.guess(past_of(text), nodes, DEPTH)
     assert "".join(map(chr, tree.tokens)) == expected
+
+
+def test_under_rules_that_draw_a_tree_does_not_depend_on_what_was_learnt() -> None:
+    lookup = StoreLookup(store_of("abZ"))
+    lookup.stored.record.reached[2] = {2: [0.4] * DEPTH}
+    past = past_of("abXYab")
+
+    def guessed(follows: bool) -> list[int]:
+        return lookup.guess(past, 1, DEPTH, follows).tokens
+
+    assert guessed(follows=True) == guessed(follows=False) == letters("X")
+    for _ in range(MEMORY):
+        lookup.matches.add(2, was_right=False)
+    assert guessed(follows=True) == letters("Z"), "matches of two tokens were wrong"
+    assert guessed(follows=False) == letters("X")
 
 
 @pytest.fixture(scope="module")
