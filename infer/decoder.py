@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,9 @@ from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.earlier import Earlier
+from drafthead.infer.drafters.layer_choice import chosen_layers
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
+from drafthead.infer.drafters.own_layers import OwnLayers
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
 from drafthead.infer.drafters.with_lookup import WithLookup
@@ -70,7 +72,7 @@ from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CHAIN = 4  # tokens that a draft model or prompt lookup drafts
+DEFAULT_CHAIN = 4  # tokens that a draft model, own layers or prompt lookup draft
 
 
 class Decoder:
@@ -127,40 +129,35 @@ class Decoder:
         draft_temperature: float | None = None,
         datastore: str | Path | None = None,
         learn_answers: bool = False,
+        draft_layers: str | Path | None = None,
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
-        That is a head or a draft model, prompt lookup, or one of the former and prompt lookup,
-        whose trees have the best nodes of both (`WithLookup`); with none of them, decoding is
-        plain. With a `datastore` of `drafthead build-datastore`, or a table of n-grams of its,
-        lookup also proposes what the target has written before, alone or beside a head or a draft
-        model; with `learn_answers` it also proposes what this decoder reads and says from now on,
-        up to the last 200,000 tokens.
+        That is a head, a draft model or some of the target's own layers, prompt lookup, or one of
+        the former and prompt lookup, whose trees have the best nodes of both (`WithLookup`); with
+        none of them, decoding is plain. `draft_layers` is a list such as ``0-7,20-29``, or a file
+        of `drafthead plan-skip`; ``0-9`` is an exit after ten layers. With a `datastore` of
+        `drafthead build-datastore`, or a table of n-grams of its, lookup also proposes what the
+        target has written before, alone or beside another drafter; with `learn_answers` it also
+        proposes what this decoder reads and says from now on, up to the last 200,000 tokens.
 
         A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
         for prompts and answers that are texts.
         `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
         default the planner sizes them by their cost on this machine, which it learns while
-        decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model
-        or prompt lookup proposes on a path, by default 4. `compile` makes graphs of the passes when
-        they first run, which takes minutes the first time and seconds when the same was compiled
-        before; the output stays the same. `draft_temperature` is explained at the constructor. Code
-        that comes with a model runs only with `trust_remote_code`. Raises UserError when something
-        cannot be loaded or does not fit the target.
+        decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
+        own layers or prompt lookup propose on a path, by default 4. `compile` makes graphs of the
+        passes when they first run, which takes minutes the first time and seconds when the same was
+        compiled before; the output stays the same. `draft_temperature` is explained at the
+        constructor. Code that comes with a model runs only with `trust_remote_code`. Raises
+        UserError when something cannot be loaded or does not fit the target.
         """
-        if head is not None and draft_model is not None:
-            raise UserError("choose one of head and draft_model; prompt_lookup goes with both")
-        names = {"head": head, "draft_model": draft_model, "datastore": datastore}
-        for name, value in names.items():
-            if not isinstance(value, str | Path | None):
-                raise UserError(f"{name} must be a path or a name, got {value!r}")
-        if draft_tokens is None:
-            draft_tokens = DEFAULT_CHAIN
-        elif draft_model is None and (head or datastore or learn_answers or not prompt_lookup):
-            raise UserError(
-                "draft_tokens is for draft_model and prompt_lookup: trees of a head or a datastore "
-                "are sized by tree_nodes"
-            )
+        models = {"head": head, "draft_model": draft_model, "draft_layers": draft_layers}
+        refuse_other_names(models | {"datastore": datastore})
+        refuse_several(models)
+        by_levels = draft_model is not None or draft_layers is not None
+        alone = prompt_lookup and not (head or datastore or learn_answers)
+        draft_tokens = length_of_paths(draft_tokens, by_levels or alone)
         loaded = loaded_target(target, dtype, device, trust_remote_code)
         drafter: Drafter | None = None
         if head is not None:
@@ -168,6 +165,8 @@ class Decoder:
         elif draft_model is not None:
             small = load_draft_model(draft_model, loaded, dtype, trust_remote_code)
             drafter = model_drafter(small, loaded, draft_tokens)
+        elif draft_layers is not None:
+            drafter = OwnLayers(loaded, chosen_layers(draft_layers, loaded), draft_tokens)
         if prompt_lookup or datastore is not None or learn_answers:
             stored = store_lookup(datastore, learn_answers, loaded)
             drafter = lookup_drafter(drafter, stored, draft_tokens)
@@ -451,6 +450,34 @@ class Decoder:
         return self.plans.planner(StepKind.of(run, rule), run.request.sampling.temperature)
 
 
+def refuse_other_names(names: Mapping[str, object]) -> None:
+    """Raise UserError for an argument that is neither None nor a path or name."""
+    for name, value in names.items():
+        if not isinstance(value, str | Path | None):
+            raise UserError(f"{name} must be a path or a name, got {value!r}")
+
+
+def refuse_several(models: Mapping[str, str | Path | None]) -> None:
+    """Raise UserError for more than one of the drafters that are models."""
+    if len([name for name in models.values() if name is not None]) > 1:
+        *others, last = models
+        raise UserError(
+            f"choose one of {', '.join(others)} and {last}; prompt_lookup goes with each"
+        )
+
+
+def length_of_paths(draft_tokens: int | None, is_used: bool) -> int:
+    """The most tokens on a path; raises UserError for a number that no drafter uses."""
+    if draft_tokens is None:
+        return DEFAULT_CHAIN
+    if not is_used:
+        raise UserError(
+            "draft_tokens is for draft_model, draft_layers and prompt_lookup: trees of a head or a "
+            "datastore are sized by tree_nodes"
+        )
+    return draft_tokens
+
+
 def loaded_target(
     target: str | Path | PreTrainedModel | Target, dtype: str, device: str, trust_code: bool
 ) -> Target:
@@ -489,7 +516,7 @@ def decoder_for(
     if drafter is None:
         for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
             if value is not None:
-                raise UserError(f"{name}={value} needs a head, a draft model or prompt lookup")
+                raise UserError(f"{name}={value} needs a head, a draft model, own layers or lookup")
         return Decoder(target)
     if compile:
         drafter.compile()

@@ -25,6 +25,7 @@ VERBS = {
     "measuring.report": "A run with its races, traces and findings, as one page to send.",
     "measuring.profile_decoding": "How the time of a step is spent, and what memory allows.",
     "measuring.plan_tree": "What each size of tree costs and gains here; which is chosen.",
+    "measuring.plan_skip": "Which layers of a target would draft for it best, without training.",
     "data.build_datastore": "Index what a target has written, to draft from it without training.",
     "models.import_head": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
     "models.export_head": "Write a head for other software, checked against its arithmetic.",

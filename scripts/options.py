@@ -20,6 +20,12 @@ HeadFolder = Annotated[Path | None, typer.Option(help="Folder of a trained head.
 DraftModelName = Annotated[
     str | None, typer.Option(help="Separate draft model, with any tokenizer.")
 ]
+DraftLayers = Annotated[
+    str | None,
+    typer.Option(
+        help="Layers of the target that draft for it: 0-9, 0-7,20-29, or a file of plan-skip."
+    ),
+]
 PromptLookupSwitch = Annotated[
     bool, typer.Option(help="Draft from the prompt and the answer so far.")
 ]
@@ -46,7 +52,9 @@ TreeNodes = Annotated[
 ]
 DraftTokens = Annotated[
     int | None,
-    typer.Option(help="Most tokens on a path of a draft model or prompt lookup; 4 by default."),
+    typer.Option(
+        help="Most tokens on a path of a draft model, own layers or lookup; 4 by default."
+    ),
 ]
 CompileSwitch = Annotated[
     bool, typer.Option(help="Compile the passes: minutes the first time, then faster.")

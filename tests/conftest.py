@@ -24,6 +24,7 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
+from drafthead.infer.drafters.own_layers import OwnLayers
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
@@ -153,7 +154,14 @@ def unsure(target: Target) -> DraftModel:
     return drafter
 
 
-SMALL_MODELS = ("draft-model", "frequent-tokens", "other-vocabulary", "self", "unsure")
+SMALL_MODELS = (
+    "draft-model",
+    "frequent-tokens",
+    "other-vocabulary",
+    "own-layers",
+    "self",
+    "unsure",
+)
 
 
 @pytest.fixture(scope="session")
@@ -163,6 +171,8 @@ def make_small_model(make_target: Callable[..., Target]) -> Callable[[str, Targe
     def make(kind: str, target: Target) -> Drafter:
         if kind == "self":
             return DraftModel(target, target, depth=3)
+        if kind == "own-layers":
+            return OwnLayers(target, [target.num_layers - 1], depth=3)
         vocab = target.vocab_size
         if kind == "other-vocabulary":
             letters = "".join(map(chr, range(0x4E00, 0x4E00 + vocab)))

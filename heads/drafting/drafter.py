@@ -16,6 +16,7 @@ from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.static import UNMEASURED_ALPHA
 from drafthead.heads.trees.tree import Budget, TokenTree
@@ -140,6 +141,12 @@ class DraftSession(RowState, ABC):
     Rows leave the batch and others join it; `row_state` names what the session knows of each.
     After `cut` to the first positions, the next commit is of the positions from there on.
     """
+
+    def borrow(self, cache: TreeCache) -> None:
+        """The target's cache, for drafters that read it; called before each `propose`.
+
+        It may be another one each time. `propose` may write nodes, which it discards.
+        """
 
     @abstractmethod
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:

@@ -26,6 +26,13 @@ def hook_lock(model: nn.Module) -> Lock:
         return _locks.setdefault(model, Lock())
 
 
+def share_lock(model: nn.Module, other: nn.Module) -> None:
+    """Let passes over a model take the lock of `other`, of whose modules it is made."""
+    lock = hook_lock(other)
+    with _looking_up:
+        _locks[model] = lock
+
+
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for passes of the calling thread; in other threads it does nothing."""
     owner = get_ident()

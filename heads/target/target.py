@@ -127,6 +127,8 @@ class Target:
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
+    # Of a part of a larger target: which of the latter's layers it has, and so of its caches.
+    numbers: tuple[int, ...] | None = None
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         """Freeze `model` and find its layers; a PEFT wrapper is removed, its adapters stay.

@@ -25,9 +25,14 @@ class StepCache(CacheColumns, Cache):
         values: Sequence[torch.Tensor],  # as keys
         columns: torch.Tensor,  # [N] that the pass writes
         end: int,  # columns that it sees
+        numbers: Sequence[int] | None = None,
     ):
+        """`numbers` are those of the layers that the keys and values belong to; 0, 1, ... without
+        them.
+        """
         CacheColumns.__init__(self, keys, values, columns, end)
         Cache.__init__(self, layers=[])
+        self.places = {number: place for place, number in enumerate(numbers or range(len(keys)))}
 
     def update(
         self,
@@ -38,7 +43,7 @@ class StepCache(CacheColumns, Cache):
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write T new positions of a layer; returns the columns [B, H, S, D] in use of both."""
-        return self.append(layer_idx, key_states, value_states)
+        return self.append(self.places[layer_idx], key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use, the new ones not among them."""

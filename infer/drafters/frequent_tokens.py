@@ -5,7 +5,6 @@ rare (FR-Spec, Zhao et al., 2025, arXiv 2502.14856). What is accepted stays the 
 a token outside the list is only never drafted.
 """
 
-from copy import copy
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
+from drafthead.heads.target.part import with_own_children
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.draft_model import DraftModel
 
@@ -58,8 +58,7 @@ def with_rows(model: Target, tokens: torch.Tensor) -> Target:
     if head.bias is not None:
         few.bias = nn.Parameter(head.bias[tokens])
     # A copy of the outermost module alone, so that the given model keeps its output head.
-    other = copy(model.model)
-    other._modules = dict(model.model._modules)
+    other = with_own_children(model.model)
     other.set_output_embeddings(few)
     return Target(other, model.tokenizer)
 

@@ -18,6 +18,7 @@ from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.static import TREE_SIZES
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
@@ -105,6 +106,10 @@ class WithLookupSession(DraftSession):
         if budget.source == LOOKUP or self.lookup.offers():
             return None
         return self.session.recipe(budget, draws)
+
+    def borrow(self, cache: TreeCache) -> None:
+        """The target's cache for the drafter."""
+        self.session.borrow(cache)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The drafter's tree, with what lookup has found; or lookup's alone.

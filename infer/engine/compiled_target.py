@@ -41,6 +41,7 @@ class CompiledTarget(Target):
         """With `in_bytes` passes read the weights as bytes, see `Compiled`: for draft models."""
         super().__init__(target.model, target.tokenizer)
         self.in_bytes = in_bytes or target.in_bytes
+        self.numbers = target.numbers
         self.memory = CacheMemory.where_recorded(target.device)
         self.passes: dict[tuple[FeatureSpec, bool], CompiledPass] = {}  # with logits or without
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
@@ -186,8 +187,11 @@ class CompiledPass:
     ) -> TargetOutput:
         """Run the pass and write its keys and values into `cache`."""
         _, columns = cache.make_room(input_ids.shape[1])
+        keys, values = cache.keys, cache.values
+        if (numbers := self.target.numbers) is not None:
+            keys, values = ([part[number] for number in numbers] for part in (keys, values))
         logits, last, taps = self.graphs(
-            input_ids, position_ids, attention_mask, columns, cache.keys, cache.values
+            input_ids, position_ids, attention_mask, columns, keys, values
         )
         return TargetOutput(logits, Features(last, taps))
 
@@ -201,7 +205,7 @@ class CompiledPass:
         values: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Logits [B, T, V] and features [B, T, D]; what is traced into a graph."""
-        cache = StepCache(keys, values, columns, attention_mask.shape[-1])
+        cache = StepCache(keys, values, columns, attention_mask.shape[-1], self.target.numbers)
         kept = 0 if self.has_logits else torch.empty(0, dtype=torch.long, device=input_ids.device)
         logits = self.target.forward(input_ids, position_ids, attention_mask, cache, kept)
         features = self.taps.features()

@@ -198,6 +198,7 @@ class Stepper(ABC):
             return TokenTree.from_shape(ROOT, self.roots[:, None])
         with self.run.stats.phase("draft"):
             random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
+            session.borrow(self.cache)
             return session.propose(budget, self.run.request.draft_sampling, random)
 
     def next_draws(self, budget: Budget) -> NextDraws | None:

@@ -16,6 +16,7 @@ from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
+from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
@@ -114,6 +115,7 @@ def proposals_alone(
     """
     session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     session.commit(prompt)
+    session.borrow(stepper.cache)
     session.propose(budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
     one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
     for budget in budgets:
@@ -200,6 +202,7 @@ def step_overhead(
     trees: list[TokenTree] = []
     for _ in range(WARM_UP + steps):
         twin.commit(recorder.commits.pop())
+        twin.borrow(stepper.cache)
         taken["draft"].append(
             seconds_of(lambda: trees.append(twin.propose(budget, GREEDY, None)), target.device)
         )
@@ -230,6 +233,10 @@ class RecordingSession(DraftSession):
 
     def __init__(self, session: DraftSession, commits: list[Committed]):
         self.session, self.commits = session, commits
+
+    def borrow(self, cache: TreeCache) -> None:
+        """Pass on the target's cache."""
+        self.session.borrow(cache)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """The session's own proposal."""

@@ -24,6 +24,7 @@ def main(
     target: options.TargetName,
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
+    draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
@@ -41,14 +42,14 @@ def main(
 ) -> None:
     """Talk to a model, and see after each answer how fast it was.
 
-    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, whose
-    trees then have the best guesses of both; with none of them, plain decoding.
+    --head, --draft-model or --draft-layers; --prompt-lookup or --datastore alone or beside one of
+    them, whose trees then have the best guesses of both; with none of them, plain decoding.
     Ctrl-C ends an answer, which stays as it is. /new begins a new conversation, /quit or Ctrl-D
     ends. Messages can also come through a pipe, one a line.
     """
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, dtype=dtype, device=device, compile=compile,
-        datastore=datastore,
+        datastore=datastore, draft_layers=draft_layers,
     )  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
 

@@ -21,6 +21,7 @@ def main(
     ] = None,
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
+    draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
     max_new_tokens: options.MaxNewTokens = 128,
@@ -129,8 +130,8 @@ def main(
 ) -> None:
     """Answer a prompt, printing the text while it is decoded, and report the speed.
 
-    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them, whose
-    trees then have the best guesses of both; with none of them, plain decoding.
+    --head, --draft-model or --draft-layers; --prompt-lookup or --datastore alone or beside one of
+    them, whose trees then have the best guesses of both; with none of them, plain decoding.
     The answer goes to standard output, the speed to standard error. Of several answers each is
     printed when all are there, after its number.
     """
@@ -138,6 +139,7 @@ def main(
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
         compile=compile, draft_temperature=draft_temperature, datastore=datastore,
+        draft_layers=draft_layers,
     )  # fmt: skip
     config = GenerationConfig(
         do_sample=temperature > 0, min_p=min_p or None, repetition_penalty=repetition_penalty,

@@ -22,6 +22,7 @@ def main(
     ] = None,
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
+    draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("trace.html"),
@@ -52,7 +53,7 @@ def main(
         raise UserError(f"--output {output} must end in .html: it is a page for a browser")
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        datastore=datastore,
+        datastore=datastore, draft_layers=draft_layers,
     )  # fmt: skip
     trace = decoder.trace(
         text,
@@ -70,7 +71,8 @@ def main(
         console = Console(highlight=False, soft_wrap=True)
         console.print(as_text(trace, tokenizer, coloured=console.is_terminal))
     else:
-        kinds = head, draft_model, datastore, "prompt lookup" if prompt_lookup else "none"
+        own = draft_layers and f"layers {draft_layers}"
+        kinds = head, draft_model, own, datastore, "prompt lookup" if prompt_lookup else "none"
         drafter = str(next(kind for kind in kinds if kind))
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, as_page(trace, tokenizer, about(trace, target, drafter)))

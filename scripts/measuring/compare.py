@@ -7,6 +7,7 @@ import typer
 
 from drafthead.heads.target.any_target import load_target
 from drafthead.infer.decoder import DEFAULT_CHAIN, store_lookup
+from drafthead.infer.drafters.layer_choice import chosen_layers
 from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.scripts import options
 from drafthead.scripts.measuring.racing import Drafters, RaceTerms, run_races
@@ -30,6 +31,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for comparison.json, .md and .png.")],
     head: Annotated[list[Path] | None, typer.Option(help="Trained head; repeatable.")] = None,
     draft_model: options.DraftModelName = None,
+    draft_layers: options.DraftLayers = None,
     datastore: options.DatastoreFolder = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="0 is greedy; repeatable.")
@@ -53,7 +55,7 @@ def main(
     device: options.DeviceName = "auto",
     seed: options.Seed = 0,
 ) -> None:
-    """Time plain decoding, transformers' generate, draft model, lookup and heads.
+    """Time plain decoding, transformers' generate, draft model, own layers, lookup and heads.
 
     All decode the same prompts, in turns. "speedup" is over plain decoding on this engine, "over
     generate" over transformers' model.generate; "bound" is the speedup that tau and the measured
@@ -68,9 +70,11 @@ def main(
     assistant = load_draft_model(draft_model, loaded, dtype) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
     stored = store_lookup(datastore, False, loaded)
+    own_layers = () if draft_layers is None else chosen_layers(draft_layers, loaded)
     drafters = Drafters(
-        loaded, head or [], assistant, chain, [tree_nodes], compile, with_lookup=True, stored=stored
-    )
+        loaded, head or [], assistant, chain, [tree_nodes], compile, with_lookup=True,
+        stored=stored, own_layers=own_layers,
+    )  # fmt: skip
     questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens)
     rows, differing = run_races(drafters, questions, terms, assisted=True)
     notes = predictions(rows)

@@ -44,6 +44,7 @@ def main(
     target: options.TargetName,
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
+    draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
     prompts: Annotated[
@@ -68,14 +69,17 @@ def main(
     and of the Python code around them. Passes alone: the target over 1 to 64 tokens and the drafter
     at its sizes, outside the engine; as long as the first hardly grows, larger trees are nearly
     free. Memory: each step reads all weights, so the speed of copying is a bound.
-    --head or --draft-model; --prompt-lookup or --datastore alone or beside one of them; with none,
-    plain decoding alone.
+    --head, --draft-model or --draft-layers; --prompt-lookup or --datastore alone or beside one of
+    them; with none, plain decoding alone.
     """
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile, datastore=datastore,
+        compile=compile, datastore=datastore, draft_layers=draft_layers,
     )  # fmt: skip
-    kinds = {"draft model": draft_model, "datastore": datastore, "prompt lookup": prompt_lookup}
+    kinds = {
+        "draft model": draft_model, "own layers": draft_layers, "datastore": datastore,
+        "prompt lookup": prompt_lookup,
+    }  # fmt: skip
     name = head.name if head else next((kind for kind, given in kinds.items() if given), "none")
     ids = profiled_prompts(prompts, limit, decoder, max_new_tokens)
     workload = Workload(ids, batch, max_new_tokens, temperature, seed)

@@ -12,7 +12,9 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
+from drafthead.infer.drafters.level_drafter import LevelDrafter
 from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.infer.drafters.own_layers import OwnLayers
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
@@ -30,6 +32,7 @@ from drafthead.scripts.measuring.record import Prompt
 
 # Modes that are not heads.
 LOOKUP, DATASTORE, DRAFT_MODEL = "prompt lookup", "datastore", "draft model"
+OWN_LAYERS = "own layers"
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ class Drafters:
         compile: bool,
         with_lookup: bool = False,
         stored: StoreLookup | None = None,
+        own_layers: Sequence[int] = (),
     ):
-        """transformers' own decoding runs on `target`; `assistant` is a draft model.
+        """transformers' own decoding runs on `target`; `assistant` is a draft model, and
+        `own_layers` are those of the target that draft.
 
         Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
-        have the first size. With `with_lookup` the draft model and each head also take part with
+        have the first size. With `with_lookup` all that draft with a model also take part with
         lookup beside them: prompt lookup, and if there is something `stored`, lookup in that.
         """
         self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
@@ -88,12 +93,16 @@ class Drafters:
                 if with_lookup
             ]
 
-        self.drafts: list[tuple[str, Decoder]] = []  # mode, decoder: the draft model's
-        self.is_chain = first is not None and first <= draft_tokens + 1  # its, alone
+        by_levels: dict[str, LevelDrafter] = {}
         if assistant is not None:
-            drafter = model_drafter(assistant, ours, draft_tokens)
-            self.drafts.append((DRAFT_MODEL, decoder_for(ours, drafter, first, compile)))
-            self.drafts += beside(drafter, DRAFT_MODEL)
+            by_levels[DRAFT_MODEL] = model_drafter(assistant, ours, draft_tokens)
+        if own_layers:
+            by_levels[OWN_LAYERS] = OwnLayers(ours, own_layers, draft_tokens)
+        self.is_chain = first is not None and first <= draft_tokens + 1  # theirs, alone
+        self.drafts: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
+        for name, drafter in by_levels.items():
+            self.drafts.append((name, name, decoder_for(ours, drafter, first, compile)))
+            self.drafts += [(mode, name, decoder) for mode, decoder in beside(drafter, name)]
         self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
         for folder in heads:
             head = head_drafter(load_head(folder, ours), ours)
@@ -116,10 +125,10 @@ class Drafters:
         ]
         if self.assistant is not None and assisted:
             contestants += self._assisted(self.assistant, sampling)
-        for mode, decoder in self.drafts:
-            chain = self.is_chain and mode == DRAFT_MODEL
+        for mode, name, decoder in self.drafts:
+            chain = self.is_chain and mode == name
             contestants.append(
-                Ours(mode, DRAFT_MODEL, sampling, decoder, verifier=verifier, is_chain=chain)
+                Ours(mode, name, sampling, decoder, verifier=verifier, is_chain=chain)
             )
         contestants.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
         if self.stored is not None:

@@ -12,7 +12,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.any_target import target_of
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.level_drafter import LevelDrafter
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.exactness import (
@@ -46,6 +46,7 @@ def main(
     target: options.TargetName,
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
+    draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
     temperature: Annotated[
@@ -58,7 +59,8 @@ def main(
         str,
         typer.Option(
             help="Rule for sampled answers. auto is what decoding uses: match, or traversal with a "
-            "draft model that is not compiled. typical and lenient are lossy and fail."
+            "draft model or own layers that are not compiled. typical and lenient are lossy and "
+            "fail."
         ),
     ] = "auto",
     prompts: Annotated[
@@ -94,18 +96,21 @@ def main(
     Four tests: the acceptance rule on random tables whose distribution is known; the first tokens
     of sampled answers, and all later ones, against the target's distribution, which is computed by
     plain passes; greedy answers against plain decoding. "Found in 90%" is the power: the least
-    total variation that is noticed with that chance. One of --head, --draft-model, --prompt-lookup,
-    --datastore is needed. The exit status is 0 for PASS and 1 for FAIL.
+    total variation that is noticed with that chance. One of --head, --draft-model, --draft-layers,
+    --prompt-lookup, --datastore is needed. The exit status is 0 for PASS and 1 for FAIL.
     """
     effort = Effort(samples, answers, max_new_tokens, false_alarm)
-    if not (head or draft_model or prompt_lookup or datastore):
-        raise UserError("choose a head, draft_model, prompt_lookup or datastore: it is tested")
+    if not (head or draft_model or draft_layers or prompt_lookup or datastore):
+        raise UserError(
+            "choose a head, draft_model, draft_layers, prompt_lookup or datastore: it is tested"
+        )
     beside = prompt_lookup or datastore is not None
-    drafted = Drafter if draft_model is None or beside or compile else DraftModel
+    by_levels = draft_model is not None or draft_layers is not None
+    drafted = LevelDrafter if by_levels and not (beside or compile) else Drafter
     rule = verifier_for(verifier, temperature, drafted.sampling_rule)
     decoder = Decoder.from_pretrained(
         target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile, datastore=datastore,
+        compile=compile, datastore=datastore, draft_layers=draft_layers,
     )  # fmt: skip
     sampling = SamplingConfig(temperature, top_k, top_p)
     pair = TestedPair(decoder, rule, sampling, seed, repetition_penalty)

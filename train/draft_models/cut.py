@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.part import keep_layers
 from drafthead.heads.target.target import LAYER_NAMES, Target, find_decoder
 
 # The target's layers for each layer of a draft model, where nothing else is asked for.
@@ -36,10 +37,7 @@ def architecture_of(target: Target, layers: Sequence[int]) -> dict[str, Any]:
             f"head.layers is {list(layers)}, but the target has layers 0 to {target.num_layers - 1}"
         )
     config = deepcopy(target.config)
-    for name, value in target.config.to_dict().items():
-        if isinstance(value, list) and len(value) == target.num_layers:
-            setattr(config, name, [value[layer] for layer in layers])
-    config.num_hidden_layers = len(layers)
+    keep_layers(config, layers)
     return {"model_type": config.model_type, **config.to_dict()}
 
 

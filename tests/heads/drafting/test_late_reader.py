@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from alone import Alone
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.drafting.late_reader import Unread, joined
@@ -60,7 +61,7 @@ def test_reading_late_drafts_what_reading_at_once_drafts(
     prompts, budget = torch.randint(8, 60, (2, 5)), drafter.budgets[-1]
     lengths = [[4, 5], [1, 3], [1, 1], [2, 1]]
     parts = [random_part(target, drafter.features, each, seed) for seed, each in enumerate(lengths)]
-    late, at_once = (drafter.start(prompts, parts[0].lengths) for _ in range(2))
+    late, at_once = (Alone(drafter, target, prompts, parts[0].lengths) for _ in range(2))
     for each in parts:
         late.commit(each)
         at_once.commit(each)

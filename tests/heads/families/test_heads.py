@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from alone import Alone
 from conftest import NO_HEADS
 from tiny import VOCAB
 
@@ -168,7 +169,7 @@ PLACES = torch.tensor([[5, 12, 2], [6, 15, 3], [9, 16, 7], [10, 20, 8], [14, 21,
 def start(drafter: Drafter, target: Target, rows: list[int], until: torch.Tensor):
     """A session that was given rows of IDS as prompts of the lengths `until` [R] at once."""
     ids = IDS[rows]
-    session = drafter.start(ids[:, : int(until.max())], until)
+    session = Alone(drafter, target, ids[:, : int(until.max())], until)
     features = features_of(target, drafter, ids)
     session.commit(piece(ids, features, torch.zeros_like(until), until))
     return session

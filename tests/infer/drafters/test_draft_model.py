@@ -9,7 +9,8 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.draft_model import GROWN, MOST_OPENED, DraftModel, grown_budgets
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.level_drafter import GROWN, MOST_OPENED, grown_budgets
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup
 

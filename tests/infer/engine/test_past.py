@@ -13,8 +13,8 @@ from drafthead.infer.engine.past import common_prefix
 from drafthead.infer.serving.serve_request import ServeRequest
 
 # Those that differ in what they know of a row.
-SOME = ["none", "prompt-lookup", "draft-model", "medusa:tree", "hydra:own", "eagle3:own",
-        "parallel:own", "parallel:own+lookup"]  # fmt: skip
+SOME = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",
+        "eagle3:own", "parallel:own", "parallel:own+lookup"]  # fmt: skip
 PREFIX = [9, 10, 11, 12, 9, 10, 13, 14, 9, 10, 11, 20]
 RESTS = [[*rest, 9, 10] for rest in random_prompts(8)]
 PROMPTS = [[*PREFIX, *rest] for rest in RESTS]

@@ -71,7 +71,7 @@ def counted(target: CompiledTarget, rehearsal: Rehearsal) -> tuple[int, int]:
     return rehearsal.recorded, target.memory.sets_made
 
 
-@pytest.mark.parametrize("name", ["medusa:own", "eagle:own", "draft-model"])
+@pytest.mark.parametrize("name", ["medusa:own", "eagle:own", "draft-model", "own-layers"])
 def test_a_second_answer_makes_no_recording_and_takes_no_memory(
     name: str, target: Target, make_drafter: Callable[..., Drafter], rehearsal: Rehearsal
 ) -> None:

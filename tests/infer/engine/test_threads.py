@@ -79,7 +79,7 @@ def greedy(decoder: Decoder | OracleDecoder, count: int = 4) -> Answer:
 
 
 @pytest.mark.parametrize("lengths", PROMPTS)
-@pytest.mark.parametrize("name", ["plain", "eagle3:tree", "draft-model", "self"])
+@pytest.mark.parametrize("name", ["plain", "eagle3:tree", "draft-model", "own-layers", "self"])
 def test_eager_answers_do_not_depend_on_other_threads(target, make_drafter, name, lengths) -> None:
     drafter = None if name == "plain" else make_drafter(name, target)
     answer = greedy(Decoder(target, drafter))

@@ -8,8 +8,8 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 
-DRAFTERS = ["prompt-lookup", "draft-model", "medusa:tree", "eagle3:own", "parallel:own",
-            "parallel:own+lookup"]  # fmt: skip
+DRAFTERS = ["prompt-lookup", "draft-model", "own-layers", "medusa:tree", "eagle3:own",
+            "parallel:own", "parallel:own+lookup"]  # fmt: skip
 PROMPT = random_prompts(1)[0]
 OPTIONS = [
     {"temperature": 0.0},

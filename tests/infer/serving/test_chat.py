@@ -9,8 +9,8 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 
 # Those that differ in what they know of a row.
-CHATTING = ["none", "prompt-lookup", "draft-model", "medusa:tree", "hydra:own", "eagle:own",
-            "eagle3:own", "parallel:own", "parallel:own+lookup"]  # fmt: skip
+CHATTING = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",
+            "eagle:own", "eagle3:own", "parallel:own", "parallel:own+lookup"]  # fmt: skip
 TURNS = ["hello", "and then?", "", "why"]
 # Shows only the last answer: earlier turns are rewritten, so less of them can be reused.
 FORGETFUL = (

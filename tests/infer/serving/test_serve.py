@@ -21,8 +21,8 @@ from drafthead.infer.serving.serve_request import Answer, ServeRequest, Ticket
 from drafthead.infer.serving.server import MOST_PADDING, alike, seats
 
 # Those that differ in what they know of a row.
-SERVED = ["none", "prompt-lookup", "draft-model", "medusa:tree", "hydra:own", "eagle3:own",
-          "parallel:own", "parallel:own+lookup"]  # fmt: skip
+SERVED = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",
+          "eagle3:own", "parallel:own", "parallel:own+lookup"]  # fmt: skip
 
 
 def decoder_with(name: str, target, make_drafter) -> Decoder:

@@ -1,0 +1,146 @@
+"""A part of a target: some of its layers, with the weights of the target and over its caches.
+
+Early exit (LayerSkip, Elhoushi et al., 2024, arXiv 2404.16710) is the part of the first layers;
+Draft & Verify (Zhang et al., 2023, arXiv 2309.08168) leaves out layers anywhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.hooks import hook_lock, in_this_thread, share_lock
+from drafthead.heads.target.target import LAYER_NAMES, Target, find_decoder
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+CHECKED = 4  # tokens that a part reads to show that it is one
+
+
+def part_of(target: Target, layers: Sequence[int]) -> Target:
+    """A target that runs the given layers alone, in their order, then norm and output head.
+
+    It has no weights of its own. Its layers keep their numbers in a cache: passes of the part and
+    of the target share a cache, and each layer reads what it has written itself. Raises UserError
+    for layers that the target lacks, or that cannot run without the others, and for encoder-decoder
+    models.
+    """
+    target.refuse_encoder("drafting with some of its layers")
+    refuse_other_layers(target, layers)
+    part = Target(with_layers(target.model, layers), target.tokenizer)
+    part.numbers = tuple(layers)
+    refuse_unlike(target, part)
+    return part
+
+
+def refuse_other_layers(target: Target, layers: Sequence[int], named: str = "") -> None:
+    """Raise UserError for no layers, unknown ones, or any but an ascending order.
+
+    `named` is how the user has named them.
+    """
+    last = target.num_layers - 1
+    if layers and list(layers) == sorted({*layers}) and layers[0] >= 0 and layers[-1] <= last:
+        return
+    raise UserError(
+        f"draft_layers are {named or list(layers)}, but the target has layers 0 to {last}: name at "
+        "least one of them, in ascending order and each once"
+    )
+
+
+def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Make a model's configuration that of some of its layers.
+
+    Settings that list a value for each layer keep those of the chosen layers.
+    """
+    count = config.num_hidden_layers
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == count:
+            setattr(config, name, [value[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
+
+
+def with_own_children(module: AnyModule) -> AnyModule:
+    """A copy whose submodules can be replaced; until then they are those of the original."""
+    twin = copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def with_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model that shares all its modules with `model`, but has some of the layers only.
+
+    Passes of both that need hooks wait for each other.
+    """
+    decoder = find_decoder(model)
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    twin = with_own_children(model)
+    twin.config = deepcopy(model.config)
+    own: nn.Module = twin
+    for name in path.split(".") if path else []:
+        own._modules[name] = with_own_children(getattr(own, name))
+        own = getattr(own, name)
+    config = twin.config.get_text_config(decoder=True)
+    keep_layers(config, layers)
+    own.config = config  # type: ignore[assignment]  # torch takes attributes for its own
+    place = next(name for name in LAYER_NAMES if isinstance(getattr(own, name, None), nn.Module))
+    own._modules[place] = nn.ModuleList(getattr(decoder, place)[layer] for layer in layers)
+    share_lock(twin, model)
+    return twin
+
+
+@torch.no_grad()
+def refuse_unlike(target: Target, part: Target) -> None:
+    """Raise UserError where a part computes anything but what the target would without its other
+    layers: these may share keys, or the model may give each layer something of its own.
+    """
+    assert part.numbers is not None
+    tokens = torch.arange(CHECKED, device=target.device)[None] % target.vocab_size
+    passed = [n for n in range(target.num_layers) if n not in part.numbers]
+    with hook_lock(target.model):
+        with passed_over([target.layers[number] for number in passed]):  # type: ignore[index]
+            expected = target.forward(tokens, tokens, None)
+        try:
+            found = part.forward(tokens, tokens, None)
+        except Exception as error:  # of transformers' code, of any kind
+            raise UserError(unlike(target, repr(error))) from error
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        raise UserError(unlike(target, "it then computes something else"))
+
+
+def unlike(target: Target, reason: str) -> str:
+    """The sentence of `refuse_unlike`."""
+    name = type(target.model).__name__
+    return f"{name} cannot draft with some of its layers, which need the others ({reason})"
+
+
+@contextmanager
+def passed_over(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, layers return what they are given, in passes of this thread.
+
+    The caller holds the model's `hook_lock`.
+    """
+    handles = [
+        layer.register_forward_hook(in_this_thread(input_instead), with_kwargs=True)
+        for layer in layers
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def input_instead(
+    _layer: nn.Module,
+    args: tuple[torch.Tensor, ...],
+    kwargs: dict[str, torch.Tensor],
+    output: torch.Tensor | tuple[object, ...],
+) -> torch.Tensor | tuple[object, ...]:
+    """A layer's input [B, T, D] in the form of its output."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -1,0 +1,56 @@
+"""The target drafts for itself: some of its layers, then its own norm and output head.
+
+No training, and no second model (LayerSkip, arXiv 2404.16710; Draft & Verify, arXiv 2309.08168).
+The layers that draft see in the target's cache what the target has committed, so none of them reads
+a committed token again. What they write there for drafted tokens is discarded: the pass that
+verifies these computes all layers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.target.part import part_of
+from drafthead.heads.target.target import Target
+from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
+
+
+class OwnLayers(LevelDrafter):
+    """Chains and trees of up to `depth` levels from some of the target's layers."""
+
+    def __init__(self, target: Target, layers: Sequence[int], depth: int):
+        """Raises UserError for layers that are no part of the target, or a depth below 1."""
+        super().__init__(part_of(target, layers), target, depth)
+
+    def identity(self) -> str:
+        """That of a model of these layers, and whose they are."""
+        return f"{super().identity()} within the target"
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session, which needs nothing of the prompts [B, T] but their last tokens."""
+        return OwnLayersSession(self)
+
+
+class OwnLayersSession(LevelSession):
+    """Some of the target's layers at work; before each proposal they are lent its cache."""
+
+    row_state = ("roots",)
+    roots_pending = True
+
+    def borrow(self, cache: TreeCache) -> None:
+        """Draft over what the target has committed in `cache`."""
+        self.cache = cache
+
+    def commit(self, committed: Committed) -> None:
+        """Keep the last tokens: what comes before them is in the target's cache."""
+        self._judge(committed)
+        self.roots = committed.ends.roots
+
+    @torch.no_grad()
+    def _after_roots(self) -> torch.Tensor:
+        """The logits [B, V] after the last committed tokens, which become pending."""
+        assert self.roots is not None
+        nothing = torch.ones(1, 1, 0, dtype=torch.bool, device=self.roots.device)
+        return self._feed(self.roots[:, None], 0, nothing)[:, -1]

@@ -1,0 +1,48 @@
+"""Draft sessions outside the engine, which for some of them has to read the text."""
+
+from collections.abc import Sequence
+
+import torch
+
+from drafthead.heads.coupling import Choice
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.host import to_host
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.features import NO_FEATURES
+from drafthead.heads.target.target import Target
+from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.engine.prefill import padded, prefill
+
+
+class Alone(DraftSession):
+    """A session to which a target's cache of all committed tokens is lent."""
+
+    row_state = ("session", "texts")
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        prompts: torch.Tensor,  # [B, T]
+        lengths: torch.Tensor,  # [B]
+    ):
+        self.session, self.target = drafter.start(prompts, lengths), target
+        # The first commit begins with the second token of a prompt.
+        self.texts: list[list[int]] = [row[:1] for row in to_host(prompts)]
+
+    def commit(self, committed: Committed) -> None:
+        self.session.commit(committed)
+        pairs = zip(self.texts, committed.new_tokens, strict=True)
+        self.texts = [[*text, *new] for text, new in pairs]
+
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+        self.session.borrow(cache_of(self.target, [text[:-1] for text in self.texts]))
+        return self.session.propose(budget, sampling, random)
+
+
+def cache_of(target: Target, texts: Sequence[Sequence[int]]) -> TreeCache:
+    """A cache in which texts are committed."""
+    cache = target.new_cache()
+    prefill(target, *padded(texts, target.device), NO_FEATURES, cache, room=32)
+    return cache
