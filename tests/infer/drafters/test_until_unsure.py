@@ -14,7 +14,8 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.draft_model import GROWN, DraftModel
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.level_drafter import GROWN
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup
 from drafthead.infer.engine.planner import FixedPlan
