@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.engine.draft_lengths import DraftLengths, Stops, Table, at_its_end
+from drafthead.infer.engine.draft_lengths import DraftLengths, Stops, at_its_end
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+from drafthead.infer.engine.step_costs import Table
 
 
 class Expectations:

@@ -7,12 +7,11 @@ a draft of at most two levels stops, one of at most four stops as well.
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
+from drafthead.infer.engine.step_costs import Size, Table
 
-Table = NDArray[np.float64]
 # The sizes at which a draft within a budget may end, see `Drafter.stops`.
 Stops = Callable[[Budget], Sequence[Budget]]
 
@@ -27,7 +26,7 @@ class DraftLengths:
 
     def __init__(
         self,
-        sizes: Sequence[Budget | None],
+        sizes: Sequence[Size],
         stops: Stops = at_its_end,
         settings: PlannerSettings = DEFAULT_SETTINGS,
     ):

@@ -151,8 +151,7 @@ class AdaptivePlan:
         """A size with its `least_chance`: the tokens that the time of one more level brings in
         steps of the best size.
         """
-        stops = () if size is None else self.stops(size)
-        if size is None or len(stops) == 1:
+        if size is None or len(stops := self.stops(size)) == 1:
             return size
         seconds = [self.costs.seconds(stop) for stop in (stops[0], stops[-1])]
         level = max(0.0, seconds[1] - seconds[0]) / (len(stops) - 1)
