@@ -5,8 +5,8 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 `{% generation %}` tags. A base model has none: its answers continue the prompts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -57,7 +57,17 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str
 ) -> list[int]:
     """Token ids [T] that ask the target for the next answer; errors as `render`."""
-    text = render(tokenizer, messages, where, add_generation_prompt=True)
+    return encoded(tokenizer, messages, where, add_generation_prompt=True)
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    add_generation_prompt: bool = False,
+) -> list[int]:
+    """Token ids [T] of a conversation under the tokenizer's chat template; errors as `render`."""
+    text = render(tokenizer, messages, where, add_generation_prompt)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -68,14 +78,18 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def mark_answers(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str = "the conversation",
+    context: int = 0,
 ) -> SupervisedTokens:
     """The whole conversation's ids [T] and a mask [T] of those that the assistant has to emit.
 
     An answer is what the template adds to the prompt of its turn, up to and including the first
     control token after the text (the end-of-turn; a line break after it is never generated). An
     answer that the full rendering does not show as it was generated (a template that drops earlier
-    reasoning, or moves the system text to the last turn) is not supervised.
+    reasoning, or moves the system text to the last turn) is not supervised, nor is one among the
+    first `context` messages.
 
     Raises UserError if the template refuses the messages or the tokenizer has no offsets.
     """
@@ -84,7 +98,7 @@ def mark_answers(
     blank = [not text[start:end].strip() for start, end in bounds]
     controls = special_ids(tokenizer)
     mask = [False] * len(ids)
-    for index, message in enumerate(messages):
+    for index, message in enumerate(messages[context:], context):
         span = _answer_span(tokenizer, messages, index, text, where)
         if span is None:
             continue
@@ -218,63 +232,3 @@ def join_turns(answers: Sequence[AnswerTokens]) -> list[SupervisedTokens]:
         mask = mask + [False] * (len(turn.prompt) - len(mask)) + [True] * len(turn.answer)
         sequences.append(SupervisedTokens(turn.prompt + turn.answer, mask))
     return sequences
-
-
-@dataclass
-class LeftOut:
-    """What training does not see of a data set."""
-
-    rows: int = 0  # all there are
-    cut: int = 0  # sequences that were cut, those in `too_late` included
-    problems: list[str] = field(default_factory=list)  # rows that cannot be used, and why
-    too_late: list[str] = field(default_factory=list)  # places of rows cut before their answer
-
-    def sentences(self, max_length: int) -> list[str]:
-        """What a user should know of it."""
-        sentences = []
-        if self.problems:
-            counts = f"{len(self.problems)} of {self.rows}"
-            sentences.append(f"{counts} rows are left out; the first: {self.problems[0]}")
-        if self.cut:
-            first = f" (the first is {self.too_late[0]})" if self.too_late else ""
-            sentences.append(
-                f"{self.cut} of {self.rows} rows cut to {max_length} tokens, {len(self.too_late)} "
-                f"of them dropped because no answer was left{first}"
-            )
-        return sentences
-
-
-def supervised_rows(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Iterable[Conversation],
-    max_length: int,
-    left_out: LeftOut,
-) -> Iterator[SupervisedTokens]:
-    """The `supervised_sequences` of all conversations, cut to `max_length` tokens, as they come.
-
-    What has nothing to learn is added to `left_out`. Raises UserError if nothing else was there,
-    and for a tokenizer that cannot be used.
-    """
-    found = False
-    for conversation in conversations:
-        left_out.rows += 1
-        try:
-            sequences = supervised_sequences(tokenizer, conversation)
-        except UnusableRowError as error:
-            left_out.problems.append(str(error))
-            continue
-        for marked in sequences:
-            left_out.cut += len(marked.input_ids) > max_length
-            kept = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
-            if any(kept.mask):
-                found = True
-                yield kept
-            else:
-                left_out.too_late.append(conversation.where)
-    if len(left_out.problems) == left_out.rows:
-        raise UserError(left_out.problems[0])
-    if not found:
-        raise UserError(
-            f"no answer of {left_out.rows} rows begins within {max_length} tokens: "
-            "raise the maximum length"
-        )

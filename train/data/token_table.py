@@ -33,15 +33,16 @@ from drafthead.train.data.conversations import (
     iter_conversations,
     source_digest,
 )
-from drafthead.train.data.supervision import LeftOut, SupervisedTokens, supervised_rows
+from drafthead.train.data.fitted_rows import LeftOut, fitted_rows
+from drafthead.train.data.supervision import SupervisedTokens
 
 logger = logging.getLogger(__name__)
 
 ROWS, RECORD = "rows.arrow", "record.json"
 BATCH = 1024  # sequences that are written at a time
-# Of the files; raise it when supervision changes what it makes of a conversation, or the record has
-# other fields.
-VERSION = 2
+# Of the files; raise it when other tokens are made of a conversation, or the record has other
+# fields.
+VERSION = 3
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -67,7 +68,7 @@ class Reading:
 
     source: str
     prompt_column: str | None
-    max_length: int  # tokens; longer conversations are cut
+    max_length: int  # tokens; longer conversations are split at turns
     limit: int | None  # conversations, from the first
 
 
@@ -212,7 +213,7 @@ def make(folder: Path, reading: Reading, tokenizer: PreTrainedTokenizerBase) -> 
     with fresh_folder(folder) as temporary:
         conversations = iter_conversations(reading.source, reading.prompt_column, reading.limit)
         left_out = LeftOut()
-        rows = supervised_rows(tokenizer, noted(conversations), reading.max_length, left_out)
+        rows = fitted_rows(tokenizer, noted(conversations), reading.max_length, left_out)
         record = {
             "source": reading.source,
             "digest": write_rows(temporary / ROWS, rows),

@@ -24,11 +24,9 @@ from drafthead.train.data.conversations import (
     read_conversations,
 )
 from drafthead.train.data.supervision import (
-    LeftOut,
     SupervisedTokens,
     encode_prompt,
     supervise,
-    supervised_rows,
 )
 
 SPECIALS = [
@@ -321,24 +319,6 @@ def test_a_template_without_answers_is_refused(bpe: Tokenizer) -> None:
 def test_a_conversation_without_answers_is_refused(bpe: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"0 supervised tokens in .*no assistant answers"):
         supervise(with_template(bpe, CHATML), TWO_TURNS[:1])
-
-
-def test_truncation_drops_rows_without_an_answer_and_counts(bpe: Tokenizer) -> None:
-    tokenizer = with_template(bpe, CHATML)
-    long: Message = {"role": "user", "content": "two " * 60}
-    rows = [
-        Conversation("a", TWO_TURNS, "f.jsonl:1"),
-        Conversation("b", [long, TWO_TURNS[1]], "f.jsonl:2"),
-    ]
-    left_out = LeftOut()
-    kept = list(supervised_rows(tokenizer, rows, 40, left_out))
-    assert [len(row.input_ids) for row in kept] == [40]
-    assert left_out.sentences(40) == [
-        "2 of 2 rows cut to 40 tokens, 1 of them dropped because no answer was left (the first is "
-        "row 2 of f.jsonl)"
-    ]
-    with pytest.raises(UserError, match="within 2 tokens"):
-        list(supervised_rows(tokenizer, rows, 2, LeftOut()))
 
 
 # ------------------------------------------------------------------------------------- reading
