@@ -324,9 +324,9 @@ def run_together(config: Path, engine: str = "cpu2", **environment: str) -> Path
     return config.with_suffix("")
 
 
-def test_two_processes_learn_what_one_learns(configure):
-    alone = run(configure("alone"))
-    folder = run_together(configure("together"))
+def test_two_processes_learn_what_one_learns(configure, target: Target):
+    alone = run(configure("alone", ema=0.5))
+    folder = run_together(configure("together", ema=0.5))
     for key in ("loss", "grad_norm"):
         assert column(folder, key) == pytest.approx(column(alone, key), abs=1e-5)
     # Both processes were there: each kept its random state.
@@ -334,6 +334,8 @@ def test_two_processes_learn_what_one_learns(configure):
     last = [json.loads((f / "evaluation.jsonl").read_text()) for f in (alone, folder)]
     assert last[0]["anchors"] == last[1]["anchors"]
     assert last[0]["tau_chain"] == pytest.approx(last[1]["tau_chain"])
+    weights = [load_head(f, target).state_dict() for f in (alone, folder)]
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-5)
 
 
 def test_a_run_of_two_processes_is_continued_by_one(configure):
@@ -373,6 +375,46 @@ def interrupted(config: Path, step: int) -> Path:
         patch.setattr(Trainer, "_step", stopping)
         train(load_run_config(config))
     return config.with_suffix("")
+
+
+def head_weights(folder: Path, target: Target) -> dict[str, torch.Tensor]:
+    """The weights that a run has written."""
+    return load_head(folder, target).state_dict()
+
+
+def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return all(some[name].equal(tensor) for name, tensor in others.items())
+
+
+def test_an_average_of_weights_is_measured_and_written_and_changes_no_step(
+    configure, target: Target
+):
+    last = run(configure("last", max_steps=4))
+    averaged = run(configure("averaged", max_steps=4, ema=0.5))
+    assert losses(averaged) == losses(last)
+    assert not equal(head_weights(averaged, target), head_weights(last, target))
+    logs = [(folder / "evaluation.jsonl").read_text() for folder in (averaged, last)]
+    assert logs[0] != logs[1]
+    nothing_kept = run(configure("nothing", max_steps=4, ema=1e-9))
+    assert equal(head_weights(nothing_kept, target), head_weights(last, target))
+    assert (nothing_kept / "evaluation.jsonl").read_text() == logs[1]
+
+
+def test_an_average_of_weights_is_resumed_bit_for_bit(configure, target: Target):
+    settings = {"max_steps": 6, "save_every": 2, "ema": 0.9}
+    expected = run(configure("whole", **settings))
+    config = configure("stopped", **settings)
+    folder = interrupted(config, step=5)  # after a state of step 4
+    run(config)
+    assert equal(head_weights(folder, target), head_weights(expected, target))
+    logs = [(f / "evaluation.jsonl").read_text() for f in (folder, expected)]
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("ema", [0, 1, -0.5, 1.5])
+def test_a_decay_that_averages_nothing_is_refused(configure, ema: float):
+    with pytest.raises(UserError, match=rf"section train: ema must lie in \(0, 1\).* got {ema}"):
+        load_run_config(configure(ema=ema))
 
 
 def test_a_disk_that_is_full_while_saving_loses_no_step(configure, monkeypatch):
@@ -417,7 +459,7 @@ def test_resuming_with_other_target_weights_is_refused(configure, files: Path, t
 
 
 def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(configure):
-    settings = {"max_steps": 80, "save_every": 3, "eval_every": 10}
+    settings = {"max_steps": 80, "save_every": 3, "eval_every": 10, "ema": 0.9}
     expected = run(configure("uninterrupted", **settings))
     config = configure("killed", **settings)
     folder = config.parent / "killed"

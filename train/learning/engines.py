@@ -8,7 +8,7 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafthead.heads.errors import UserError
-from drafthead.train.run.config import RunConfig
+from drafthead.train.run.config import RunConfig, TrainConfig
 
 # What the launcher sets for each engine.
 ENGINES = {
@@ -37,8 +37,22 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         # Else transformers would build the frozen target in pieces, as under ZeRO-3 a model that is
         # trained, and no engine would ever put them together.
         unset_hf_deepspeed_config()
+    check_average(config.train, accelerator)
     config.train.accumulation(accelerator.num_processes)
     return accelerator
+
+
+def check_average(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raise UserError if weights are to be averaged and each process holds pieces of them only."""
+    in_pieces = accelerator.distributed_type == DistributedType.FSDP
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.deepspeed_plugin.deepspeed_config
+        in_pieces = settings["zero_optimization"]["stage"] == 3
+    if config.ema is not None and in_pieces:
+        raise UserError(
+            "train.ema needs whole weights in each process, which FSDP and ZeRO-3 do not have: "
+            "leave it out, or launch with ddp.yaml or zero2.yaml of configs/accelerate/"
+        )
 
 
 def engine_asked_for() -> DistributedType | None:

@@ -76,7 +76,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure a head on held-out rows, shared among the processes; all return the result.
 
-    `model` is the prepared `step.LossModule` around `head`. `on_batch` is called after each batch.
+    `model` is a `step.LossModule` around `head` or around its averaged weights. `on_batch` is
+    called after each batch.
     """
     rows = range(len(data.rows))
     batches: Sequence[Sequence[int]] = [

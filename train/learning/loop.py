@@ -48,7 +48,7 @@ class Trainer:
         """Prepare everything for this number of processes."""
         self.accelerator, self.task, self.config, self.folder = accelerator, task, config, folder
         self.runner = StepRunner(accelerator, task, config, optimizer)
-        self.writer = RunWriter(accelerator, folder, task, self.runner.model)
+        self.writer = RunWriter(accelerator, folder, task, self.runner.result)
         self.order = RowOrder(len(task.train.rows), config.batch_rows, config.seed)
         self.duration = Duration.of(config, len(task.train.rows))
         self.progress = Progress()
@@ -201,7 +201,7 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         rows = self.config.micro_batch_rows
         result = evaluate(
-            self.accelerator, self.runner.model, task.head, task.target, task.validation, rows
+            self.accelerator, self.runner.result, task.head, task.target, task.validation, rows
         )
         if self.accelerator.is_main_process:  # a run killed at its end evaluates there again
             cut_log(self.folder.path / EVALUATION_FILE, self.progress.step - 1)

@@ -19,6 +19,7 @@ from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
 from drafthead.train.features.kept import KeptFeatures
 from drafthead.train.features.reading import FeatureReader, computing_in
+from drafthead.train.learning.average import WeightAverage
 from drafthead.train.learning.ranks import chain_lengths
 from drafthead.train.learning.replay import replayed
 from drafthead.train.optimizers import (
@@ -105,6 +106,8 @@ class StepRunner:
         self.optimizer_config = optimizer
         self.accumulation = config.accumulation(accelerator.num_processes)
         accelerator.gradient_accumulation_steps = self.accumulation
+        # Before `prepare`, which may round the weights.
+        self.average = self._new_average()
         optimizers = build_optimizers(task.head.named_parameters(), optimizer)
         self.peaks = [o.param_groups[0]["lr"] for o in optimizers]
         self.model, *self.optimizers = accelerator.prepare(
@@ -121,6 +124,21 @@ class StepRunner:
         self.rates: list[float] = []  # of the last step
         self.grad_norm: float | None = None
 
+    def _new_average(self) -> WeightAverage | None:
+        """The average of weights that the configuration asks for; saved states hold it."""
+        if self.config.ema is None:
+            return None
+        average = WeightAverage(self.task.head, self.config.ema, self.accelerator.device)
+        self.accelerator.register_for_checkpointing(average.head)
+        return average
+
+    @property
+    def result(self) -> nn.Module:
+        """What is evaluated and written, as a `LossModule`: the averaged head if there is one."""
+        if self.average is None:
+            return self.model
+        return LossModule(self.average.head, self.task.target, self.config.mixed_precision)
+
     def run(self, step: int, share: float, rows: list[int]) -> StepSums:
         """Train on `rows` once; `share` of the duration is used when half of the step is done."""
         self._enter_stage(step, share)
@@ -131,6 +149,8 @@ class StepRunner:
             self._micro_batch(step, micro, rows, num_supervised)
             for micro in range(self.accumulation)
         ]
+        if self.average is not None:
+            self.average.update(self.task.head, step)
         return StepSums(
             torch.stack([part.losses for part in parts]).sum(dim=0),
             sum(part.target_seconds for part in parts),

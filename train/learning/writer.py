@@ -20,7 +20,7 @@ class RunWriter:
     def __init__(
         self, accelerator: Accelerator, folder: RunFolder, task: TrainingTask, model: nn.Module
     ):
-        """`model` is the prepared `LossModule` around the task's head."""
+        """`model` is a `LossModule` around the head to write."""
         self.accelerator, self.folder, self.task, self.model = accelerator, folder, task, model
         self.sources = task.sources
 

@@ -39,6 +39,7 @@ class TrainConfig:
         BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
     ] = "no"
     seed: int = 0
+    ema: float | None = None  # evaluate and write an average of weights, with this decay a step
     init_from: str | None = None  # a head of the same family and shape, whose weights to start with
     save_every: int | None = None  # steps between saved states
     save_minutes: float = 10.0  # the same in minutes
@@ -55,6 +56,8 @@ class TrainConfig:
         counts = [self.batch_rows, self.micro_batch_rows, self.save_every, self.eval_every]
         if any(n is not None and n <= 0 for n in [*limits, *counts, self.save_minutes]):
             raise ValueError("all numbers but the seed must be positive")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema must lie in (0, 1), as 0.999 does, got {self.ema}")
         if not 0 < self.on_policy_share <= 1:
             raise ValueError(f"on_policy_share must lie in (0, 1], got {self.on_policy_share}")
 

@@ -8,13 +8,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from tiny import tiny_llama, write_conversations, write_target
 
 from drafthead.heads.base import DraftHead, HeadBatch
@@ -24,7 +27,7 @@ from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import collate
 from drafthead.train.data.token_table import TokenSequence
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning.engines import build_accelerator, check_engine
+from drafthead.train.learning.engines import build_accelerator, check_average, check_engine
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import trainable
@@ -89,6 +92,26 @@ def test_deepspeed_that_is_not_installed_is_one_sentence(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(UserError, match=r"DeepSpeed, which is not installed: pip install"):
         build_accelerator(load_run_config(config, [f"train.output={tmp_path}"]))
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "refused"),
+    [
+        (DistributedType.FSDP, None, True),
+        (DistributedType.DEEPSPEED, 3, True),
+        (DistributedType.DEEPSPEED, 2, False),
+        (DistributedType.MULTI_CPU, None, False),
+    ],
+)
+def test_an_average_of_weights_is_refused_where_nobody_has_them_whole(
+    config: Path, engine: DistributedType, stage: int | None, refused: bool
+) -> None:
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
+    accelerator = SimpleNamespace(distributed_type=engine, deepspeed_plugin=plugin)
+    averaged = load_run_config(config, ["train.output=x", "train.ema=0.9"])
+    with pytest.raises(UserError, match="train.ema needs whole") if refused else nullcontext():
+        check_average(averaged.train, accelerator)
+    check_average(load_run_config(config, ["train.output=x"]).train, accelerator)
 
 
 def test_muon_is_refused_before_an_engine_starts(
@@ -161,12 +184,15 @@ def test_two_processes_train_a_draft_model_as_one_does(config: Path, tmp_path: P
 def test_deepspeed_learns_what_one_process_learns_and_resumes(
     config: Path, tmp_path: Path, engine: str
 ) -> None:
-    alone, folder = trained(config, tmp_path / "alone"), tmp_path / engine
-    begun = trained(config, folder, "train.max_steps=3", engine=engine)
-    together = trained(config, folder, engine=engine)
+    average = ["train.ema=0.5"] if engine == "zero2" else []
+    alone, folder = trained(config, tmp_path / "alone", *average), tmp_path / engine
+    begun = trained(config, folder, "train.max_steps=3", *average, engine=engine)
+    together = trained(config, folder, *average, engine=engine)
     assert together[:3] == begun
     assert together == pytest.approx(alone, abs=1e-5)
     assert list((folder / "state" / "step-000000006").glob("pytorch_model/*")), "another engine"
+    weights = [load_file(path / "model.safetensors") for path in (tmp_path / "alone", folder)]
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-5)
 
 
 @needs_deepspeed
