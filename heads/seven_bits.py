@@ -11,13 +11,14 @@ LEVELS = 63  # on either side of 0
 MULTIPLE = 8  # of values in a row, for the kernel
 
 
-def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded(weight: torch.Tensor, levels: int = LEVELS) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole numbers of a weight [..., K], as float32, and the scales [...] of its rows.
 
-    A row 0.4 -0.26 1.0 has the scale 1 / 63 and the numbers 25 -16 63.
+    Numbers reach from -`levels` to `levels`. A row 0.4 -0.26 1.0 has the scale 1 / 63 and the
+    numbers 25 -16 63.
     """
     values = weight.float()
-    scales = values.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
+    scales = values.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / levels
     return (values / scales[..., None]).round(), scales
 
 

@@ -77,30 +77,38 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     if data.validation is not None:
         held_out = load_packed({data.validation: 1.0}, tokenizer, data, 0, data.max_validation)
         check_held_out(rows, held_out, data.validation)
-    kept = None
-    if data.feature_folder is not None:
-        refuse_nothing_to_keep(head)
-        source = FeatureSource(sources.target, sources.data, str(target.dtype), precision)
-        kept = KeptFeatures(Path(data.feature_folder), source, head.features_needed)
-        check_space(kept, target, rows)
+    kept = kept_features(config, head, target, rows, sources)
     task = TrainingTask(target, config.target.name, head, sources, rows, held_out, kept)
     return Trainer(accelerator, task, config.train, config.optimizer, folder)
 
 
-def refuse_nothing_to_keep(head: DraftHead) -> None:
-    """Raise UserError for a head that reads no features of the target."""
+def kept_features(
+    config: RunConfig, head: DraftHead, target: Target, rows: PackedData, sources: Sources
+) -> KeptFeatures | None:
+    """The features of the training rows in `data.feature_folder`, if there is one.
+
+    Raises UserError for a folder of something else, and when there is nothing to keep or no room.
+    """
+    data, dtype = config.data, str(target.dtype)
+    if data.feature_folder is None:
+        return None
     if head.features_needed == NO_FEATURES:
         raise UserError(
             "data.feature_folder keeps the target's features, of which a draft model with "
             f"head.loss={head.config.loss} reads none: leave it out"
         )
-
-
-def check_space(kept: KeptFeatures, target: Target, rows: PackedData) -> None:
-    """Raise UserError when there is no room for the features of all rows."""
-    tokens = sum(map(rows.row_length, range(len(rows.rows))))
-    token_bytes = len(kept.names) * target.hidden_size * target.dtype.itemsize
-    kept.check_space(len(rows.rows), tokens * token_bytes // len(rows.rows))
+    as_int8 = data.feature_dtype == "int8"
+    source = FeatureSource(
+        sources.target,
+        sources.data,
+        f"int8 of {dtype}" if as_int8 else dtype,
+        config.train.mixed_precision,
+    )
+    kept = KeptFeatures(Path(data.feature_folder), source, head.features_needed, as_int8)
+    size = kept.position_bytes(target.hidden_size, target.dtype)
+    lengths = [rows.row_length(row) for row in range(len(rows.rows))]
+    kept.reserve([size * length for length in lengths], data.feature_budget_gb)
+    return kept
 
 
 def new_head(family: str, config: Any, target: Target, token_counts: torch.Tensor) -> DraftHead:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState, GradientState
 from runs import run, write_inputs, write_run
 from tiny import byte_tokenizer, write_conversations
@@ -501,6 +502,30 @@ def test_kept_features_change_no_loss(trainable_family: str, configure, tmp_path
     kept = configure("kept", trainable_family, epochs=3)
     settings = f"data.feature_folder={tmp_path / 'features'}"
     assert losses(run(kept, settings)) == pytest.approx(online, rel=1e-4)
+
+
+def test_features_kept_as_bytes_within_a_budget_are_resumed_bit_for_bit(configure, tmp_path: Path):
+    """Half of the rows are kept; the run is stopped in its second epoch, with bytes on the disk."""
+
+    def configured(output: str) -> Path:
+        path = configure(output, epochs=3, save_every=2)
+        settings = yaml.safe_load(path.read_text())
+        settings["data"] |= {
+            "feature_folder": str(tmp_path / f"{output}-features"),
+            "feature_dtype": "int8",
+            "feature_budget_gb": 30e-6,
+        }
+        path.write_text(yaml.safe_dump(settings))
+        return path
+
+    expected = losses(run(configured("whole")))
+    stopped = configured("stopped")
+    interrupted(stopped, step=3)
+    assert losses(run(stopped)) == expected
+    kept = [len(list(tmp_path.glob(f"{name}-features/*/row*"))) for name in ("whole", "stopped")]
+    assert 0 < kept[0] == kept[1]
+    online = losses(run(configure("online", epochs=3)))
+    assert expected != online and expected == pytest.approx(online, rel=0.01)
 
 
 def test_an_interrupted_run_saves_exits_with_130_and_continues(configure):

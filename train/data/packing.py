@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,10 +30,17 @@ class DataConfig:
     max_length: int = 512  # tokens in a row
     max_validation: int = 500  # conversations
     feature_folder: str | None = None  # where the target's features are kept after the first epoch
+    feature_dtype: Literal["int8"] | None = None  # lossy: bytes with scales; None: as computed
+    feature_budget_gb: float | None = None  # what is kept of them; the rest is computed each epoch
 
     def __post_init__(self) -> None:
         if self.max_length < 2 or self.max_validation < 1:
             raise ValueError("max_length must be at least 2 and max_validation at least 1")
+        how = self.feature_dtype, self.feature_budget_gb
+        if self.feature_folder is None and how != (None, None):
+            raise ValueError("feature_dtype and feature_budget_gb need a feature_folder")
+        if self.feature_budget_gb is not None and self.feature_budget_gb <= 0:
+            raise ValueError(f"feature_budget_gb must be above 0, got {self.feature_budget_gb}")
         if not self.sources or min(self.sources.values()) <= 0:
             raise ValueError("data.train needs a source, and weights above 0")
 

@@ -9,8 +9,10 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,11 +23,13 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.train.features.int8_rows import from_int8, to_int8
 
 logger = logging.getLogger(__name__)
 
 RECORD = "features.json"
 ROWS_IN_A_FOLDER = 1000
+SCALES = " scales"  # after the name of hidden states that are kept as bytes
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,25 @@ class FeatureSource:
 
     target: str  # its `weights_fingerprint`
     rows: str  # `PackedData.fingerprint`
-    dtype: str  # of the hidden states
+    dtype: str  # of the hidden states, and how they are kept
     mixed_precision: str
 
 
 class KeptFeatures:
     """The features in one folder."""
 
-    def __init__(self, folder: Path, source: FeatureSource, spec: FeatureSpec):
+    def __init__(
+        self, folder: Path, source: FeatureSource, spec: FeatureSpec, as_int8: bool = False
+    ):
         """`spec` are the hidden states that `read` returns and `write` gets.
 
-        Raises UserError when the folder keeps features of another source.
+        Lossy with `as_int8`: each position is kept as bytes with a scale. Raises UserError when the
+        folder keeps features of another source.
         """
-        self.folder, self.spec = folder, spec
+        self.folder, self.spec, self.as_int8 = folder, spec, as_int8
         names = [f"layer {layer}" for layer in spec.layers]
         self.names = [*names, "last"] if spec.last else names
+        self.rows = sys.maxsize  # that are kept, from the first: see `reserve`
         folder.mkdir(parents=True, exist_ok=True)
         record = folder / RECORD
         if not record.exists():
@@ -61,25 +69,39 @@ class KeptFeatures:
                     "set data.feature_folder to another folder, or delete that one"
                 )
 
-    def check_space(self, num_rows: int, row_bytes: int) -> None:
-        """Log what the rows without a file take, `row_bytes` each on average.
+    def position_bytes(self, hidden_size: int, dtype: torch.dtype) -> int:
+        """What one position takes on the disk, of hidden states [D] of that type."""
+        as_bytes = hidden_size + dtype.itemsize  # with the scale
+        return len(self.names) * (as_bytes if self.as_int8 else hidden_size * dtype.itemsize)
 
-        Raises UserError when the disk has no room for it.
+    def reserve(self, row_bytes: Sequence[int], budget_gb: float | None = None) -> None:
+        """Keep the first rows whose bytes fit into the budget, all without one; log what they need.
+
+        Raises UserError when the budget has no room for a row, or the disk none for them all.
         """
-        there = sum(self.path(row).exists() for row in range(num_rows))
-        missing, free = (num_rows - there) * row_bytes, shutil.disk_usage(self.folder).free
+        budget = float("inf") if budget_gb is None else 1e9 * budget_gb
+        self.rows = sum(total <= budget for total in accumulate(row_bytes))
+        if not self.rows:
+            raise UserError(
+                f"data.feature_budget_gb={budget_gb} has no room for a row of "
+                f"{row_bytes[0] / 1e9:.3g} GB: raise it, or leave out data.feature_folder"
+            )
+        there = [self.path(row).exists() for row in range(self.rows)]
+        missing = sum(b for b, done in zip(row_bytes, there, strict=False) if not done)
         logger.info(
-            "features are kept in %s: %d of %d rows are there, the others need %.1f GiB",
+            "features of %d of %d rows are kept in %s: %d are there, the others need %.1f GB",
+            self.rows,
+            len(row_bytes),
             self.folder,
-            there,
-            num_rows,
-            missing / 2**30,
+            sum(there),
+            missing / 1e9,
         )
+        free = shutil.disk_usage(self.folder).free
         if missing > free:
             raise UserError(
-                f"the features of {num_rows - there} rows need {missing / 2**30:.1f} GiB in "
-                f"{self.folder}, where {free / 2**30:.1f} are free: set data.feature_folder to a "
-                "folder on a larger disk, or leave it out"
+                f"the features of {self.rows - sum(there)} rows need {missing / 1e9:.1f} GB in "
+                f"{self.folder}, where {free / 1e9:.1f} are free: set data.feature_folder to a "
+                "folder on a larger disk, data.feature_budget_gb to less, or leave both out"
             )
 
     def path(self, row: int) -> Path:
@@ -90,28 +112,41 @@ class KeptFeatures:
         """The features [T, D] of a row; None when a layer is missing or the file is damaged."""
         try:
             with safe_open(self.path(row), "pt") as file:
-                if not set(self.names) <= set(file.keys()):
-                    return None
-                kept = [file.get_tensor(name) for name in self.names]
-        except (OSError, SafetensorError):
+                return self._features(file.get_tensor)
+        except (OSError, SafetensorError):  # of a name that is not there as well
             return None
-        return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))
 
-    def write(self, row: int, features: Features) -> None:
-        """Keep the features [T, D] of a row, beside the layers that its file has already."""
+    def _features(self, tensor: Callable[[str], torch.Tensor]) -> Features:
+        """The features [T, D] of the tensors of a file, by name."""
+        states = [
+            from_int8(tensor(name), tensor(name + SCALES)) if self.as_int8 else tensor(name)
+            for name in self.names
+        ]
+        taps = tuple(states[: len(self.spec.layers)])
+        return Features(states[-1] if self.spec.last else None, taps)
+
+    def write(self, row: int, features: Features) -> Features:
+        """Keep the features [T, D] of a row, beside the layers that its file has already.
+
+        Returns them as `read` does, so that training learns from the same in every epoch.
+        """
         path = self.path(row)
         path.parent.mkdir(exist_ok=True)
         tensors = self._other_layers(path)
         last = [] if features.last is None else [features.last]
         for name, hidden in zip(self.names, [*features.taps, *last], strict=True):
-            # A copy, because two names may stand for one tensor, which a file cannot hold twice.
-            tensors[name] = hidden.cpu().clone(memory_format=torch.contiguous_format)
+            if self.as_int8:
+                tensors[name], tensors[name + SCALES] = to_int8(hidden.cpu())
+            else:
+                # A copy: a file cannot hold one tensor under two names.
+                tensors[name] = hidden.cpu().clone(memory_format=torch.contiguous_format)
         temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
             save_file(tensors, temporary)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+        return self._features(tensors.__getitem__)
 
     def _other_layers(self, path: Path) -> dict[str, torch.Tensor]:
         try:

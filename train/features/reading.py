@@ -114,12 +114,30 @@ class FeatureReader:
         tokens = self.data.batch(rows)
         if self.kept is None:
             return read_features(self.target, tokens, self.spec, self.mixed_precision)
-        found = [features for row in rows if (features := self.kept.read(row)) is not None]
+        # What is kept is computed apart from what is not, in each epoch: else a run that goes on
+        # would round some rows in other batches than the run that was stopped.
+        kept = [row for row in rows if row < self.kept.rows]
+        others = [row for row in rows if row >= self.kept.rows]
+        found = dict(zip(kept, self._kept(self.kept, kept), strict=True))
+        found |= dict(zip(others, self._computed(others), strict=True))
+        device = self.target.device
+        features = padded([found[row].map(lambda x: x.to(device)) for row in rows])
+        tokens = tokens.to(device)
+        return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+
+    def _kept(self, kept: KeptFeatures, rows: Sequence[int]) -> list[Features]:
+        """The features [T, D] of each row as they are kept; computed if one is missing."""
+        read = [kept.read(row) for row in rows]
+        found = [features for features in read if features is not None]
         if len(found) == len(rows):
-            device = self.target.device
-            tokens, features = tokens.to(device), padded(found).map(lambda x: x.to(device))
-            return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
-        batch = read_features(self.target, tokens, self.spec, self.mixed_precision)
-        for place, row in enumerate(rows):
-            self.kept.write(row, of_row(batch.features, place, self.data.row_length(row)))
-        return batch
+            return found
+        pairs = zip(rows, self._computed(rows), strict=True)
+        return [kept.write(row, features) for row, features in pairs]
+
+    def _computed(self, rows: Sequence[int]) -> list[Features]:
+        """The features [T, D] of each row, of one pass of the target over all."""
+        if not rows:
+            return []
+        tokens = self.data.batch(rows)
+        batch = read_features(self.target, tokens, self.spec, self.mixed_precision).features
+        return [of_row(batch, i, self.data.row_length(row)) for i, row in enumerate(rows)]
