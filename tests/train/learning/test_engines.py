@@ -34,6 +34,7 @@ from drafthead.train.run.trainables import trainable
 from drafthead.train.train_heads import new_head
 
 ROOT = Path(__file__).parents[3]
+FSDP_ON_CPUS = ROOT / "tests/train/fsdp_on_cpus.py"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
@@ -160,7 +161,8 @@ def trained(config: Path, output: Path, *settings: str, engine: str = "") -> lis
     """The losses of a run in another process, or in two under an engine."""
     launcher = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
     launcher = [*launcher, str(ROOT / f"configs/accelerate/{engine}.yaml")] if engine else []
-    command = [sys.executable, *launcher, str(ROOT / "train/train_heads.py")]
+    entry = FSDP_ON_CPUS if engine == "fsdp2" else ROOT / "train/train_heads.py"
+    command = [sys.executable, *launcher, str(entry)]
     process = subprocess.run(
         [*command, "--config", str(config), f"train.output={output}", *settings],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -179,6 +181,21 @@ def test_two_processes_train_a_draft_model_as_one_does(config: Path, tmp_path: P
     assert together == pytest.approx(alone, abs=1e-5)
 
 
+def assert_same_head(some: Path, other: Path) -> None:
+    weights = [load_file(folder / "model.safetensors") for folder in (some, other)]
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-5)
+
+
+def test_fsdp_learns_what_one_process_learns_and_resumes(config: Path, tmp_path: Path) -> None:
+    alone, folder = trained(config, tmp_path / "alone"), tmp_path / "fsdp2"
+    begun = trained(config, folder, "train.max_steps=3", engine="fsdp2")
+    together = trained(config, folder, engine="fsdp2")
+    assert together[:3] == begun
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert list((folder / "state" / "step-000000006").glob("*_fsdp_*/*")), "another engine"
+    assert_same_head(tmp_path / "alone", folder)
+
+
 @needs_deepspeed
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_deepspeed_learns_what_one_process_learns_and_resumes(
@@ -191,8 +208,7 @@ def test_deepspeed_learns_what_one_process_learns_and_resumes(
     assert together[:3] == begun
     assert together == pytest.approx(alone, abs=1e-5)
     assert list((folder / "state" / "step-000000006").glob("pytorch_model/*")), "another engine"
-    weights = [load_file(path / "model.safetensors") for path in (tmp_path / "alone", folder)]
-    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-5)
+    assert_same_head(tmp_path / "alone", folder)
 
 
 @needs_deepspeed
