@@ -19,14 +19,17 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.sampling import RowRandom, sample
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
+from drafthead.infer.drafters.by_text import ByText
 from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens
+from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.ngram_table import NgramTable
-from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
 from drafthead.infer.drafters.own_layers import OwnLayers
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.text_writing import TextWriter
+from drafthead.infer.drafters.translation import Translator
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.train.data import token_table
 from drafthead.train.draft_models.student import FAMILY
@@ -155,6 +158,7 @@ def unsure(target: Target) -> DraftModel:
 
 
 SMALL_MODELS = (
+    "by-text",
     "draft-model",
     "frequent-tokens",
     "other-vocabulary",
@@ -174,12 +178,15 @@ def make_small_model(make_target: Callable[..., Target]) -> Callable[[str, Targe
         if kind == "own-layers":
             return OwnLayers(target, [target.num_layers - 1], depth=3)
         vocab = target.vocab_size
-        if kind == "other-vocabulary":
+        if kind in ("other-vocabulary", "by-text"):
             letters = "".join(map(chr, range(0x4E00, 0x4E00 + vocab)))
             few = letters_tokenizer(letters[:0:-1], (letters[2:4],))
             small = make_target(seed=1, layers=1, vocab=len(few), hidden=target.hidden_size)
             theirs = Target(target.model, letters_tokenizer(letters))
-            return OtherVocabulary(Target(small.model, few), theirs, depth=3)
+            if kind == "other-vocabulary":
+                return model_drafter(Target(small.model, few), theirs, depth=3)
+            writer = TextWriter(Translator(theirs.tokenizer, few))
+            return ByText(Target(small.model, few), theirs, depth=3, writer=writer)
         if kind == "unsure":
             return unsure(target)
         small = make_target(seed=1, layers=1, vocab=vocab, hidden=target.hidden_size)

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 
 VOCAB, HIDDEN, END = 64, 32, 7
@@ -23,6 +24,7 @@ VOCAB, HIDDEN, END = 64, 32, 7
 BUSHY = TreeShape.from_paths(
     [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]
 )
+LETTERS = "abcdefgh"  # of tokenizers
 SPECIALS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -72,6 +74,12 @@ def letters_tokenizer(letters: str, pairs: tuple[str, ...] = ()) -> PreTrainedTo
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def letters_model(letters: str = LETTERS, pairs: tuple[str, ...] = (), seed: int = 0) -> Target:
+    """A random model of one layer, with its `letters_tokenizer`."""
+    tokenizer = letters_tokenizer(letters, pairs)
+    return Target(tiny_llama(seed, vocab_size=len(tokenizer), num_hidden_layers=1), tokenizer)
 
 
 def write_target(folder: Path, **settings: Any) -> None:

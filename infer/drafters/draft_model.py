@@ -1,7 +1,7 @@
 """The classic drafter: a separate small language model with the target's tokenizer.
 
-`other_vocabulary` is for models with another one. In each step it reads what the target has
-committed in one pass, which gives the first level of what it drafts.
+`other_vocabulary` and `by_text` are for models with another one. In each step it reads what the
+target has committed in one pass, which gives the first level of what it drafts.
 """
 
 from collections.abc import Sequence

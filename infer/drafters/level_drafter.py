@@ -170,7 +170,7 @@ class LevelSession(DraftSession):
             if level > 0:
                 if not self._goes_on(scores[-1][:, None]):
                     break
-                logits = self._feed_one(tokens[-1], level)
+                logits = self._feed_one(self.drafter.own_ids(tokens[-1]), level)
             log_probs, ids = self._best(logits, 1, level, draws)
             tokens.append(ids[:, 0])
             scores.append(scores[-1] + as_values(log_probs[:, 0]))
@@ -188,7 +188,7 @@ class LevelSession(DraftSession):
         supports: list[Support] = []
         for level in range(depth):
             if level > 0:
-                logits = self._feed_one(tokens[-1], level)
+                logits = self._feed_one(self.drafter.own_ids(tokens[-1]), level)
             known = drafter.proposable(logits)
             top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
             ids, probs = drafter.target_ids(top.indices), draft_distribution(top.values, sampling)
@@ -210,7 +210,7 @@ class LevelSession(DraftSession):
         def expand(
             tokens: torch.Tensor, above: torch.Tensor, visible: torch.Tensor, depth: int
         ) -> Children:
-            logits = self._feed(tokens, depth, visible)
+            logits = self._feed(self.drafter.own_ids(tokens), depth, visible)
             return self._best(logits, width, depth, draws)
 
         width = min(MOST_OPENED, budget.nodes - 1)  # children of a node
@@ -239,15 +239,15 @@ class LevelSession(DraftSession):
         return log_probs, ids.gather(-1, places)
 
     def _feed_one(self, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        """Logits [B, V] after the tokens [B] of a chain at a depth, which see those before them."""
+        """Logits [B, V] after own tokens [B] of a chain at a depth, which see those before them."""
         visible = torch.ones(1, 1, depth, dtype=torch.bool, device=tokens.device)
         return self._feed(tokens[:, None], depth, visible)[:, -1]
 
     def _feed(self, tokens: torch.Tensor, depth: int, visible: torch.Tensor) -> torch.Tensor:
         """Pass over drafted tokens [B, n] of a depth, kept pending; logits [B, n, V] after them.
 
-        The tokens are the target's; `visible` [B or 1, n, pending + n] is which drafted ones each
-        of them sees. The roots, which all see, are not among these.
+        The tokens are the draft model's own; `visible` [B or 1, n, pending + n] is which drafted
+        ones each of them sees. The roots, which all see, are not among these.
         """
         assert self.cache.lengths is not None
         pending = int(self.roots_pending)
@@ -255,8 +255,7 @@ class LevelSession(DraftSession):
         mask = self.cache.additive_mask(visible, self.model.dtype)
         places = (self.cache.lengths[:, None] + depth + pending - 1).expand_as(tokens)
         positions = self.model.legal_positions(places)
-        own = self.drafter.own_ids(tokens)
-        output = self.model.run(own, positions, mask, NO_FEATURES, self.cache)
+        output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)
         self.cache.keep_pending(tokens.shape[1])
         return output.logits
 

@@ -2,11 +2,16 @@
 
 from pathlib import Path
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.target.any_target import load_target
 from drafthead.heads.target.target import Target
+from drafthead.infer.drafters.by_text import ByText
 from drafthead.infer.drafters.draft_model import DraftModel, same_tokenizer
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens, read_draft_vocabulary
 from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
+from drafthead.infer.drafters.shared_tokens import SharedTokens, token_texts
+from drafthead.infer.drafters.text_writing import TextWriter
+from drafthead.infer.drafters.translation import Translator
 
 
 def load_draft_model(
@@ -24,11 +29,28 @@ def load_draft_model(
 def model_drafter(model: Target, target: Target, depth: int) -> DraftModel:
     """A drafter of up to `depth` levels for a draft model with the target's tokenizer or another.
 
-    One that `drafthead train` made may name the tokens that it guesses among.
+    One that `drafthead train` made may name the tokens that it guesses among. Raises UserError for
+    a depth below 1, for another tokenizer that is implemented in Python, and without a tokenizer
+    for a draft model that cannot have the target's.
     """
+    if target.tokenizer and not model.tokenizer and model.vocab_size != target.vocab_size:
+        raise UserError(
+            f"the draft model has no tokenizer that says what its {model.vocab_size} tokens are, "
+            f"and the target has {target.vocab_size}: put the files of its tokenizer beside it"
+        )
     if not same_tokenizer(target, model):
-        return OtherVocabulary(model, target, depth)
+        return foreign_drafter(model, target, depth)
     tokens = read_draft_vocabulary(model)
     if tokens is None:
         return DraftModel(model, target, depth)
     return FrequentTokens(model, target, depth, tokens)
+
+
+def foreign_drafter(model: Target, target: Target, depth: int) -> ByText:
+    """A drafter for a draft model with another tokenizer: by text alone if no token is shared."""
+    writer = TextWriter(Translator(target.tokenizer, model.tokenizer))
+    theirs = token_texts(writer.translator.draft)
+    shared = SharedTokens(writer.pieces, theirs, (target.vocab_size, model.vocab_size))
+    if len(shared) == 0:
+        return ByText(model, target, depth, writer)
+    return OtherVocabulary(model, target, depth, writer, shared)

@@ -1,19 +1,14 @@
-"""The target's tokens as a draft model with another tokenizer reads and writes them.
+"""The target's tokens as a draft model with another tokenizer reads them.
 
-Reading goes through text: what the target committed is decoded and encoded again. Writing goes
-token by token: a draft model proposes only tokens whose text is a token of the target too, with its
-own probabilities among these. What it proposes is thus drawn from a known distribution over the
-target's tokens, so every rule of acceptance stays exact (token-level intersection: Timor et al.,
-2025, arXiv 2502.05202, algorithm 4).
+Reading goes through text: what the target committed is decoded and encoded again. `shared_tokens`
+and `text_writing` are for what the draft model writes.
 """
 
 import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 
-import torch
 from tokenizers.decoders import DecodeStream
-from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
@@ -24,87 +19,47 @@ from drafthead.infer.request.text_pieces import waiting_tokens
 LOOKBACK = 48
 
 
-class SharedTokens(nn.Module):
-    """The S tokens with the same text in both vocabularies, by their numbers in each."""
-
-    draft_ids: torch.Tensor  # [S]
-    target_ids: torch.Tensor  # [S]
-    of_target: torch.Tensor  # [V] the draft's number of each of the target's tokens; 0 for others
-
-    def __init__(
-        self,
-        target: PreTrainedTokenizerBase,
-        draft: PreTrainedTokenizerBase,
-        sizes: tuple[int, int],  # rows of the output heads, the target's and the draft's
-    ):
-        """Raises UserError when no token is shared."""
-        super().__init__()
-        ours, theirs = token_texts(target), token_texts(draft)
-        pairs = sorted(
-            (theirs[text], number)
-            for text, number in ours.items()
-            if text in theirs and number < sizes[0] and theirs[text] < sizes[1]
+def fast(tokenizer: PreTrainedTokenizerBase | None, whose: str) -> PreTrainedTokenizerBase:
+    """The tokenizer. Raises UserError when there is none, or one that is implemented in Python."""
+    if tokenizer is None:
+        raise UserError(
+            f"the {whose} has no tokenizer, which a draft model with another vocabulary needs"
         )
-        if not pairs:
-            raise UserError(
-                "the draft model's tokenizer shares no token with the target's: choose another "
-                "draft model"
-            )
-        draft_ids, target_ids = torch.tensor(pairs).unbind(1)
-        of_target = torch.zeros(sizes[0], dtype=torch.long)
-        of_target[target_ids] = draft_ids
-        for name, table in (
-            ("draft_ids", draft_ids),
-            ("target_ids", target_ids),
-            ("of_target", of_target),
-        ):
-            self.register_buffer(name, table)
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the {whose}'s tokenizer is implemented in Python: a draft model with another "
+            "tokenizer needs fast ones for both"
+        )
+    return tokenizer
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The text that each token adds to a text before it, and its number.
-
-    Special tokens and parts of characters are left out. Where two tokens have one text, as a byte
-    and its letter in SentencePiece, the later one is what the tokenizer writes.
-    """
-    lead = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    # In one call: one by one would take seconds for a large vocabulary.
-    before, *pairs = tokenizer.backend_tokenizer.decode_batch(
-        [lead, *([*lead, number] for number in range(len(tokenizer)))], skip_special_tokens=False
-    )
-    special = set(tokenizer.all_special_ids)
-    texts: dict[str, int] = {}
-    for number, text in enumerate(pairs):
-        if number in special or not text.startswith(before) or "\ufffd" in text:
-            continue
-        if len(text) > len(before):
-            texts[text[len(before) :]] = number
-    return texts
+def unknown_specials(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> set[int]:
+    """Numbers of the special tokens of one tokenizer that another one does not have as such."""
+    known = set(other.all_special_tokens)
+    return {
+        number
+        for number, token in own.added_tokens_decoder.items()
+        if token.special and token.content not in known
+    }
 
 
 class Translator:
     """Two tokenizers, and what the text of one means to the other."""
 
-    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase):
-        """Raises UserError for tokenizers implemented in Python."""
-        for whose, tokenizer in (("target", target), ("draft model", draft)):
-            if not tokenizer.is_fast:
-                raise UserError(
-                    f"the {whose}'s tokenizer is implemented in Python: a draft model with another "
-                    "tokenizer needs fast ones for both"
-                )
-        self.target, self.draft = target, draft
-        self.waits = waiting_tokens(target)
-        known = set(draft.all_special_tokens)
-        # Special tokens that mean nothing to the draft model would be letters to it.
-        self.silent = {
-            number
-            for number, token in target.added_tokens_decoder.items()
-            if token.special and token.content not in known
-        }
+    def __init__(
+        self, target: PreTrainedTokenizerBase | None, draft: PreTrainedTokenizerBase | None
+    ):
+        """Raises UserError for a missing tokenizer, or one that is implemented in Python."""
+        self.target, self.draft = fast(target, "target"), fast(draft, "draft model")
+        self.waits = waiting_tokens(self.target)
+        # Special tokens that mean nothing to the draft model would be letters to it, and its own
+        # would be letters to the target.
+        self.silent = unknown_specials(self.target, self.draft)
+        self.foreign = unknown_specials(self.draft, self.target)
         # What the draft's tokenizer puts before every text, and a token for no text at all.
-        self.opening: list[int] = [i for i in draft("").input_ids if i == draft.bos_token_id]
-        ends = (draft.bos_token_id, draft.eos_token_id, 0)
+        first, last = self.draft.bos_token_id, self.draft.eos_token_id
+        self.opening: list[int] = [i for i in self.draft("").input_ids if i == first]
+        ends = (first, last, 0)
         self.nothing: int = next(number for number in ends if number is not None)
 
     def encode(self, text: str) -> tuple[list[int], list[int], list[int]]:
@@ -120,7 +75,8 @@ class TranslatedRow:
     def __init__(self, translator: Translator):
         self.translator = translator
         self.tokens: list[int] = []  # the target's
-        self.text = ""  # of all but those that wait for the rest of a character
+        self.text = ""  # of all but the unfinished ones
+        self.unfinished: list[int] = []  # the last of them, which wait for the rest of a character
         self.read: list[int] = []  # the draft's tokens
         self.ends: list[int] = []  # characters of the text after each of them
         self._encoded_before = 0  # characters of the text
@@ -130,7 +86,7 @@ class TranslatedRow:
         """Decode from the beginning."""
         self._stream = DecodeStream(skip_special_tokens=False)
         self._waiting: list[int] = []
-        tokens, self.tokens, self.text = self.tokens, [], ""
+        tokens, self.tokens, self.text, self.unfinished = self.tokens, [], "", []
         self.add(tokens)
 
     def __copy__(self) -> "TranslatedRow":
@@ -149,10 +105,13 @@ class TranslatedRow:
             if token in translator.silent:
                 continue
             self._waiting.append(token)
+            self.unfinished.append(token)
             if token not in translator.waits:
                 piece = self._stream.step(translator.target.backend_tokenizer, self._waiting)
-                self.text += piece or ""
                 self._waiting = []
+                if piece:
+                    self.text += piece
+                    self.unfinished = []
 
     def cut(self, count: int) -> None:
         """Keep the first `count` tokens; what has been read beyond is read again."""

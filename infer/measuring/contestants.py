@@ -1,5 +1,6 @@
 """Ways of decoding that a comparison races: ours, and transformers' own as baselines."""
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -106,7 +107,8 @@ class Transformers(Contestant):
     """`model.generate`, alone or with `assistant_model`.
 
     `assistant_tokens` None leaves the assistant's length to transformers' own schedule; it takes
-    one prompt at a time.
+    one prompt at a time. An assistant with another tokenizer drafts by text at temperature 0, and
+    by shared tokens above it, where transformers 5.23 does not keep the target's distribution.
     """
 
     target: Target
@@ -184,6 +186,17 @@ class Transformers(Contestant):
                 "assistant_tokenizer": self.assistant.tokenizer,
             }
         return arguments
+
+
+def changeable(assistant: Target) -> Target:
+    """An assistant with another tokenizer, for sampling: a copy that shares its weights.
+
+    transformers takes rows out of its output head and wraps its embeddings, for good, and knows by
+    the tokenizers which assistant it has changed. Whoever else decodes with it would fail.
+    """
+    model = assistant.model
+    weights = {id(table): table for table in (*model.parameters(), *model.buffers())}
+    return Target(copy.deepcopy(model, weights), copy.copy(assistant.tokenizer))
 
 
 def up_to_end(tokens: Sequence[int], end_ids: Collection[int]) -> list[int]:

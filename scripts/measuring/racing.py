@@ -1,7 +1,9 @@
 """Races of all ways of decoding, for compare and leaderboard: who takes part, and the run."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,6 +14,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
+from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.drafters.level_drafter import LevelDrafter
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.own_layers import OwnLayers
@@ -25,10 +28,12 @@ from drafthead.infer.measuring.comparison import (
     divergences,
     rows_of,
 )
-from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers
+from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers, changeable
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.race import prepare, race
 from drafthead.scripts.measuring.record import Prompt
+
+logger = logging.getLogger(__name__)
 
 # Modes that are not heads.
 LOOKUP, DATASTORE, DRAFT_MODEL = "prompt lookup", "datastore", "draft model"
@@ -142,12 +147,20 @@ class Drafters:
 
     def _assisted(self, assistant: Target, sampling: SamplingConfig) -> list[Contestant]:
         """transformers' assisted generation, with its own schedule and with our length."""
+        if not sampling.greedy and not same_tokenizer(self.target, assistant):
+            assistant = self.changeable_assistant
         chain, kind = self.draft_tokens, DRAFT_MODEL
         theirs = "generate + assistant"
         return [
             Transformers(theirs, kind, sampling, self.target, assistant),
             Transformers(f"{theirs}, {chain}", kind, sampling, self.target, assistant, chain),
         ]
+
+    @cached_property
+    def changeable_assistant(self) -> Target:
+        """The assistant for transformers' sampling with another tokenizer; one for all races."""
+        assert self.assistant is not None
+        return changeable(self.assistant)
 
 
 def run_races(
@@ -165,10 +178,7 @@ def run_races(
     for temperature in terms.temperatures:
         sampling = SamplingConfig(temperature=temperature, top_p=terms.top_p)
         contestants = drafters.contestants(sampling, terms.verifier, assisted and size == 1)
-        with tqdm(contestants, desc="compiling and timing", unit="way", leave=False) as bar:
-            for contestant in bar:
-                bar.set_postfix_str(contestant.mode)
-                prepare(contestant, batches[0], terms.max_new_tokens, terms.seed)
+        contestants = ready(contestants, batches[0], terms)
         total = terms.rounds * len(prompts) * len(contestants)
         with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
             records = race(
@@ -178,3 +188,30 @@ def run_races(
         if temperature == 0:
             differing += divergences(records, ids, drafters.target)
     return rows, differing
+
+
+def ready(
+    contestants: Sequence[Contestant], prompts: Sequence[list[int]], terms: RaceTerms
+) -> list[Contestant]:
+    """The contestants, prepared; without transformers' assistant where that cannot decode.
+
+    transformers refuses an assistant with another tokenizer and as many tokens as the target, and
+    fails above temperature 0 where all of its tokens are the target's as well.
+    """
+    taking_part: list[Contestant] = []
+    with tqdm(contestants, desc="compiling and timing", unit="way", leave=False) as bar:
+        for contestant in bar:
+            bar.set_postfix_str(contestant.mode)
+            try:
+                prepare(contestant, prompts, terms.max_new_tokens, terms.seed)
+                taking_part.append(contestant)
+            except (AttributeError, IndexError, RuntimeError, ValueError) as error:
+                if not (isinstance(contestant, Transformers) and contestant.assistant):
+                    raise
+                logger.warning(
+                    "%s does not take part, as transformers cannot decode with this draft model: "
+                    "%s",
+                    contestant.mode,
+                    error,
+                )
+    return taking_part

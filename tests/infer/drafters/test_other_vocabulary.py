@@ -15,12 +15,8 @@ from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
-from drafthead.infer.drafters.translation import (
-    SharedTokens,
-    TranslatedRow,
-    Translator,
-    token_texts,
-)
+from drafthead.infer.drafters.shared_tokens import SharedTokens, token_texts
+from drafthead.infer.drafters.translation import TranslatedRow, Translator
 
 LETTERS = "abcdefghij"
 PAIRS = ("ab", "bc", "ca", "de")
@@ -103,15 +99,15 @@ def test_a_text_of_nothing_is_one_token() -> None:
 def test_shared_tokens_have_the_same_text() -> None:
     ours, theirs = letters_tokenizer("abcd", ("ab",)), letters_tokenizer("dxba", ("ab", "ba"))
     assert token_texts(ours) == {"a": 0, "b": 1, "c": 2, "d": 3, "ab": 4}
-    shared = SharedTokens(ours, theirs, (5, 6))
+    shared = SharedTokens(token_texts(ours), token_texts(theirs), (5, 6))
     assert shared.draft_ids.tolist() == [0, 2, 3, 4]
     assert shared.target_ids.tolist() == [3, 1, 0, 4]
     assert shared.of_target.tolist() == [3, 2, 0, 0, 4]
 
 
 def test_tokens_beyond_the_output_heads_are_not_shared() -> None:
-    tokenizer = letters_tokenizer("abcd")
-    shared = SharedTokens(tokenizer, tokenizer, (3, 2))
+    texts = token_texts(letters_tokenizer("abcd"))
+    shared = SharedTokens(texts, texts, (3, 2))
     assert shared.target_ids.tolist() == [0, 1]
 
 
@@ -150,7 +146,7 @@ def test_the_target_with_other_numbers_is_accepted_like_itself(pair, rule, tempe
     prompts = [[9, 8, 7], [20, 21]]
     results = [
         Decoder(target, drafter, Budget(4, 3)).generate(prompts, **options)
-        for drafter in (DraftModel(target, target, 3), OtherVocabulary(twin, target, 3))
+        for drafter in (DraftModel(target, target, 3), model_drafter(twin, target, 3))
     ]
     assert results[0].stats.accept_lengths == results[1].stats.accept_lengths
     assert results[0].stats.tau > 3.8
@@ -160,7 +156,7 @@ def test_rows_that_come_and_go_are_answered_alike(pair) -> None:
     target, twin = pair
     prompts = [[9, 8, 7] * count for count in (1, 5, 2, 3)]
     expected = Decoder(target).generate(prompts, max_new_tokens=20).sequences
-    decoder = Decoder(target, OtherVocabulary(twin, target, 3), Budget(4, 3))
+    decoder = Decoder(target, model_drafter(twin, target, 3), Budget(4, 3))
     answers = list(decoder.serve(prompts, max_rows=2, max_new_tokens=20))
     assert [answer.tokens for answer in sorted(answers, key=lambda one: one.id)] == expected
     assert {length for answer in answers for length in answer.accept_lengths[:-1]} == {4}
@@ -170,7 +166,7 @@ def test_a_text_that_begins_with_what_was_remembered_is_drafted_for(pair) -> Non
     """The drafter's state of a remembered prompt is copied, and cut to what is common."""
     target, twin = pair
     prompt = [9, 8, 7, 12, 13, 14] * 4
-    decoder = Decoder(target, OtherVocabulary(twin, target, 3), Budget(4, 3))
+    decoder = Decoder(target, model_drafter(twin, target, 3), Budget(4, 3))
     alone = decoder.generate(prompt, max_new_tokens=20)
     decoder.remember([*prompt[:20], 5, 6])
     again = decoder.generate(prompt, max_new_tokens=20)
@@ -185,6 +181,13 @@ def test_the_class_follows_from_the_tokenizers(pair) -> None:
     assert type(model_drafter(twin, target, 2)) is OtherVocabulary
 
 
+def test_a_draft_model_without_a_tokenizer_must_have_as_many_tokens(pair) -> None:
+    target, twin = pair
+    assert type(model_drafter(Target(twin.model), target, 2)) is DraftModel
+    with pytest.raises(UserError, match="has no tokenizer that says what its 65 tokens are"):
+        model_drafter(Target(tiny_llama(vocab_size=65)), target, 2)
+
+
 def slow_tokenizer() -> PreTrainedTokenizerFast:
     """One that says that it is implemented in Python."""
 
@@ -197,12 +200,11 @@ def slow_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (letters_tokenizer("xyz"), "shares no token"),
         (None, "the draft model has no tokenizer"),
         (slow_tokenizer(), "the draft model's tokenizer is implemented in Python"),
     ],
 )
 def test_what_cannot_be_translated_is_refused(pair, tokenizer, message: str) -> None:
-    target, twin = pair
+    target, _ = pair
     with pytest.raises(UserError, match=message):
-        OtherVocabulary(Target(twin.model, tokenizer), target, 3)
+        Translator(target.tokenizer, tokenizer)

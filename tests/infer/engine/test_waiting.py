@@ -113,4 +113,6 @@ def test_a_step_reads_once_and_uploads_nothing(
     new = 10 if drafter_name.endswith(on_the_host) else 0
     # The best nodes of a drafter and of lookup are found on the host.
     read = 20 if "+" in drafter_name and drafter_name.endswith(on_the_host) else 10
+    if drafter_name == "by-text":  # what is read and what was written become other tokens there
+        read = new = 20
     assert (long[0] - short[0], long[1] - short[1]) == (read, new)
