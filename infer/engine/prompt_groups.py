@@ -23,11 +23,16 @@ def prompt_groups(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
     passes, where one pass has 3 x 70 positions.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    # Rows of one length are not parted: with a longer one they would cost more.
+    ends = [n for n in range(1, len(order)) if lengths[order[n - 1]] < lengths[order[n]]]
     # Reading the shortest n prompts: the least cost, and how many come before the last pass.
-    least: list[tuple[int, int]] = [(0, 0)]
-    for end in range(1, len(order) + 1):
-        a_pass = [(end - start) * lengths[order[end - 1]] + pass_cost for start in range(end)]
-        least.append(min((least[start][0] + a_pass[start], start) for start in range(end)))
+    least = {0: (0, 0)}
+    for end in [*ends, len(order)]:
+        longest = lengths[order[end - 1]]
+        least[end] = min(
+            (cost + (end - start) * longest + pass_cost, start)
+            for start, (cost, _) in least.items()
+        )
     groups: list[list[int]] = []
     while order:
         start = least[len(order)][1]
