@@ -13,6 +13,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.files import write_text
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import refuse_missing_folder
+from drafthead.heads.target.target import Target
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import trainable
 
@@ -37,14 +38,18 @@ def write_starting_config(family: str, target: str, path: Path) -> None:
 
 
 def target_sizes(target: str) -> Any:
-    """The configuration of the target's decoder; UserError when it cannot be read."""
+    """The configuration of the target's decoder; UserError when it cannot be read, or when the
+    target has an encoder.
+    """
     source = model_folder(target)
     refuse_missing_folder(str(source))
     try:
-        return AutoConfig.from_pretrained(source).get_text_config(decoder=True)
+        config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot read the sizes of {target}: {reason}") from error
+    Target.check_kind(target, config.is_encoder_decoder)
+    return config.get_text_config(decoder=True)
 
 
 def fitted(template: str, target: str, sizes: Any) -> str:
