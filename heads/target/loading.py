@@ -55,7 +55,7 @@ def has_encoder(source: str | Path, trust_code: bool) -> bool:
     refuse_missing_folder(str(source))
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_code)
-    except (OSError, ValueError):  # where there is no model either, loading it tells why
+    except Exception:  # transformers raises many kinds; loading the model tells which
         return False
     return bool(config.is_encoder_decoder)
 

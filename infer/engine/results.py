@@ -133,7 +133,7 @@ class DecodeResult:
     sequences: list[list[int]]  # the new token ids of each row, its end token included
     texts: list[str]  # the same as text, without special tokens
     finish_reasons: list[FinishReason | None]  # None: the answer goes on, in a stream that is open
-    prompt_lengths: list[int]  # tokens of each row's prompt
+    prompt_lengths: list[int]  # tokens of each row's prompt; see `Target.as_prompt`
     stats: DecodeStats
     logprobs: list[Logprobs] | None = None  # of each row, when they were asked for
     # With num_beams, of each answer: the sum of its tokens' log-probabilities (after logits

@@ -198,7 +198,8 @@ def test_answers_with_another_penalty_fail(small, make_drafter, monkeypatch) -> 
 def test_penalised_logits_are_transformers_for_each_text() -> None:
     ids, logits = torch.tensor([[0, 2], [1, 1]]), torch.tensor([[3.0, 2, -4], [3, 2, -4]])
     expected = torch.tensor([[1.5, 2, -8], [3, 1, -4]])
-    assert torch.equal(penalised(ids, logits, 2.0), expected)
+    assert torch.equal(penalised((), ids, logits, 2.0), expected)
+    assert torch.equal(penalised((0,), ids[:1, 1:], logits[:1], 2.0), expected[:1])
 
 
 def test_a_token_outside_the_support_fails_at_once(small, make_drafter) -> None:
