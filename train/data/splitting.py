@@ -14,6 +14,7 @@ from drafthead.train.data.answer_tokens import AnswerTokens
 from drafthead.train.data.conversations import Conversation, Message
 from drafthead.train.data.supervision import (
     SupervisedTokens,
+    UnusableRowError,
     encode_prompt,
     encoded,
     join_turns,
@@ -60,7 +61,11 @@ class Dialogue:
         if conversation.tokens is not None:
             messages, stored = conversation.messages, conversation.tokens.answers
             numbers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            prompts = [encode_prompt(tokenizer, messages[:i], conversation.where) for i in numbers]
+            where = conversation.where
+            try:
+                prompts = [encode_prompt(tokenizer, messages[:i], where) for i in numbers]
+            except UnusableRowError:  # of messages that the template refuses
+                return None
             if prompts != [turn.prompt for turn in stored]:
                 return None
             answers = {i: turn.answer for i, turn in zip(numbers, stored, strict=True)}

@@ -139,6 +139,16 @@ def test_rows_whose_prompts_the_template_does_not_make_are_cut_and_counted() -> 
     assert "1 of 1 rows are longer than 17 tokens and cannot be split" in told[0]
 
 
+def test_stored_ids_are_learnt_when_the_template_refuses_their_messages() -> None:
+    refusing = byte_tokenizer()
+    refusing.chat_template = "{{ raise_exception('no') }}"
+    rows, told = fitted(distilled(dialogue(*FIVE[:3])), 20, refusing)
+    assert [shown(row) for row in rows] == ["1.[A.]", "1.a.2.[B.]", "1.a.2.b.3.[C.]"]
+    assert told == []
+    rows, told = fitted(distilled(dialogue(*FIVE[:3])), 17, refusing)
+    assert len(rows) == 3 and "cannot be split" in told[0]
+
+
 def test_a_turn_is_a_question_and_all_that_answers_it() -> None:
     roles = ["system", "user", "assistant", "user", "assistant", "tool", "assistant", "user"]
     assert turn_starts([{"role": role, "content": ""} for role in roles]) == [1, 3, 7]
