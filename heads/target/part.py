@@ -55,11 +55,12 @@ def refuse_other_layers(target: Target, layers: Sequence[int], named: str = "") 
 def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Make a model's configuration that of some of its layers.
 
-    Settings that list a value for each layer keep those of the chosen layers.
+    Settings that list a value for each layer keep those of the chosen layers. Two end tokens of a
+    model of two layers are no such setting.
     """
     count = config.num_hidden_layers
     for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == count:
+        if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
             setattr(config, name, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
 

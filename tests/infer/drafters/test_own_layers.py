@@ -229,3 +229,9 @@ def test_layers_of_a_plan_draft(tmp_path: Path) -> None:
 def test_one_model_drafts(target: Target, other: dict[str, str]) -> None:
     with pytest.raises(UserError, match="choose one of head, draft_model and draft_layers"):
         Decoder.from_pretrained(target, draft_layers="0", **other)
+
+
+def test_a_part_keeps_every_end_token_whatever_their_number(make_target) -> None:
+    target = make_target(layers=2)
+    target.config.eos_token_id = [3, 4]
+    assert part_of(target, [1]).config.eos_token_id == [3, 4]
