@@ -28,6 +28,7 @@ class BeamRules:
     early_stopping: EarlyStopping
     end_ids: frozenset[int]
     limit: int  # most new tokens
+    forced: int = 0  # tokens that the model forces each answer to begin with, and that count too
 
     @property
     def num_candidates(self) -> int:
@@ -40,7 +41,7 @@ class BeamRules:
 
     def normalised(self, scores: torch.Tensor, length: int) -> torch.Tensor:
         """Sums of log-probabilities [...] of answers of `length` tokens, as they are compared."""
-        return scores / length**self.length_penalty
+        return scores / (length + self.forced) ** self.length_penalty
 
 
 @dataclass(frozen=True)

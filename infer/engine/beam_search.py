@@ -136,7 +136,9 @@ class BeamStepper(EagerStepper):
         log_probs = log_softmax(self.target.project(read.hidden))  # [B, V]
         if self.processing is not None:
             log_probs = self.processing.after_rows(log_probs)
-        self.searches = self.all_searches = searches_of(self.run)
+        # BART's decoder begins with a start token, and a first token of each answer.
+        forced = max(0, len(self.target.decoder_prompt) - 1)
+        self.searches = self.all_searches = searches_of(self.run, forced)
         for row, each in enumerate(self.searches):
             each.begin([row] * each.rules.num_beams)
         replay(self.searches, lambda rows, _: log_probs[rows], [{}] * len(self.searches))
@@ -277,13 +279,13 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def searches_of(run: BatchRun) -> list[Search]:
-    """A search for each prompt of a run."""
+def searches_of(run: BatchRun, forced: int) -> list[Search]:
+    """A search for each prompt of a run; `forced` is explained at `BeamRules`."""
     options, ends = run.request.beams, run.request.end_ids
     assert options is not None
     how = options.num_beams, options.length_penalty, options.early_stopping
     limits = enumerate(run.request.limits)
-    return [Search(number, BeamRules(*how, ends, limit)) for number, limit in limits]
+    return [Search(number, BeamRules(*how, ends, limit, forced)) for number, limit in limits]
 
 
 def children_of(tree: TokenTree) -> Children:

@@ -209,3 +209,29 @@ def test_a_call_cannot_let_the_decoder_begin_otherwise() -> None:
         decoder.generate([9], generation_config=GenerationConfig(forced_bos_token_id=5))
     with pytest.raises(UserError, match="decoder_start_token_id=1, but the model's own is 2"):
         decoder.generate([9], generation_config=GenerationConfig(decoder_start_token_id=1))
+
+
+def test_beams_are_those_of_generate(target: Target) -> None:
+    sources, most, forced = random_prompts(3), 12, len(target.decoder_prompt) - 1
+    decoder = Decoder(target, DraftModel(noisy(target), target, depth=3))
+    found = decoder.generate(
+        sources, max_new_tokens=most, num_beams=3, num_return_sequences=2, length_penalty=2.0
+    )
+    assert found.stats.tau > 1
+    for number, source in enumerate(sources):
+        expected = target.model.generate(
+            torch.tensor([source]),
+            max_new_tokens=most + forced,  # which counts the tokens that answers must begin with
+            num_beams=3,
+            num_return_sequences=2,
+            length_penalty=2.0,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        answers = found.sequences[2 * number : 2 * number + 2]
+        begun = [*target.decoder_prompt]
+        for answer, tokens in zip(answers, expected.sequences.tolist(), strict=True):
+            assert tokens[: len(begun) + len(answer)] == begun + answer
+        scores = torch.tensor(found.scores[2 * number : 2 * number + 2])
+        torch.testing.assert_close(scores, expected.sequences_scores)
