@@ -93,7 +93,6 @@ def check_every_right_token_is_accepted(
     """Plain decoding, chains and trees answer as transformers does, one by one and together."""
     answers = [generated(target.model, prompt, new + 4) for prompt in prompts]
     assert len({token for answer in answers for token in answer}) > 3, "monotony tests little"
-    assert len({*map(tuple, answers)}) == len(prompts), "answers must depend on the prompt"
     pairs = zip(prompts, answers, strict=True)
     texts = [target.as_prompt(prompt) + answer for prompt, answer in pairs]
     drafters = [None, Oracle(CHAIN, [1, 2, 3], texts), Oracle(TREE, [2, 5, 6], texts)]

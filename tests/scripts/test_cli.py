@@ -271,7 +271,7 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
             "PASS",
         ),
         (("--verifier", "typical"), "typical", "FAIL"),
-        (("--compile",), "match", "PASS"),
+        pytest.param(("--compile",), "match", "PASS", marks=pytest.mark.slow),
     ],
 )
 def test_verify_exactness_says_so_in_one_line_and_its_status(

@@ -58,8 +58,12 @@ def windowed() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "prompts", "kinds"),
-    [(lambda: tiny_llama(**SMALL), [TEXT], 1), (windowed, [TEXT, TEXT[3:]], 2)],
-    ids=["alike", "of two kinds, two rows"],
+    [
+        pytest.param(lambda: tiny_llama(**SMALL), [TEXT], 1, id="alike"),
+        pytest.param(
+            windowed, [TEXT, TEXT[3:]], 2, id="of two kinds, two rows", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_answers_are_the_uncompiled_ones(make, prompts: list[list[int]], kinds, stacks) -> None:
     """In passes over one node and over trees, and for rows that end one after the other."""

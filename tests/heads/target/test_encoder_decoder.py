@@ -21,6 +21,8 @@ LONGEST = 64  # positions of the small BART
 def test_greedy_answers_equal_those_of_transformers(name: str) -> None:
     target = target_of(tiny_encoder_decoder(name))
     sources = [torch.randint(8, VOCAB, (n,)).tolist() for n in SOURCE_LENGTHS]
+    answers = {tuple(generated(target.model, source, NEW + 4)) for source in sources}
+    assert len(answers) == len(sources), "answers must depend on the source"
     check_every_right_token_is_accepted(target, sources, NEW)
 
 
