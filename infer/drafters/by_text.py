@@ -6,10 +6,12 @@ target's tokenizer and proposed as a chain; see `text_writing`.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Self
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession
@@ -113,7 +115,11 @@ class ByTextSession(DraftModelSession):
             for row, count, (tokens, log_probs) in zip(self.rows, passes, written, strict=True)
         ]
         roots = [row.tokens[-1] for row in self.rows]
-        return token_tree(roots, chains, self.model.device)
+        tree = token_tree(roots, chains, self.model.device)
+        # Lookup beside it compares its guesses with these.
+        scores = [torch.tensor([0.0, *chain.scores]) for chain in chains]
+        table = pad_sequence(scores, batch_first=True)  # [B, N]
+        return replace(tree, scores=table.to(self.model.device))
 
     def _write(self, count: int) -> list[tuple[list[int], list[float]]]:
         """Of each row the draft model's own most probable tokens after each other, and the

@@ -10,7 +10,9 @@ from tiny import SPECIALS, byte_tokenizer, letters_tokenizer, tiny_llama
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
@@ -19,6 +21,7 @@ from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.other_vocabulary import TEXT, OtherVocabulary
 from drafthead.infer.drafters.text_writing import TextWriter
 from drafthead.infer.drafters.translation import TranslatedRow, Translator
+from drafthead.infer.drafters.with_lookup import WithLookup
 
 WORDS = [
     "def",
@@ -231,6 +234,20 @@ def test_greedy_answers_are_those_of_plain_decoding(ours: str, theirs: str) -> N
         assert decoder.generate(ids[1], max_new_tokens=20).sequences == expected[1:2]
         served = decoder.serve(ids, max_rows=2, max_new_tokens=20)
         assert [one.tokens for one in sorted(served, key=lambda one: one.id)] == expected
+
+
+@pytest.mark.parametrize("source", ["", TEXT])
+def test_nodes_have_scores_by_which_lookup_beside_them_compares(source: str) -> None:
+    target, draft = model_with(byte_level(), 0), model_with(characters(), 1)
+    drafter = WithLookup(model_drafter(draft, target, 3))
+    budget = next(b for b in drafter.budgets if b.source == source and b.depth == 3)
+    text = [40, 41, 42, 43, 40, 41, 42, 43]  # whose end lookup finds again
+    session = drafter.start(torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]))
+    lengths, nothing = torch.tensor([len(text) - 1]), Features(last=None)
+    session.commit(Committed(torch.tensor([text[1:]]), nothing, lengths))
+    assert session.lookup.offers()
+    tree = session.propose(budget, SamplingConfig(temperature=0.0), None)
+    assert tree.num_nodes > 1 and tree.tokens[0, 0] == text[-1]
 
 
 def test_samples_follow_the_law_where_every_character_is_cut() -> None:
