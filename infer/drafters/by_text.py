@@ -116,10 +116,10 @@ class ByTextSession(DraftModelSession):
         ]
         roots = [row.tokens[-1] for row in self.rows]
         tree = token_tree(roots, chains, self.model.device)
-        # Lookup beside it compares its guesses with these.
+        # Lookup beside it compares its guesses with these on the host, where they stay: a step
+        # copies to its device once.
         scores = [torch.tensor([0.0, *chain.scores]) for chain in chains]
-        table = pad_sequence(scores, batch_first=True)  # [B, N]
-        return replace(tree, scores=table.to(self.model.device))
+        return replace(tree, scores=pad_sequence(scores, batch_first=True))  # [B, N]
 
     def _write(self, count: int) -> list[tuple[list[int], list[float]]]:
         """Of each row the draft model's own most probable tokens after each other, and the

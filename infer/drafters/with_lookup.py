@@ -143,7 +143,9 @@ def merged(tree: TokenTree, guesses: Sequence[GuessTree], nodes: int) -> TokenTr
     """
     assert tree.scores is not None
     # One table, for which the host waits once. Tokens are whole numbers in float32 as well.
-    table = torch.stack([tree.tokens.float(), tree.parents.float(), tree.scores], dim=1)
+    # Scores of chains by text are on the host.
+    parts = tree.tokens.float(), tree.parents.float(), tree.scores.to(tree.tokens.device)
+    table = torch.stack(parts, dim=1)
     roots, rows = [], []
     for (tokens, parents, scores), guess in zip(to_host(table), guesses, strict=True):
         both, numbers = GrowingTree(), [0]
