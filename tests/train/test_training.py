@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
+from drafthead.heads.layers import tiled_attention
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import (
@@ -44,6 +45,7 @@ from drafthead.train.learning import loop
 from drafthead.train.learning.evaluation import Evaluation, evaluate, measure
 from drafthead.train.learning.loop import Trainer
 from drafthead.train.learning.ranks import RankedAnchors, count_paths
+from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.folder import RunFolder, cut_log, first_difference
 from drafthead.train.run.trainables import trainable
@@ -207,6 +209,24 @@ def test_packing_does_not_change_a_heads_loss(trainable_family: str, target: Tar
     loss_alone = head.loss(alone, target)
     torch.testing.assert_close(loss_packed.total, loss_alone.total, rtol=1e-4, atol=1e-4)
     assert torch.equal(loss_packed.depth_counts, loss_alone.depth_counts)
+
+
+def test_tiled_attention_changes_neither_loss_nor_gradients(
+    trainable_family: str, target: Target, monkeypatch: pytest.MonkeyPatch
+):
+    def losses_and_gradients() -> list[torch.Tensor]:
+        head = fresh_head(trainable_family, target)
+        rows = collate([[sequence(20, 1), sequence(13, 2)], [sequence(40, 3)]])
+        batch = features(target, rows, head.features_needed)
+        torch.manual_seed(0)
+        total, _ = LossModule(head, target, "no")(batch)
+        total.backward()
+        return [total, *(p.grad for p in head.parameters() if p.grad is not None)]
+
+    whole = losses_and_gradients()
+    monkeypatch.setattr(tiled_attention, "TILE", 8)
+    monkeypatch.setattr(tiled_attention, "FEWEST_SCORES", 1)
+    torch.testing.assert_close(losses_and_gradients(), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_longer_than_the_targets_positions_are_refused(target: Target):

@@ -11,6 +11,7 @@ import torch
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
+from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData, TokenBatch
@@ -89,7 +90,7 @@ def read_features(
         return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
     # A 16-bit target runs as in decoding; autocast is only for a float32 target.
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
-    with computing_in(mixed_precision if casts else "no", target.device):
+    with TiledAttention(), computing_in(mixed_precision if casts else "no", target.device):
         features = target.read(
             tokens.input_ids,
             positions_in_segments(tokens.segments),

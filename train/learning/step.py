@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
+from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
 from drafthead.train.features.kept import KeptFeatures
@@ -77,7 +78,7 @@ class LossModule(nn.Module):
 
     def forward(self, batch: HeadBatch) -> tuple[torch.Tensor, HeadLoss]:
         """The summed loss as a plain tensor [], where FSDP looks for it, and the whole loss."""
-        with computing_in(self._mixed_precision, self._target.device):
+        with TiledAttention(), computing_in(self._mixed_precision, self._target.device):
             loss = self.head.loss(batch, self._target)
         return loss.total, loss
 
