@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.heads.base import HeadBatch, register_head
-from drafthead.heads.objectives.anchors import AnchoredHead
+from drafthead.heads.objectives.anchored_head import AnchoredHead
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target

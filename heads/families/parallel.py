@@ -6,6 +6,7 @@ JetSpec (arXiv 2606.18394: causal in the block), DSpark (arXiv 2607.05147: Marko
 confidence output) and Domino (arXiv 2605.29707: recurrent correction) are configurations.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -25,6 +26,7 @@ from drafthead.heads.families.parallel_transformer import (
 )
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
+from drafthead.heads.objectives.chunked import summed_in_chunks
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     check_depth_decay,
@@ -32,7 +34,6 @@ from drafthead.heads.objectives.losses import (
     depth_weights,
     dpace_weights,
     hard_cross_entropy,
-    in_chunks,
     overlap,
     ranks_of,
 )
@@ -184,60 +185,68 @@ class ParallelHead(DraftVocabulary, DraftHead):
         )
         # The target predicts a label one place before it.
         teachers = anchors[:, None] + 1 + torch.arange(self.depth, device=anchors.device)
-        assert batch.features.last is not None
-        judged = in_chunks(
+        last = batch.features.last
+        assert last is not None
+        total, ((losses, ranks),) = summed_in_chunks(
             partial(self._judge, target),
-            self.num_guesses,
-            hidden[valid],
-            codes[valid],
-            batch.features.last[rows[:, None].expand_as(valid)[valid], teachers[valid]],
-            before[valid],
-            labels[valid],
+            self.depth * self.num_guesses,
+            list(self.parameters()),
+            hidden,
+            codes,
+            last[rows[:, None], teachers.clamp_max(last.shape[1] - 1)],
+            before,
+            labels,
+            valid,
+            blocks.weights[rows],
         )
-        fills = (0.0, 0.0, 0.0, MAX_RANK)  # for places without a label
-        losses, confidence_losses, chances, ranks = (
-            torch.full_like(labels, fill, dtype=values.dtype).masked_scatter(valid, values)
-            for fill, values in zip(fills, judged, strict=True)
-        )
-        weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
-        weights = weights * blocks.weights[rows, None]  # [M, K]
-        if self.config.dpace:
-            weights = weights * dpace_weights(chances, valid)
-        return HeadLoss(
-            total=(weights * (losses + self.config.confidence_weight * confidence_losses)).sum(),
-            depth_losses=losses.detach().sum(dim=0),
-            depth_counts=valid.sum(dim=0),
-            ranks=ranks,
-        )
+        return HeadLoss(total, losses.sum(dim=0), valid.sum(dim=0), ranks)
 
     def _judge(
         self,
         target: Target,
-        hidden: torch.Tensor,  # [P, D]
-        codes: torch.Tensor,  # [P, rank], rank 0 without a correction
-        teacher: torch.Tensor,  # [P, D]
-        before: torch.Tensor,  # [P]
-        labels: torch.Tensor,  # [P]
-    ) -> tuple[torch.Tensor, ...]:
-        """For P slots: losses, confidence losses, the true tokens' probabilities and ranks, [P]."""
+        hidden: torch.Tensor,  # [M, K, D]
+        codes: torch.Tensor,  # [M, K, rank], rank 0 without a correction
+        teacher: torch.Tensor,  # [M, K, D]
+        before: torch.Tensor,  # [M, K]
+        labels: torch.Tensor,  # [M, K]
+        valid: torch.Tensor,  # [M, K]
+        block_weights: torch.Tensor,  # [M]
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """For M blocks, once: the loss [], and losses and ranks [M, K] of the true tokens."""
         logits = self.base_logits(hidden, target)
         if self.correction is not None:
             logits = logits + self.correction.output(codes)
         rule = TOKEN_LOSSES[self.config.loss]
         reads_target = rule.reads_target or self.confidence is not None
         target_logits = target.project(teacher, self.draft_ids) if reads_target else None
-        guesses, known = self.guesses_of(labels)
-        losses = rule.function(logits, target_logits, guesses).where(known, 0)
-        confidence_losses = torch.zeros_like(losses)
+        guesses, known = (x.view_as(labels) for x in self.guesses_of(labels.flatten()))
+        losses = by_place(rule.function, logits, target_logits, guesses).where(known, 0)
+        weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
+        weights = weights * block_weights[:, None]
+        if self.config.dpace:
+            chances = torch.exp(-by_place(hard_cross_entropy, logits.detach(), guesses))
+            weights = weights * dpace_weights(chances.where(known, 0), valid)
+        trained = losses
         if self.confidence is not None and target_logits is not None:
-            accepted = overlap(logits.detach(), target_logits)
-            confidence = self.confidence_logits(hidden, before).float()
-            confidence_losses = binary_cross_entropy_with_logits(
-                confidence, accepted, reduction="none"
-            )
-        chances = torch.exp(-hard_cross_entropy(logits.detach(), guesses)).where(known, 0)
-        ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
-        return losses, confidence_losses, chances, ranks
+            accepted = by_place(overlap, logits.detach(), target_logits)
+            trained = losses + self._confidence_losses(hidden, before, accepted)
+        ranks = by_place(partial(ranks_of, most=MAX_RANK), logits, guesses).where(known, MAX_RANK)
+        yield (
+            (weights * trained.where(valid, 0)).sum(),
+            losses.detach().where(valid, 0),
+            ranks.where(valid, MAX_RANK),
+        )
+
+    def _confidence_losses(
+        self,
+        hidden: torch.Tensor,  # [M, K, D]
+        before: torch.Tensor,  # [M, K]
+        accepted: torch.Tensor,  # [M, K] chances that the token in a slot is accepted
+    ) -> torch.Tensor:
+        """The weighted losses [M, K] of the confidence output."""
+        confidence = self.confidence_logits(hidden, before).float()
+        losses = binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+        return self.config.confidence_weight * losses
 
     def block_states(self, batch: HeadBatch, target: Target, anchors: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, A, K, D] of the blocks at anchors [B, A], one context for each row."""
@@ -288,3 +297,11 @@ class ParallelHead(DraftVocabulary, DraftHead):
 def appended(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
     """The context's keys and values, then those of the blocks, [B, Hkv, S, head_dim] each."""
     return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
+
+
+def by_place(
+    function: Callable[..., torch.Tensor], logits: torch.Tensor, *others: torch.Tensor | None
+) -> torch.Tensor:
+    """function of positions [M x K, ...], for tensors [M, K, ...]: [M, K]."""
+    flat = [None if other is None else other.flatten(0, 1) for other in others]
+    return function(logits.flatten(0, 1), *flat).view(logits.shape[:2])

@@ -16,12 +16,13 @@ from torch import nn
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
-from drafthead.heads.objectives.anchors import is_anchor, labels_at
+from drafthead.heads.objectives.anchors import is_anchor
+from drafthead.heads.objectives.by_depth import DepthLosses
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     check_depth_decay,
     check_token_loss,
-    in_chunks,
+    depth_weights,
     ranks_of,
 )
 from drafthead.heads.target.features import Features
@@ -129,45 +130,34 @@ class RecurrentHead(DraftVocabulary, DraftHead):
         tokens up to k places after the anchor and, as states, the head's own outputs, as in
         decoding. Training unrolls `ttt_steps` steps; larger depths are measured in eval mode only.
         """
-        final = batch.features.last
-        assert final is not None
+        config = self.config
         rows, places, real = anchors_by_row(batch)
         unrolled = Unrolled(self, target, batch, places)
-        steps = self.config.ttt_steps if self.training else self.depth
-        total = final.new_zeros((), dtype=torch.float32)
-        sums, counts = torch.zeros(2, self.depth, device=final.device)
-        ranks = torch.full((*places.shape, self.depth), MAX_RANK, device=places.device)
-        for step in range(steps):
-            outputs = unrolled.next_outputs()
-            valid, labels = labels_at(batch, rows, places, offset=step + 2)
-            valid &= real
-            # The target predicts a label one place before it.
-            teacher = final[rows, (places + step + 1).clamp_max(final.shape[1] - 1)]
-            losses, token_losses, step_ranks = in_chunks(
-                partial(self._judge, target),
-                self.num_guesses,
-                outputs[valid],
-                teacher[valid],
-                labels[valid],
-            )
-            if step < self.config.ttt_steps:
-                total = total + self.config.depth_decay**step * losses.sum()
-            sums[step], counts[step] = token_losses.detach().sum(), valid.sum()
-            ranks[..., step].masked_scatter_(valid, step_ranks)
-        return HeadLoss(total, sums, counts.long(), ranks[real])
+        steps = config.ttt_steps if self.training else self.depth
+        outputs = [unrolled.next_outputs()[real] for _ in range(steps)]
+        weights = depth_weights(config.depth_decay, config.ttt_steps)
+        reads_target = TOKEN_LOSSES[config.loss].reads_target
+        return DepthLosses(
+            judge=partial(self._judge, target),
+            project=partial(target.project, tokens=self.draft_ids) if reads_target else None,
+            weights=[*weights, *[0.0] * (self.depth - config.ttt_steps)],
+            num_logits=self.num_guesses,
+            parameters=list(self.parameters()),
+        ).of(batch, rows.expand_as(places)[real], places[real], outputs)
 
     def _judge(
         self,
         target: Target,
-        outputs: torch.Tensor,  # [A, D]
-        teacher: torch.Tensor,  # [A, D]
-        labels: torch.Tensor,  # [A]
+        index: int,
+        outputs: torch.Tensor,  # [L, D]
+        teacher: torch.Tensor,  # [L, D]
+        target_logits: torch.Tensor | None,  # [L, Vd]
+        labels: torch.Tensor,  # [L]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The training losses [A], the token losses [A], and the ranks [A] of the true tokens."""
+        """The training losses [L], the token losses [L], and the ranks [L] of the true tokens."""
         logits = self.logits(outputs, target)
-        rule = TOKEN_LOSSES[self.config.loss]
-        target_logits = target.project(teacher, self.draft_ids) if rule.reads_target else None
         guesses, known = self.guesses_of(labels)
+        rule = TOKEN_LOSSES[self.config.loss]
         token_losses = rule.function(logits, target_logits, guesses).where(known, 0)
         ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
         return self.training_losses(outputs, teacher, token_losses), token_losses, ranks

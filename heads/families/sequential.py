@@ -14,7 +14,8 @@ from drafthead.heads.base import HeadBatch
 from drafthead.heads.cache import CacheColumns
 from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.objectives.anchors import AnchoredHead, tokens_at
+from drafthead.heads.objectives.anchored_head import AnchoredHead
+from drafthead.heads.objectives.anchors import tokens_at
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 

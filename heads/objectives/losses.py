@@ -1,9 +1,8 @@
 """Training losses as pure functions, one loss for each position; the caller averages.
 
-Logits of many positions over a large vocabulary do not fit in memory at once, so `in_chunks` works
-through the positions and recomputes a chunk's logits in the backward pass. The peaks in the
-docstrings count float32 tensors [A, V] alive at once, forward and backward, the gradient of the
-logits included and the given logits not; a test measures them.
+The peaks in the docstrings count float32 tensors [A, V] alive at once, forward and backward, the
+gradient of the logits included and the given logits not; a test measures them. `chunked` works
+through many positions with few logits in memory.
 """
 
 from collections.abc import Callable
@@ -11,9 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cross_entropy, log_softmax, smooth_l1_loss, softmax
-from torch.utils.checkpoint import checkpoint
-
-MAX_LOGITS = 2**25  # float32 logits of a chunk: 128 MiB
 
 LK_ETA = 3.0  # how fast lk_hybrid moves from the divergence to the overlap
 CE_SHARE = 0.1  # of cross entropy in ce_tv, the rest is total variation
@@ -171,20 +167,3 @@ def ranks_of(logits: torch.Tensor, labels: torch.Tensor, most: int) -> torch.Ten
     Logits (1, 3, 2) rank the labels 0, 1, 2 as 2, 0, 1.
     """
     return (logits > logits.gather(-1, labels[:, None])).sum(-1).clamp_max(most)
-
-
-def in_chunks(
-    function: Callable[..., tuple[torch.Tensor, ...]], num_logits: int, *rows: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """function(*rows) for rows [A, ...] worked through in chunks of at most MAX_LOGITS logits.
-
-    `function` returns tensors with one entry for each row. With more than one chunk, each chunk's
-    forward pass is repeated in the backward pass, so that only one chunk's logits and their
-    gradient are in memory at once, instead of A x V of each.
-    """
-    size = max(1, MAX_LOGITS // num_logits)
-    if rows[0].shape[0] <= size:
-        return function(*rows)
-    chunks = zip(*(tensor.split(size) for tensor in rows), strict=True)
-    parts = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

@@ -25,7 +25,7 @@ RESULT = "leaderboard.json"
 
 TRAINING_COLUMNS = (
     "entry", "family", "parameters", "steps", "seconds", "tokens seen", "tokens/s",
-    "in the target", "backward / target", "tau: chain", "16 nodes", "32 nodes",
+    "in the target", "tau: chain", "16 nodes", "32 nodes",
 )  # fmt: skip
 RACE_COLUMNS = ("mode", "nodes", *SPEED_COLUMNS)
 PAIR_COLUMNS = ("entry", "tau", "alpha 1, 2, ...", "tokens/s", "speedup", "c")
@@ -92,7 +92,6 @@ def training_cells(entry: EntryReport) -> list[str]:
         str(run.supervised_tokens),
         f"{run.supervised_tokens_per_s:.0f}",
         f"{100 * run.target_share:.0f} %",
-        number(run.backward_per_target),
         number(held_out.get("tau_chain")),
         number(trees.get("16")),
         number(trees.get("32")),

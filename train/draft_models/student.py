@@ -5,6 +5,7 @@ resuming are the same. It reads tokens alone, and what is written in the end is 
 transformers, for `--draft-model` and for any other software.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
-from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss, in_chunks, ranks_of
+from drafthead.heads.objectives.chunked import summed_in_chunks
+from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss, ranks_of
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Taps, Target
 from drafthead.train.draft_models.cut import (
@@ -112,14 +114,14 @@ class Student(DraftVocabulary, DraftHead):
         for places in at:
             times[places] += 1
         guessed = times.nonzero(as_tuple=True)
-        judged_losses, judged_ranks = self._judged(batch, guessed, target)
-        losses = judged_losses.new_zeros(times.shape).index_put(guessed, judged_losses)
-        ranks = torch.full_like(times, MAX_RANK).index_put(guessed, judged_ranks)
+        total, (judged,) = self._judged(batch, guessed, times[guessed] / self.depth, target)
+        losses = judged[0].new_zeros(times.shape).index_put(guessed, judged[0])
+        ranks = torch.full_like(times, MAX_RANK).index_put(guessed, judged[1])
         missing = torch.full_like(rows, MAX_RANK)
         by_depth = zip(valid, at, strict=True)
         return HeadLoss(
-            total=(losses * times).sum() / self.depth,
-            depth_losses=torch.stack([losses[places].detach().sum() for places in at]),
+            total=total,
+            depth_losses=torch.stack([losses[places].sum() for places in at]),
             depth_counts=torch.stack([here.sum() for here in valid]),
             ranks=torch.stack([missing.masked_scatter(h, ranks[p]) for h, p in by_depth], dim=1),
         )
@@ -128,19 +130,21 @@ class Student(DraftVocabulary, DraftHead):
         self,
         batch: HeadBatch,
         guessed: tuple[torch.Tensor, ...],  # rows [P] and positions [P] before guessed tokens
+        weights: torch.Tensor,  # [P]
         target: Target,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses [P] and the ranks [P] of the true tokens."""
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+        """The weighted sum [] of the losses; the losses [P] and the ranks [P] of the tokens."""
         rows, places = guessed
         hidden = self._hidden(batch)[rows, places]
         last = batch.features.last
         # Where the loss reads no distribution of the target there are no features to choose from.
         teacher = hidden.detach() if last is None else last[rows, places]
         labels = batch.input_ids[rows, places + 1]
-        losses, ranks = in_chunks(
-            partial(self._judge, target), self.num_guesses, hidden, teacher, labels
+        parameters = list(self.parameters())
+        judge = partial(self._judge, target)
+        return summed_in_chunks(
+            judge, self.num_guesses, parameters, hidden, teacher, labels, weights
         )
-        return losses, ranks
 
     def _hidden(self, batch: HeadBatch) -> torch.Tensor:
         """The model's final hidden states [B, T, D], of each segment for itself."""
@@ -165,11 +169,13 @@ class Student(DraftVocabulary, DraftHead):
         hidden: torch.Tensor,  # [P, D]
         teacher: torch.Tensor,  # [P, D] the target's final states
         labels: torch.Tensor,  # [P]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses [P] and the ranks [P] of the true tokens among the guesses."""
+        weights: torch.Tensor,  # [P]
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Once: the sum [], the losses [P], and the ranks [P] of the true tokens."""
         logits = self._language_model.project(hidden, self.draft_ids)
         rule = TOKEN_LOSSES[self.config.loss]
         target_logits = target.project(teacher, self.draft_ids) if rule.reads_target else None
         guesses, known = self.guesses_of(labels)
         losses = rule.function(logits, target_logits, guesses).where(known, 0)
-        return losses, ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
+        ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
+        yield (losses * weights).sum(), losses.detach(), ranks

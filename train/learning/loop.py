@@ -133,15 +133,15 @@ class Trainer:
         rows = self.order.rows_of_step(self.progress.step)
         sums = self.runner.run(self.progress.step, share, rows)
         ended = time.perf_counter()
-        clock = [sums.target_seconds, sums.backward_seconds, ended - began, ended - started]
-        *losses, target_seconds, backward_seconds, self.step_seconds, seconds, stopping = (
-            self._summed(sums.losses, clock, stop.requested)
+        clock = [sums.target_seconds, ended - began, ended - started]
+        *losses, target_seconds, self.step_seconds, seconds, stopping = self._summed(
+            sums.losses, clock, stop.requested
         )
         num_supervised = self.task.train.supervised_in(rows)
         self.progress = Progress(
             self.progress.step + 1, seconds, self.progress.supervised_tokens + num_supervised
         )
-        record = self._record(losses, num_supervised, target_seconds, backward_seconds)
+        record = self._record(losses, num_supervised, target_seconds)
         if not math.isfinite(record.loss):
             raise UserError(
                 f"the loss became {record.loss} in step {record.step}: lower optimizer.lr; "
@@ -156,13 +156,7 @@ class Trainer:
         values = torch.cat([losses, losses.new_tensor([*clock, float(stop)])])
         return self.accelerator.reduce(values, reduction="sum").tolist()
 
-    def _record(
-        self,
-        sums: list[float],
-        num_supervised: int,
-        target_seconds: float,
-        backward_seconds: float,
-    ) -> StepRecord:
+    def _record(self, sums: list[float], num_supervised: int, target_seconds: float) -> StepRecord:
         """The record of the step just done; `sums` as `loss_sums` orders them."""
         depth = self.task.head.depth
         loss, anchors, chained = sums[:3]
@@ -179,7 +173,6 @@ class Trainer:
             seconds=self.progress.seconds,
             supervised_tokens_per_s=num_supervised / self.step_seconds,
             target_share=target_seconds / self.step_seconds,
-            backward_share=backward_seconds / self.step_seconds,
         )
 
     def _evaluate_and_save(self, before: Progress, stopping: bool) -> None:

@@ -63,7 +63,6 @@ class StepRecord:
     seconds: float  # likewise
     supervised_tokens_per_s: float
     target_share: float  # of the step's time, spent on the target's features
-    backward_share: float  # of the step's time, spent in the head's backward pass
 
 
 class LossModule(nn.Module):
@@ -89,7 +88,6 @@ class StepSums:
 
     losses: torch.Tensor  # [3 + 3K], see `loss_sums`
     target_seconds: float
-    backward_seconds: float
 
 
 class StepRunner:
@@ -155,7 +153,6 @@ class StepRunner:
         return StepSums(
             torch.stack([part.losses for part in parts]).sum(dim=0),
             sum(part.target_seconds for part in parts),
-            sum(part.backward_seconds for part in parts),
         )
 
     def _enter_stage(self, step: int, share: float) -> None:
@@ -184,12 +181,9 @@ class StepRunner:
         scale = self.accumulation * accelerator.num_processes / num_supervised
         with accelerator.accumulate(self.model):
             total, loss = self.model(batch)
-            began = self._now()
             accelerator.backward(total * (scale * weight))
-            backward_seconds = self._now() - began
             self._update()
-        sums = loss_sums(loss, num_supervised, weight)
-        return StepSums(sums, target_seconds, backward_seconds)
+        return StepSums(loss_sums(loss, num_supervised, weight), target_seconds)
 
     def _at_drafted_roots(self, batch: HeadBatch) -> tuple[HeadBatch, float]:
         """The batch with the roots of decoding, and how many supervised tokens each represents."""

@@ -19,20 +19,18 @@ class RunSummary:
     supervised_tokens: int
     supervised_tokens_per_s: float
     target_share: float  # of the steps' time, in the target's forward passes
-    backward_per_target: float  # seconds of the head's backward passes / those of the target
     evaluation: dict[str, Any] | None  # the last one, see train.evaluation.Evaluation
 
 
 def summarize(folder: Path) -> RunSummary:
     """Add up the log of a run; raises UserError when it holds no step."""
-    tokens, in_steps, in_target, in_backward = 0, 0.0, 0.0, 0.0
+    tokens, in_steps, in_target = 0, 0.0, 0.0
     record: dict[str, Any] = {}
     for record in read_log(folder / METRICS_FILE):
         step_seconds = (record["supervised_tokens"] - tokens) / record["supervised_tokens_per_s"]
         tokens = record["supervised_tokens"]
         in_steps += step_seconds
         in_target += step_seconds * record["target_share"]
-        in_backward += step_seconds * record["backward_share"]
     if not record:
         raise UserError(f"{folder / METRICS_FILE} holds no training step")
     evaluations = list(read_log(folder / EVALUATION_FILE))
@@ -42,7 +40,6 @@ def summarize(folder: Path) -> RunSummary:
         supervised_tokens=tokens,
         supervised_tokens_per_s=tokens / record["seconds"],
         target_share=in_target / in_steps,
-        backward_per_target=in_backward / in_target,
         evaluation=evaluations[-1] if evaluations else None,
     )
 

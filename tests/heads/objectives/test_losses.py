@@ -1,25 +1,19 @@
-"""Losses against independent float64 formulas, and chunked against whole."""
+"""Losses against independent float64 formulas."""
 
 import math
-import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from peak_memory import PeakMemory
 
 from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
 from drafthead.heads.families.medusa import MedusaConfig
-from drafthead.heads.objectives import losses
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     depth_weights,
     dpace_weights,
     feature_loss,
     hard_cross_entropy,
-    in_chunks,
     lk_alpha,
     lk_hybrid,
     ranks_of,
@@ -155,69 +149,6 @@ def test_ranks_count_the_larger_logits():
     assert ranks_of(logits, torch.tensor([0, 1, 2]), most=1).tolist() == [1, 0, 1]
 
 
-def test_chunks_change_neither_the_loss_nor_its_gradients(monkeypatch: pytest.MonkeyPatch):
-    vocab, rows = 13, 10
-    labels = torch.arange(rows)
-
-    def loss_and_gradients() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(4, vocab)
-        hidden = torch.randn(rows, 4, requires_grad=True)
-        calls = []
-
-        def judge(hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            calls.append(len(labels))
-            logits = layer(hidden)
-            return hard_cross_entropy(logits, labels), ranks_of(logits, labels, most=3)
-
-        per_row, ranks = in_chunks(judge, vocab, hidden, labels)
-        total = per_row.sum()
-        total.backward()
-        sizes.append(calls)
-        return [total, ranks, hidden.grad, layer.weight.grad, layer.bias.grad]
-
-    sizes: list[list[int]] = []
-    whole = loss_and_gradients()
-    monkeypatch.setattr(losses, "MAX_LOGITS", 3 * vocab)
-    chunked = loss_and_gradients()
-    # Each chunk once forward and, in whatever order, once more for the backward pass.
-    assert sizes == [[10], [3, 3, 3, 1, *sizes[1][4:]]]
-    assert sorted(sizes[1][4:]) == [1, 3, 3, 3]
-    for found, expected in zip(chunked, whole, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors made under it; PyTorch has no such counter for CPUs."""
-
-    def __init__(self, *given: torch.Tensor):
-        """The tensors that are `given` do not count."""
-        super().__init__()
-        self.alive = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in given}
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:
-            self.known.add(key)
-            self.alive += size
-            self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.alive -= size
-
-
 PEAKS = {"hard": 3, "soft": 3, "tv": 4.5, "lk_alpha": 4.5, "lk_hybrid": 5.5, "ce_tv": 5.5}
 
 
@@ -230,28 +161,6 @@ def test_token_losses_hold_as_many_logits_as_they_say(name: str, dtype: torch.dt
     with PeakMemory(draft, target) as memory:
         TOKEN_LOSSES[name].function(draft, target, torch.arange(rows)).sum().backward()
     assert memory.peak / (rows * vocab * 4) == pytest.approx(PEAKS[name], abs=0.01)
-
-
-@pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_the_peak_in_chunks_does_not_grow_with_the_positions(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
-    hidden_size, vocab, chunk = 2, 400, 10
-    monkeypatch.setattr(losses, "MAX_LOGITS", chunk * vocab)
-    weight = torch.randn(hidden_size, vocab, requires_grad=True)
-
-    def judge(hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
-        logits = hidden @ weight
-        return (TOKEN_LOSSES[name].function(logits, logits.detach() + 1, labels),)
-
-    def peak(rows: int) -> int:
-        hidden, labels = torch.randn(rows, hidden_size, requires_grad=True), torch.arange(rows)
-        with PeakMemory(hidden, labels, weight) as memory:
-            in_chunks(judge, vocab, hidden, labels)[0].sum().backward()
-        return memory.peak
-
-    # 36 more chunks cost less than the logits of a single one.
-    assert peak(400) - peak(40) < chunk * vocab * 4
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)

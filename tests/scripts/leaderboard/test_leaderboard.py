@@ -82,7 +82,7 @@ def test_a_leaderboard_is_trained_raced_and_told_and_then_left_alone(leaderboard
     for entry in content["entries"]:
         training = entry["training"]
         assert entry["parameters"] > 0 and training["steps"] > 0
-        assert 0 < training["target_share"] < 1 and training["backward_per_target"] > 0
+        assert 0 < training["target_share"] < 1
         assert training["evaluation"]["tau_chain"] >= 1
         assert training["seconds"] >= 60 * 0.02
     assert [(lap["engine"], lap["temperature"]) for lap in content["laps"]] == [

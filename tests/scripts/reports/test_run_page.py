@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     steps = [
         {
             "step": n, "supervised_tokens": 100 * n, "seconds": 60.0 * n, "loss": 4 - n, "tau": 1.0,
-            "supervised_tokens_per_s": 2.0, "target_share": 0.5, "backward_share": 0.25,
+            "supervised_tokens_per_s": 2.0, "target_share": 0.5,
         }
         for n in range(1, 5)
     ]  # fmt: skip
