@@ -12,6 +12,7 @@ VERBS = {
     "data.invent_prompts": "Let a chat model write users' messages: prompts without a data set.",
     "data.ask_about": "Write prompts about texts: summaries, translations, questions.",
     "data.distill": "Write the target's own answers to prompts: what heads are trained on.",
+    "data.merge_answers": "Join the parts of an answer file that several processes have distilled.",
     "data.inspect_data": "Show conversations; what training supervises is in colour.",
     "models.train": "Train draft heads (also: accelerate launch train/train_heads.py).",
     "decoding.generate": "Decode with a head, a draft model, prompt lookup, or nothing.",

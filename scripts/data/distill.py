@@ -1,90 +1,138 @@
 """`drafthead distill`: write the target's own answers to prompts, one JSON row a conversation."""
 
-import logging
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.scripts import options
+from drafthead.scripts.data import distill_options as own
+from drafthead.scripts.data.inspect_data import load_tokenizer
+from drafthead.scripts.reports.answers import print_answers, some
 from drafthead.train.data.conversations import read_conversations
+from drafthead.train.distillation.answer_source import AnswerSource, DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.output_file import DistilledFile, DistillSettings
+from drafthead.train.distillation.output_file import DistilledFile
+from drafthead.train.distillation.questions import check_template_arguments, sampled, with_system
+from drafthead.train.distillation.server import (
+    Connection,
+    ServedModel,
+    ServerSource,
+    find_model,
+    stored_end_ids,
+)
+from drafthead.train.distillation.settings import DistillSettings
+from drafthead.train.distillation.shards import Shard
 from drafthead.train.jobs.full_disk import full_disk_named
 
-logger = logging.getLogger(__name__)
 
-
-def log_report(report: DistillReport, output: Path) -> None:
-    """Log what was written, and the rows that were left out."""
+def print_report(report: DistillReport, path: Path) -> None:
+    """Print what was written, figures of all answers in the file, and what was left out."""
     speed = report.tokens / report.seconds if report.seconds else 0.0
-    logger.info(
-        "%s: %d rows written, %d were there before; %s tokens at %.0f tokens/s",
-        output,
-        report.written,
-        report.already_done,
-        f"{report.tokens:,}",
-        speed,
-    )
-    if report.answers_cut:
-        logger.info(
-            "%d answers were cut before their end (raise --max-new-tokens)", report.answers_cut
+    notes = [
+        f"{report.written:,} rows written, {report.already_done:,} were there before; "
+        f"{report.tokens:,} tokens at {speed:,.0f} tokens/s"
+    ]
+    if report.too_long:
+        notes.append(
+            f"{len(report.too_long):,} prompts longer than the context were skipped: "
+            f"{some(report.too_long)}"
         )
-    if report.answers_repeated:
-        logger.info("%d answers were ended where they repeat themselves", report.answers_repeated)
-    for problem, ids in (
-        ("prompts longer than the context were skipped", report.too_long),
-        ("conversations lost later turns that did not fit into the context", report.shortened),
-    ):
-        if ids:
-            logger.info("%d %s: %s", len(ids), problem, ", ".join(ids))
+    if report.shortened:
+        notes.append(
+            f"{len(report.shortened):,} conversations lost later turns that did not fit into the "
+            f"context: {some(report.shortened)}"
+        )
+    print_answers(report.statistics, str(path), report.dropped, notes)
+
+
+def on_server(url: str, name: str | None, target: str) -> tuple[Connection, ServedModel]:
+    """The server, and the model there; UserError if nothing answers or no such model is there."""
+    connection = Connection(url)
+    return connection, find_model(connection, name, target)
+
+
+def refuse_local_options(dtype: str, device: str, compile: bool) -> None:
+    """Raise UserError for an option that a server would not heed."""
+    given = {"--dtype": dtype != "auto", "--device": device != "auto", "--compile": compile}
+    if named := [name for name, is_given in given.items() if is_given]:
+        raise UserError(f"with --server the answers are made elsewhere: leave {named[0]} out")
 
 
 def main(
     target: options.TargetName,
-    prompts: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")],
-    output: Annotated[str, typer.Option(help="JSONL file to write; run again to resume.")],
+    prompts: own.Prompts,
+    output: own.Output,
+    # What is asked.
+    prompt_column: own.PromptColumn = None,
+    limit: own.Limit = None,
+    system: own.System = None,
+    template_argument: own.TemplateArguments = None,
+    # How it is answered.
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
-    seed: Annotated[int, typer.Option(help="Each row's seed is made from this and its id.")] = 0,
-    batch_size: Annotated[
-        int, typer.Option(help="Conversations at a time; 8 times as many are written together.")
-    ] = 32,
-    limit: Annotated[
-        int | None, typer.Option(help="Answer only this many rows, from the first.")
-    ] = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(help="Column that holds the user's text.")
-    ] = None,
-    end_repetition: Annotated[
-        bool, typer.Option(help="End answers whose last 32 tokens occurred twice before.")
-    ] = True,
+    seed: own.Seed = 0,
+    samples: own.Samples = 1,
+    batch_size: own.BatchSize = 32,
+    end_repetition: own.EndRepetition = True,
+    drop_cut: own.DropCut = False,
+    # Where it is answered, and written.
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
     compile: options.CompileSwitch = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start the output from the beginning.")
-    ] = False,
+    server: own.Server = None,
+    server_model: own.ServerModel = None,
+    shard: own.ShardOfAll = None,
+    overwrite: own.Overwrite = False,
 ) -> None:
     """Write the target's own answers to prompts; all user turns are answered in order."""
+    part = None if shard is None else Shard.parse(shard)
+    served = None
+    if server is not None:
+        refuse_local_options(dtype, device, compile)
+        served = on_server(server, server_model, target)
+    elif server_model is not None:
+        raise UserError("--server-model names a model on a server: give --server too")
     settings = DistillSettings(
-        target,
-        prompts,
-        max_new_tokens,
-        temperature,
-        top_p,
-        seed,
-        prompt_column,
-        dtype,
-        batch_size,
-        end_repetition,
+        target=target,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        prompt_column=prompt_column,
+        dtype=dtype,
+        batch_size=batch_size,
+        end_repetition=end_repetition,
+        system=own.system_text(system),
+        template_arguments=own.template_values(template_argument),
+        drop_cut=drop_cut,
+        server_model=served[1].name if served else None,
     )
-    path = Path(output)
-    with full_disk_named(path), DistilledFile(path, settings, overwrite) as file:
-        conversations = read_conversations(prompts, prompt_column, limit)
-        loaded = Target.from_pretrained(target, dtype, device)
-        decoder = Decoder.from_pretrained(loaded, compile=compile)
-        log_report(distill(decoder, conversations, file), path)
+    path = Path(output) if part is None else part.path(Path(output))
+    file = DistilledFile(path, settings, overwrite, part)
+    file.check()  # before much is read
+    conversations = with_system(read_conversations(prompts, prompt_column, limit), settings.system)
+    conversations = sampled(conversations, samples, temperature)
+    with full_disk_named(path), file:
+        source = source_of(served, settings, device, compile)
+        print_report(distill(source, conversations, file), path)
+
+
+def source_of(
+    served: tuple[Connection, ServedModel] | None,
+    settings: DistillSettings,
+    device: str,
+    compile: bool,
+) -> AnswerSource:
+    """Who answers; raises UserError for template arguments that the template does not read."""
+    source: AnswerSource
+    if served is None:
+        loaded = Target.from_pretrained(settings.target, settings.dtype, device)
+        source = DecoderSource(Decoder.from_pretrained(loaded, compile=compile))
+    else:
+        tokenizer = load_tokenizer(settings.target)
+        source = ServerSource(*served, tokenizer, stored_end_ids(settings.target, tokenizer))
+    check_template_arguments(source.tokenizer, settings.template_arguments)
+    return source

@@ -5,8 +5,9 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 `{% generation %}` tags. A base model has none: its answers continue the prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -34,12 +35,13 @@ def render(
     messages: list[Message],
     where: str,
     add_generation_prompt: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation under the tokenizer's chat template.
+    """The text of a conversation under the tokenizer's chat template, which may have arguments.
 
     Raises UnusableRowError if it refuses the messages.
     """
-    options = template_options(tokenizer)
+    options = {**template_options(tokenizer), **(template_arguments or {})}
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
@@ -54,20 +56,19 @@ def render(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str
-) -> list[int]:
-    """Token ids [T] that ask the target for the next answer; errors as `render`."""
-    return encoded(tokenizer, messages, where, add_generation_prompt=True)
-
-
-def encoded(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     where: str,
-    add_generation_prompt: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> list[int]:
+    """Token ids [T] that ask the target for the next answer; errors as `render`."""
+    text = render(tokenizer, messages, where, True, template_arguments)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:
     """Token ids [T] of a conversation under the tokenizer's chat template; errors as `render`."""
-    text = render(tokenizer, messages, where, add_generation_prompt)
+    text = render(tokenizer, messages, where)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

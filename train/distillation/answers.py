@@ -8,32 +8,23 @@ would have written, even where a target rounds by batch.
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.vocabulary import vocabulary_of
-from drafthead.infer import Decoder
-from drafthead.infer.request.prompts import Prompt
-from drafthead.infer.request.stopping import FinishReason
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
-from drafthead.train.data.answer_tokens import (
-    IDS_COLUMN,
-    VOCABULARY_COLUMN,
-    WEIGHTS_COLUMN,
-    AnswerTokens,
-)
-from drafthead.train.data.conversations import Conversation, Message
+from drafthead.train.data.answer_tokens import VOCABULARY_COLUMN, WEIGHTS_COLUMN
+from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.supervision import encode_prompt
-from drafthead.train.distillation.output_file import DistilledFile, DistillSettings, question_hash
-from drafthead.train.distillation.repetition import EndlessRepetition
+from drafthead.train.distillation.answer_source import AnswerSource, Questions
+from drafthead.train.distillation.answer_statistics import AnswerStatistics
+from drafthead.train.distillation.dialogue import Dialogue, Job
+from drafthead.train.distillation.output_file import DistilledFile
+from drafthead.train.distillation.questions import question_hash, user_turns
+from drafthead.train.distillation.settings import DistillSettings
 from drafthead.train.jobs.console import AnswerBar
-from drafthead.train.jobs.weights import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -42,189 +33,145 @@ WINDOW = 8  # batches: at the end of a window rows are idle, and a kill loses wh
 
 @dataclass(frozen=True)
 class DistillReport:
-    """What a run did."""
+    """What a run did, and what the file holds after it."""
 
     already_done: int  # rows
     written: int  # rows
-    tokens: int  # written
+    tokens: int  # generated
     seconds: float
-    answers_cut: int  # answers that reached max_new_tokens or the context without an EOS
-    answers_repeated: int  # answers that were ended because they repeated themselves
     too_long: tuple[str, ...]  # ids of rows whose first prompt leaves no room in the context
     shortened: tuple[str, ...]  # ids of rows whose later turns did not fit and were left out
+    dropped: int  # rows of the file that were left out because an answer was cut
+    statistics: AnswerStatistics  # of the whole file
 
 
 @dataclass(frozen=True)
-class _Job:
-    conversation: Conversation
-    turns: list[list[Message]]  # each ends with the user message to answer
-    question: str  # see `question_hash`
-    prompt_length: int  # tokens of the first prompt
+class _Window:
+    """Rows that are answered and written together."""
 
-
-class _Dialogue:
-    """A conversation while it is being answered."""
-
-    def __init__(self, job: _Job):
-        self.conversation, self.turns, self.question = job.conversation, job.turns, job.question
-        self.messages: list[Message] = []
-        self.answers: list[AnswerTokens] = []
-        self.reasons: list[FinishReason | None] = []  # why each answer ended
-        self.prompt: list[int] = []  # of the turn that was asked for last
-
-    def request(
-        self, number: int, decoder: Decoder, settings: DistillSettings
-    ) -> ServeRequest | None:
-        """The next turn to answer; None after the last, and if its prompt does not fit."""
-        turn, limit = len(self.answers), decoder.max_length
-        if turn == len(self.turns):
-            return None
-        messages = self.messages + self.turns[turn]
-        self.prompt = encode_prompt(_tokenizer(decoder), messages, self.conversation.where)
-        if limit is not None and len(self.prompt) >= limit:
-            return None
-        seed = row_seed(settings.seed, self.conversation.id, turn)
-        return ServeRequest(self.prompt, number, seed=seed)
-
-    def take(self, given: Answer, decoder: Decoder) -> None:
-        """Add the answer to the turn that was asked for last."""
-        ids = given.tokens
-        finished = ids[-1] in decoder.end_ids
-        text = answer_text(_tokenizer(decoder), ids, finished)
-        answer: Message = {"role": "assistant", "content": text, "finished": finished}
-        self.messages += [*self.turns[len(self.answers)], answer]
-        self.answers.append(AnswerTokens(self.prompt, ids))
-        self.reasons.append(given.finish_reason)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that were generated."""
-        return sum(len(turn.answer) for turn in self.answers)
-
-    def row(self, settings: DistillSettings) -> dict[str, Any]:
-        """The row of the output file: text for people, token ids for training."""
-        return {
-            "id": self.conversation.id,
-            "messages": self.messages,
-            "finished": all(message.get("finished", True) for message in self.messages),
-            "tokens": self.tokens,
-            "target": settings.target,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "seed": settings.seed,
-            "source": self.conversation.source,
-            "question": self.question,
-            IDS_COLUMN: [asdict(answer) for answer in self.answers],
-        }
-
-
-def user_turns(conversation: Conversation) -> list[list[Message]]:
-    """The messages to send before each answer; answers found in the source are left out.
-
-    [system, user 1, assistant, user 2] gives [[system, user 1], [user 2]]. Raises UserError if
-    nothing is asked or if a message depends on an answer of another model (tool results).
-    """
-    turns: list[list[Message]] = []
-    pending: list[Message] = []
-    for message in conversation.messages:
-        if message["role"] not in ("system", "user", "assistant"):
-            raise UserError(
-                f"{conversation.where}: a message of role `{message['role']}` belongs to another "
-                "model's answer and cannot be replayed; remove the row"
-            )
-        if message["role"] == "assistant":
-            continue
-        pending.append(message)
-        if message["role"] == "user":
-            turns.append(pending)
-            pending = []
-    if not turns:
-        raise UserError(f"{conversation.where}: no user message to answer")
-    return turns
-
-
-def row_seed(seed: int, row_id: str, turn: int) -> int:
-    """The sampling seed of one answer, in [0, 2^63): the same in any batch and any run."""
-    digest = hashlib.blake2b(f"{seed}\n{turn}\n{row_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    number: int  # that its rows bear as `batch`
+    jobs: list[Job]
 
 
 def distill(
-    decoder: Decoder, conversations: Sequence[Conversation], file: DistilledFile
+    source: AnswerSource, conversations: Sequence[Conversation], file: DistilledFile
 ) -> DistillReport:
     """Add the target's answer to every user turn of every conversation to a file that is open.
 
     Each conversation becomes one JSON row: id, messages (each answer with `finished`: False if it
     was cut before its EOS), tokens, settings, source, and the ids of each prompt and answer. Turns
     are answered in order, later ones after the target's own earlier answers. Rows come longest
-    prompt first, not in the source's order. Rows already in the file stay as they are. Raises
-    UserError for rows that were asked something else, and if no prompt fits into the context.
+    prompt first, not in the source's order. Rows already in the file stay as they are. A shard
+    answers its windows of all conversations, which must stay the same. Raises UserError for rows
+    that were asked something else, and if no prompt fits into the context.
     """
-    weights = weights_fingerprint(decoder.target)
-    file.check_weights(weights)
-    jobs, too_long = _jobs(decoder, _missing(conversations, file))
+    settings = file.settings
+    file.start()
+    common = _agree(source, file)
+    file.resume()
+    _refuse_changed(conversations, file)
+    before = len(file.written.questions)
+    jobs, too_long = _jobs(source, _to_plan(conversations, file), settings)
     if too_long and len(too_long) == len(conversations):
         raise UserError(
-            f"all {len(too_long)} prompts are longer than the context of {decoder.max_length} "
-            f"tokens of {file.settings.target}: use shorter prompts or another target"
+            f"all {len(too_long)} prompts are longer than the context of {source.max_length} "
+            f"tokens of {settings.target}: use shorter prompts or another target"
         )
-    _log_budget(jobs, len(conversations), file.settings)
-    common = {WEIGHTS_COLUMN: weights, VOCABULARY_COLUMN: vocabulary_of(_tokenizer(decoder))}
-    ended: Counter[FinishReason | None] = Counter()
-    shortened = []
-    with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
-        for dialogues in _answer_all(decoder, jobs, file.settings, bar):
-            file.append([dialogue.row(file.settings) | common for dialogue in dialogues])
-            ended.update(reason for dialogue in dialogues for reason in dialogue.reasons)
-            shortened += [d.conversation.id for d in dialogues if len(d.answers) < len(d.turns)]
-        already = len(conversations) - len(jobs) - len(too_long)
+    windows = _windows(jobs, file, len(too_long))
+    _log_budget([job for window in windows for job in window.jobs], len(conversations), settings)
+    already = sum(one.id in file.written.questions for one in conversations)
+    shortened: list[str] = []
+    with AnswerBar(sum(len(job.turns) for window in windows for job in window.jobs)) as bar:
+        for window in windows:
+            dialogues = [Dialogue(job, settings) for job in window.jobs]
+            _answer_all(source, dialogues, settings, bar)
+            _write(dialogues, window.number, file, common)
+            shortened += [d.conversation.id for d in dialogues if d.is_shortened]
         return DistillReport(
             already,
-            len(jobs),
+            len(file.written.questions) - before,
             bar.tokens,
             bar.seconds,
-            ended["length"],
-            ended["stopping_criteria"],
             tuple(too_long),
             tuple(shortened),
+            len(file.written.dropped),
+            file.written.statistics,
         )
 
 
-def _missing(conversations: Sequence[Conversation], file: DistilledFile) -> list[Conversation]:
-    """The conversations without a row; UserError if a row answers another question than now."""
-    written = file.questions()
+def _agree(source: AnswerSource, file: DistilledFile) -> dict[str, Any]:
+    """What all rows say of the target; UserError if it is no longer that of the file's rows."""
+    vocabulary = {VOCABULARY_COLUMN: vocabulary_of(source.tokenizer)}
+    weights = source.weights()
+    if weights is None:
+        return vocabulary
+    file.agree("weights", weights, f"the weights of {file.settings.target}")
+    return {WEIGHTS_COLUMN: weights} | vocabulary
+
+
+def _refuse_changed(conversations: Sequence[Conversation], file: DistilledFile) -> None:
+    """Raise UserError if a row answers another question than is asked now."""
+    known = file.written.questions | file.written.dropped
     for conversation in conversations:
-        question = written.get(conversation.id)
-        if question is not None and question != _question(user_turns(conversation)):
+        question = known.get(conversation.id)
+        if question is not None and question != question_hash(user_turns(conversation)):
             raise UserError(
                 f"{conversation.where} is not what row {conversation.id} of {file.path} answers: "
                 "the prompts have changed; choose another --output, or --overwrite to start again"
             )
-    return [conversation for conversation in conversations if conversation.id not in written]
 
 
-def _question(turns: list[list[Message]]) -> str:
-    return question_hash([message for turn in turns for message in turn])
+def _to_plan(conversations: Sequence[Conversation], file: DistilledFile) -> list[Conversation]:
+    """The conversations that windows are made of: those without a row, and for a shard all."""
+    if file.shard is not None:
+        return list(conversations)
+    known = file.written.questions.keys() | file.written.dropped.keys()
+    return [conversation for conversation in conversations if conversation.id not in known]
 
 
-def _jobs(decoder: Decoder, conversations: list[Conversation]) -> tuple[list[_Job], list[str]]:
+def _jobs(
+    source: AnswerSource, conversations: list[Conversation], settings: DistillSettings
+) -> tuple[list[Job], list[str]]:
     """What is to be answered, most turns and longest prompts first, and ids that do not fit."""
-    tokenizer = _tokenizer(decoder)
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
     too_long: list[str] = []
     for conversation in conversations:
         turns = user_turns(conversation)
-        length = len(encode_prompt(tokenizer, turns[0], conversation.where))
-        if decoder.max_length is not None and length >= decoder.max_length:
+        prompt = encode_prompt(
+            source.tokenizer, turns[0], conversation.where, settings.template_arguments
+        )
+        if source.max_length is not None and len(prompt) >= source.max_length:
             too_long.append(conversation.id)
         else:
-            jobs.append(_Job(conversation, turns, _question(turns), length))
+            jobs.append(Job(conversation, turns, question_hash(turns), len(prompt)))
     # Similar lengths share a batch, and a batch that does not fit into memory fails at once.
     jobs.sort(key=lambda job: (len(job.turns), job.prompt_length), reverse=True)
     return jobs, too_long
 
 
-def _log_budget(jobs: list[_Job], rows: int, settings: DistillSettings) -> None:
+def _windows(jobs: list[Job], file: DistilledFile, too_long: int) -> list[_Window]:
+    """The windows that are to be answered. Those of a shard are some of all, less what it has.
+
+    Raises UserError for a shard that was begun with other conversations.
+    """
+    size = file.settings.batch_size * WINDOW
+    parts = [jobs[first : first + size] for first in range(0, len(jobs), size)]
+    if file.shard is None:
+        number = max(file.written.batches, default=-1) + 1
+        return [_Window(number + index, part) for index, part in enumerate(parts)]
+    digest = hashlib.blake2b(digest_size=8)
+    for job in jobs:
+        digest.update(f"{job.conversation.id}\n{job.question}\n".encode())
+    plan = {"windows": len(parts), "too_long": too_long, "digest": digest.hexdigest()}
+    file.agree("plan", plan, "the prompts")
+    return [
+        _Window(number, part)
+        for number, part in enumerate(parts)
+        if file.shard.owns(number) and number not in file.written.batches
+    ]
+
+
+def _log_budget(jobs: list[Job], rows: int, settings: DistillSettings) -> None:
     answers = sum(len(job.turns) for job in jobs)
     longest = max((job.prompt_length for job in jobs), default=0)
     logger.info(
@@ -240,55 +187,30 @@ def _log_budget(jobs: list[_Job], rows: int, settings: DistillSettings) -> None:
 
 
 def _answer_all(
-    decoder: Decoder, jobs: list[_Job], settings: DistillSettings, bar: AnswerBar
-) -> Iterator[list[_Dialogue]]:
-    """The dialogues of one window after the other, answered."""
-    size = settings.batch_size * WINDOW
-    for first in range(0, len(jobs), size):
-        dialogues = [_Dialogue(job) for job in jobs[first : first + size]]
-        _answer_window(decoder, dialogues, settings, bar)
-        yield dialogues
-
-
-def _answer_window(
-    decoder: Decoder, dialogues: list[_Dialogue], settings: DistillSettings, bar: AnswerBar
+    source: AnswerSource, dialogues: list[Dialogue], settings: DistillSettings, bar: AnswerBar
 ) -> None:
     """Answer all turns of these dialogues, later ones after earlier ones."""
-    requests: Queue[ServeRequest | Prompt | None] = Queue()
+    questions: Questions = Queue()
     for number, dialogue in enumerate(dialogues):
-        requests.put(dialogue.request(number, decoder, settings))
+        questions.put(dialogue.request(number, source))
     left = len(dialogues)
-    for answer in decoder.serve(
-        requests,
-        max_rows=settings.batch_size,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        stopping_criteria=[EndlessRepetition()] if settings.end_repetition else [],
-    ):
+    for answer in source.answers(questions, settings):
         assert isinstance(answer.id, int)
         dialogue = dialogues[answer.id]
         if answer.error is not None:
             raise UserError(f"{dialogue.conversation.where}: {answer.error}")
-        dialogue.take(answer, decoder)
+        dialogue.take(answer, source)
         bar.update(len(answer.tokens), 1)
-        following = dialogue.request(answer.id, decoder, settings)
+        following = dialogue.request(answer.id, source)
         left -= following is None
         if following is not None or not left:  # None: no more requests come
-            requests.put(following)
+            questions.put(following)
 
 
-def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], finished: bool) -> str:
-    """The text of an answer [T] without its end token; control tokens inside it are shown.
-
-    A message must hold them, or the next prompt would lack the marks of channels and tools.
-    """
-    shown = list(ids[:-1] if finished else ids)
-    text = str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
-    return text if finished else text.rstrip("\ufffd")  # the cut may go through a character
-
-
-def _tokenizer(decoder: Decoder) -> PreTrainedTokenizerBase:
-    if decoder.tokenizer is None:
-        raise UserError("the target has no tokenizer, so prompts cannot be written for it")
-    return decoder.tokenizer
+def _write(
+    dialogues: list[Dialogue], number: int, file: DistilledFile, common: dict[str, Any]
+) -> None:
+    """Write the rows of window `number`, without those that are dropped."""
+    rows = [dialogue.row() | common for dialogue in dialogues if not dialogue.is_dropped]
+    dropped = {d.conversation.id: d.question for d in dialogues if d.is_dropped}
+    file.append(number, rows, dropped)

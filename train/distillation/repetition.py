@@ -4,6 +4,8 @@ Small models often fall into such loops when they decode greedily: a third of Sm
 to invented prompts did within 320 tokens.
 """
 
+from collections.abc import Sequence
+
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteria
 
@@ -28,3 +30,17 @@ class EndlessRepetition(StoppingCriteria):
         windows = input_ids.unfold(1, WINDOW, 1)  # [B, T - WINDOW + 1, WINDOW]
         same = (windows == windows[:, -1:]).all(dim=2)
         return same.sum(dim=1) >= TIMES  # type: ignore[return-value]
+
+
+def without_repetition(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """An answer [T] up to where `EndlessRepetition` would have ended it, or all of it.
+
+    For answers of a server, which knows no such criterion.
+    """
+    criterion = EndlessRepetition()
+    text = torch.tensor([[*prompt, *answer]])
+    for length in range(1, len(answer) + 1):
+        whole = len(prompt) + length
+        if whole % EVERY == 0 and criterion(text[:, :whole], None).all():  # type: ignore[arg-type]
+            return list(answer[:length])
+    return list(answer)

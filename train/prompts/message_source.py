@@ -15,7 +15,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.request.text_pieces import texts_of
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.supervision import special_ids
-from drafthead.train.distillation.answers import row_seed
+from drafthead.train.distillation.questions import row_seed
 from drafthead.train.prompts.user_turn import UserTurn, token_ids, user_turn
 
 BEGINNING_TOKENS = 16  # most that are taken from a text

@@ -16,8 +16,10 @@ from drafthead.train.data.answer_tokens import AnswerTokens
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.packing import DataConfig, load_packed
 from drafthead.train.data.supervision import SupervisedTokens, join_turns, supervised_sequences
+from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
-from drafthead.train.distillation.output_file import DistilledFile, DistillSettings
+from drafthead.train.distillation.output_file import DistilledFile
+from drafthead.train.distillation.settings import DistillSettings
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def distilled(decoder: Decoder, folder: Path, rows: int = 40, turns: int = 1) ->
     prompts = [Conversation(f"{i}", messages, f"prompts.jsonl:{i + 1}") for i in range(rows)]
     settings = DistillSettings("target", "prompts.jsonl", 24, temperature=1.0)
     with DistilledFile(folder / "answers.jsonl", settings) as file:
-        distill(decoder, prompts, file)
+        distill(DecoderSource(decoder), prompts, file)
     return folder / "answers.jsonl"
 
 

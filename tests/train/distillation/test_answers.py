@@ -4,7 +4,6 @@ Run as a program (`PYTHONPATH=tests python tests/train/distillation/test_answers
 distils slowly with the fake decoder, so that a test can kill it.
 """
 
-import hashlib
 import json
 import os
 import signal
@@ -12,14 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
 import pytest
+from distilled import SETTINGS, FakeDecoder, RoundedByBatch, asked, distilled, rows_by_id
 from tiny import byte_tokenizer, tiny_llama, write_target
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers import LlamaForCausalLM
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -32,94 +31,17 @@ from drafthead.scripts.data import distill as distill_verb
 from drafthead.train.data.conversations import Conversation, Message, read_conversations
 from drafthead.train.data.supervision import supervise
 from drafthead.train.distillation import answers as distillation
-from drafthead.train.distillation.answers import DistillReport, distill, row_seed, user_turns
-from drafthead.train.distillation.output_file import DistilledFile, DistillSettings, manifest_path
-
-SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)
-
-
-@dataclass
-class FakeDecoder:
-    """Answers with a word that follows from prompt and seed, in any batch."""
-
-    max_length: int | None = None
-    delay: float = 0.0  # seconds a batch
-    answer_tokens: int = 8
-    tokenizer: PreTrainedTokenizerFast = field(default_factory=byte_tokenizer)
-    target: Target = field(default_factory=lambda: Target(tiny_llama()))
-    batches: list[list[str]] = field(default_factory=list)  # prompts as texts
-
-    @property
-    def end_ids(self) -> set[int]:
-        return {self.tokenizer.eos_token_id}
-
-    def serve(
-        self,
-        requests: Queue[ServeRequest | None],
-        *,
-        max_rows: int,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        stopping_criteria: list[StoppingCriteria],
-    ) -> Iterator[Answer]:
-        while (batch := self.waiting(requests, max_rows)) != [None]:
-            self.batches.append([self.tokenizer.decode(request.prompt) for request in batch])
-            time.sleep(self.delay)
-            yield from (self.answer(request, batch, max_new_tokens) for request in batch)
-
-    def waiting(self, requests: Queue, count: int) -> list[ServeRequest | None]:
-        """What is in the queue, up to a number; it waits for one. None comes alone."""
-        return [requests.get(timeout=10)] + [
-            requests.get_nowait() for _ in range(min(count - 1, requests.qsize()))
-        ]
-
-    def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
-        word = hashlib.md5(f"{request.prompt} {request.seed}".encode()).hexdigest()
-        ids = self.tokenizer(word[: self.answer_tokens])["input_ids"]
-        if self.max_length is not None:
-            limit = min(limit, self.max_length - len(request.prompt))
-        reason = "end_token" if len(ids) < limit else "length"
-        return Answer(request.id, [*ids, self.tokenizer.eos_token_id][:limit], "", reason)
+from drafthead.train.distillation.answer_source import DecoderSource
+from drafthead.train.distillation.answers import distill
+from drafthead.train.distillation.manifest import manifest_path
+from drafthead.train.distillation.output_file import DistilledFile
+from drafthead.train.distillation.questions import row_seed, user_turns
+from drafthead.train.distillation.settings import DistillSettings
 
 
 @pytest.fixture(autouse=True)
 def one_batch_in_a_window(monkeypatch) -> None:
     monkeypatch.setattr(distillation, "WINDOW", 1)
-
-
-def distilled(
-    decoder: object,
-    prompts: list[Conversation],
-    output: Path,
-    settings: DistillSettings = SETTINGS,
-    overwrite: bool = False,
-) -> DistillReport:
-    """Distil as the verb does."""
-    with DistilledFile(output, settings, overwrite) as file:
-        return distill(decoder, prompts, file)
-
-
-def asked(count: int, turns: int = 1) -> list[Conversation]:
-    """Conversations of user messages of growing length."""
-    return [
-        Conversation(
-            f"row-{i}",
-            [{"role": "user", "content": f"{turn}{'x' * i}"} for turn in range(turns)],
-            f"prompts.jsonl:{i + 1}",
-        )
-        for i in range(count)
-    ]
-
-
-def rows_by_id(output: Path) -> dict[str, dict[str, object]]:
-    """The rows without their batches."""
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    for row in rows:
-        del row["batch"], row["batch_rows"]
-    by_id = {row["id"]: row for row in rows}
-    assert len(by_id) == len(rows), "a row is repeated"
-    return by_id
 
 
 @pytest.fixture
@@ -149,8 +71,9 @@ def test_rows_hold_question_answer_settings_and_source(output: Path) -> None:
         "top_p": 1.0,
         "seed": 0,
         "source": "prompts.jsonl:3",
+        "finish_reasons": ["end_token"],
     }
-    assert report == DistillReport(0, 3, 27, report.seconds, 0, 0, (), ())
+    assert (report.already_done, report.written, report.tokens) == (0, 3, 27)
 
 
 def test_the_output_is_training_data(output: Path) -> None:
@@ -167,7 +90,7 @@ def test_an_answer_cut_at_the_limit_is_marked_and_teaches_no_end(output: Path) -
     report = distilled(decoder, asked(1), output, settings)
     [conversation] = read_conversations(output)
     assert not rows_by_id(output)["row-0"]["finished"]
-    assert report.answers_cut == 1
+    assert report.statistics.ended == {"length": 1}
     assert sum(supervise(decoder.tokenizer, conversation.messages).mask) == 5
 
 
@@ -255,14 +178,6 @@ def test_other_weights_under_the_same_name_are_refused(output: Path) -> None:
     assert output.read_bytes() == before
 
 
-class RoundedByBatch(FakeDecoder):
-    """Answers change with the other prompts of the batch, as a bfloat16 target's do."""
-
-    def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
-        seed = hash(str([other.prompt for other in batch])) + request.seed
-        return super().answer(replace(request, seed=seed), batch, limit)
-
-
 @pytest.mark.parametrize("rows_left", range(8))
 def test_a_kill_changes_no_answer_when_answers_depend_on_the_batch(
     output: Path, rows_left: int
@@ -292,7 +207,7 @@ def test_a_second_process_is_refused_in_one_sentence(output: Path) -> None:
     with DistilledFile(output, SETTINGS) as file:
         with pytest.raises(UserError, match=r"another process is writing .*answers.jsonl: wait"):
             distilled(FakeDecoder(), asked(2), output)
-        distill(FakeDecoder(), asked(2), file)
+        distill(DecoderSource(FakeDecoder()), asked(2), file)
     assert distilled(FakeDecoder(), asked(2), output).already_done == 2
 
 
@@ -307,9 +222,10 @@ def test_changed_prompts_are_not_taken_as_answered(output: Path) -> None:
 
 
 def test_a_run_killed_at_any_moment_resumes_without_loss(output: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     worker = subprocess.Popen(
         [sys.executable, __file__, str(output)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.DEVNULL,
     )
     try:
@@ -442,7 +358,7 @@ def test_an_answer_that_repeats_itself_is_ended_and_teaches_no_end(
     whole = tmp_path / "whole.jsonl"
     distilled(decoder, asked(3), whole, replace(settings, end_repetition=False))
     report = distilled(decoder, asked(3), output, settings)
-    assert (report.answers_repeated, report.answers_cut) == (3, 0)
+    assert report.statistics.ended == {"stopping_criteria": 3}
     for row, other in zip(rows_by_id(output).values(), rows_by_id(whole).values(), strict=True):
         answer = row["token_ids"][0]["answer"]
         assert 32 < len(answer) < 300
@@ -475,7 +391,7 @@ def test_the_verb_writes_rows_and_reports(
     assert result.exit_code == 0
     assert set(rows_by_id(tmp_path / "a.jsonl")) == {"prompts.jsonl:1"}
     assert "1 of 2 conversations to answer: 1 answers, at most 4 new tokens" in caplog.text
-    assert "1 prompts longer than the context were skipped: prompts.jsonl:2" in caplog.text
+    assert "1 prompts longer than the context were skipped: prompts.jsonl:2" in result.stdout
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""An OpenAI-compatible server of completions in this process, as far as distillation needs one."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+
+from drafthead.infer import Decoder
+
+
+@dataclass
+class Completions:
+    """A decoder that answers token ids, and what goes wrong meanwhile."""
+
+    decoder: Decoder
+    models: tuple[str, ...] = ("served",)
+    shows_ids: bool = True
+    shows_ends: bool = True  # in the ids
+    key: str | None = None  # that a request must bring
+    # Statuses of the first requests for completions; 0 closes the connection.
+    failures: list[int] = field(default_factory=list)
+    bodies: list[dict] = field(default_factory=list)  # of all requests for completions
+    url: str = ""
+    lock: Lock = field(default_factory=Lock)
+
+    def listed(self) -> dict:
+        length = self.decoder.max_length
+        return {"data": [{"id": name, "max_model_len": length} for name in self.models]}
+
+    def complete(self, body: dict) -> dict:
+        with self.lock:
+            result = self.decoder.generate(
+                [body["prompt"]],
+                max_new_tokens=body["max_tokens"],
+                temperature=body["temperature"],
+                top_p=body["top_p"],
+                seed=body["seed"],
+            )
+        ids = result.sequences[0]
+        ended = ids[-1] in body["stop_token_ids"]
+        shown = ids[:-1] if ended else ids
+        choice = {
+            "text": self.decoder.tokenizer.decode(shown).rstrip("\ufffd"),
+            "finish_reason": "stop" if ended else "length",
+        }
+        if self.shows_ids:
+            choice["token_ids"] = ids if self.shows_ends else shown
+            choice["prompt_token_ids"] = body["prompt"]
+        return {"choices": [choice]}
+
+
+@contextmanager
+def serving(completions: Completions) -> Iterator[str]:
+    """The address of a server, without /v1, while the block runs."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Nothing on the terminal."""
+
+        def send(self, status: int, content: dict) -> None:
+            text = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_GET(self) -> None:
+            known = self.path == "/v1/models"
+            self.send(*((200, completions.listed()) if known else (404, {"detail": "Not Found"})))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with completions.lock:
+                completions.bodies.append(body)
+                status = completions.failures.pop(0) if completions.failures else 200
+            wanted = completions.key and f"Bearer {completions.key}"
+            if wanted and self.headers.get("Authorization") != wanted:
+                status = 401
+            if status == 200:
+                self.send(200, completions.complete(body))
+            elif status:
+                self.send(status, {"error": {"message": f"planted {status}"}})
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,203 @@
+"""A target on an OpenAI-compatible server: prompts go there as token ids, and so answers come.
+
+vLLM returns the ids of an answer on request (`return_token_ids`). Of another server's answer the
+text is encoded again, which may give other tokens; such answers are marked.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import Queue
+from threading import Thread
+from typing import Any, cast
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.gguf_files import model_folder
+from drafthead.infer.request.stopping import FinishReason, token_ids
+from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.train.distillation.answer_source import EncodedAnswer, Questions
+from drafthead.train.distillation.connection import Connection, RefusedRequestError
+from drafthead.train.distillation.repetition import without_repetition
+from drafthead.train.distillation.settings import DistillSettings
+
+# Filters that some servers take from the model's own files, switched off as they are here.
+UNFILTERED = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model on a server, as the server lists it."""
+
+    name: str
+    max_length: int | None  # of prompt and answer in tokens, where the server says it
+
+
+def find_model(connection: Connection, name: str | None, target: str) -> ServedModel:
+    """The model called `name` or, without a name, the one called as the target, or the only one.
+
+    Raises UserError, with the names that there are, when it is not clear which one is meant.
+    """
+    listed = connection.send("models").get("data")
+    models = {m["id"]: m for m in listed if "id" in m} if isinstance(listed, list) else {}
+    names = ", ".join(models) or "no model"
+    if name is None:
+        if target not in models and len(models) != 1:
+            raise UserError(f"{connection.url} serves {names}: choose one with --server-model")
+        name = target if target in models else next(iter(models))
+    if name not in models:
+        raise UserError(f"{connection.url} serves {names}, not {name}: correct --server-model")
+    return ServedModel(name, models[name].get("max_model_len"))
+
+
+def stored_end_ids(target: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end answers, as the files of a model give them, without its weights.
+
+    Where they give none it is the tokenizer's own.
+    """
+    folder = model_folder(target)
+    for kind in (GenerationConfig, AutoConfig):
+        try:
+            ends = kind.from_pretrained(folder).eos_token_id
+        except (OSError, ValueError, AttributeError):  # no such file, or nothing about ends
+            continue
+        if ends is not None:
+            return token_ids(ends)
+    return frozenset([tokenizer.eos_token_id]) - {None}
+
+
+class ServerSource:
+    """A target on a server, of which only the tokenizer is here."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        model: ServedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
+    ):
+        """The tokenizer and the end tokens must be those of the model that is served."""
+        self.connection, self.model = connection, model
+        self.tokenizer, self.end_ids = tokenizer, end_ids
+        self.max_length = model.max_length
+
+    def weights(self) -> None:
+        """Nobody can see the weights of a server."""
+        return
+
+    def answers(self, questions: Questions, settings: DistillSettings) -> Iterator[Answer]:
+        """The answers, in the order in which they come."""
+        self.connection.allow(settings.batch_size)
+        self.connection.closed.clear()
+        given: Queue[Answer | Exception | None] = Queue()
+        closed = self.connection.closed
+
+        def work() -> None:
+            """Ask one question after the other, until there are no more."""
+            while (question := questions.get()) is not None and not closed.is_set():
+                assert isinstance(question, ServeRequest)
+                try:
+                    given.put(self.ask(question, settings))
+                except Exception as error:  # is raised where the answers are read
+                    given.put(error)
+            questions.put(None)  # for the others
+            given.put(None)
+
+        # Daemons: Ctrl-C need not wait for answers that are still on their way.
+        for _ in range(settings.batch_size):
+            Thread(target=work, daemon=True).start()
+        try:
+            for _ in range(settings.batch_size):
+                while (answer := given.get()) is not None:
+                    if isinstance(answer, Exception):
+                        raise answer
+                    yield answer
+        finally:
+            closed.set()
+            questions.put(None)
+
+    def ask(self, question: ServeRequest, settings: DistillSettings) -> Answer:
+        """The answer to one question, or why the server cannot give it.
+
+        Raises UserError when there is no answer at all.
+        """
+        prompt, limit = cast(list[int], question.prompt), settings.max_new_tokens
+        if self.max_length is not None:
+            limit = min(limit, self.max_length - len(prompt))
+        body = {
+            "model": self.model.name,
+            "prompt": prompt,
+            "max_tokens": limit,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "seed": question.seed,
+            "stop_token_ids": sorted(self.end_ids),
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            **UNFILTERED,
+        }
+        try:
+            content = self.connection.send_until_answered("completions", body)
+        except RefusedRequestError as error:
+            return Answer(question.id, error=str(error))
+        return self._read(question, prompt, content, settings)
+
+    def _read(
+        self,
+        question: ServeRequest,
+        prompt: list[int],
+        content: dict[str, Any],
+        settings: DistillSettings,
+    ) -> Answer:
+        """What the server has answered, as token ids, and ended where it repeats itself."""
+        choice = choice_of(content, self.connection.url)
+        text, ids = str(choice["text"]), choice.get("token_ids")
+        kind = Answer if ids is not None else EncodedAnswer
+        if ids is None:
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            self._check(choice, prompt, ids)
+        ids = list(ids)
+        if choice["finish_reason"] == "stop" and not self.end_ids.intersection(ids[-1:]):
+            ids += self._shown_end()
+        if not ids:
+            raise UserError(f"{self.connection.url}/completions gave an answer without a token")
+        kept = without_repetition(prompt, ids) if settings.end_repetition else ids
+        reason: FinishReason = "stopping_criteria" if len(kept) < len(ids) else "length"
+        if kept[-1] in self.end_ids:
+            reason = "end_token"
+        return kind(question.id, kept, text, reason)
+
+    def _check(self, choice: dict[str, Any], prompt: list[int], ids: list[int]) -> None:
+        """Raise UserError unless the server reads and writes the tokens of the tokenizer here."""
+        read = choice.get("prompt_token_ids")
+        shown = ids[:-1] if self.end_ids.intersection(ids[-1:]) else ids
+        written = str(self.tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+        if read not in (None, prompt) or letters(written) != letters(str(choice["text"])):
+            raise UserError(
+                f"{self.model.name} on {self.connection.url} has other tokens than "
+                f"{self.tokenizer.name_or_path}: give the --target that is served, or another "
+                "--server-model"
+            )
+
+    def _shown_end(self) -> list[int]:
+        """The end token of an answer that the server has ended without showing how."""
+        usual = self.tokenizer.eos_token_id
+        return [usual] if usual in self.end_ids else sorted(self.end_ids)[:1]
+
+
+def choice_of(content: dict[str, Any], url: str) -> dict[str, Any]:
+    """The answer in what a server has sent; UserError that names what is missing in it."""
+    try:
+        choice = content["choices"][0]
+        choice["text"], choice["finish_reason"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(
+            f"{url}/completions does not answer as OpenAI's does ({error!r}): correct --server"
+        ) from error
+    return cast(dict[str, Any], choice)
+
+
+def letters(text: str) -> str:
+    """The letters and digits of a text: servers differ in spaces and in cut characters."""
+    return "".join(filter(str.isalnum, text))
