@@ -113,8 +113,14 @@ def refusal(response: requests.Response) -> UserError:
 def reason_of(error: requests.RequestException) -> str:
     """Why there was no answer, in few words."""
     text = str(error)
-    known = ("Connection refused", "timed out", "Name or service not known", "Connection reset")
-    return next((words.lower() for words in known if words in text), text.splitlines()[0])
+    known = (
+        "connection refused",
+        "connection reset",
+        "remote end closed connection",
+        "timed out",
+        "name or service not known",
+    )
+    return next((words for words in known if words in text.lower()), text.splitlines()[0])
 
 
 def message_of(response: requests.Response) -> str:

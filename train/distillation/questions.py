@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -79,7 +80,7 @@ def check_template_arguments(
             raise UserError(
                 f"--template-argument {argument} is not the template's: it is set by distillation"
             )
-        if argument not in str(template):
+        if not re.search(rf"\b{argument}\b", str(template)):
             raise UserError(
                 f"the chat template of {name} does not read {argument}: correct the name of this "
                 "--template-argument, or leave it out"

@@ -113,7 +113,8 @@ def test_template_arguments_reach_every_prompt_and_the_row(output: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"enable_thinkin_": 1}, "does not read enable_thinkin_"),
+        ({"enable_thinking_": 1}, "does not read enable_thinking_"),
+        ({"thinking": 1}, "does not read thinking"),
         ({"add_generation_prompt": False}, "add_generation_prompt is not the template's"),
         ({"tokenize": True}, "tokenize is not the template's"),
     ],
