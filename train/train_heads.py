@@ -62,7 +62,9 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     data, precision = config.data, config.train.mixed_precision
     if accelerator.is_main_process:
         warn_of_slow_bfloat16(accelerator.device, precision)
-    target = load_target(config.target, precision, data.max_length, accelerator.device)
+    target = load_target(
+        config.target, precision, data.max_length, accelerator.device, accelerator.num_processes
+    )
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
     rows = load_packed(data.sources, tokenizer, data, config.train.seed)
@@ -190,6 +192,7 @@ def main(
     logging.getLogger("accelerate").setLevel(logging.WARNING)
     # It would warn of the two names of tied weights at every save.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # of layers on disk
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # else one line per retry
     disable_progress_bar()
     if not train(load_run_config(config, settings or [])):

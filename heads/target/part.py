@@ -15,8 +15,9 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread, share_lock
-from drafthead.heads.target.target import LAYER_NAMES, Target, find_decoder
+from drafthead.heads.target.target import Target
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 CHECKED = 4  # tokens that a part reads to show that it is one

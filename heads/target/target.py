@@ -5,7 +5,6 @@ and quantised or PEFT-wrapped models work too. Only the requested layers are sto
 `output_hidden_states=True` would store them all.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,14 @@ from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.errors import UserError
 from drafthead.heads.seven_bits import round_matrices
 from drafthead.heads.target.alibi import AlibiByPosition
+from drafthead.heads.target.architecture import (
+    LAYER_NAMES,
+    NORM_NAMES,
+    can_skip_logits,
+    find_decoder,
+    find_module,
+    without_wrapper,
+)
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
@@ -43,14 +50,8 @@ from drafthead.heads.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
+from drafthead.heads.target.placement import WHOLE, Placement
 from drafthead.heads.target.tree_cache import TreeCache
-
-# Where the architectures of transformers keep their decoder layers and their final norm.
-LAYER_NAMES = ("layers", "h", "blocks", "block")
-NORM_NAMES = (
-    *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
-    *("layer_norm", "layernorm"),
-)
 
 
 @dataclass(frozen=True)
@@ -66,53 +67,6 @@ class Place(NamedTuple):
 
     module: nn.Module
     is_input: bool = False
-
-
-def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
-    """The first attribute of `root` among `names`; raises UserError naming what is missing."""
-    for name in names:
-        module = getattr(root, name, None)
-        if isinstance(module, nn.Module):
-            return module
-    raise UserError(
-        f"{type(root).__name__} has no {what} under any of the names {', '.join(names)}: "
-        "this architecture cannot be tapped"
-    )
-
-
-def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
-    """The model inside a PEFT wrapper; adapters within its layers keep working.
-
-    Raises UserError for prompt tuning, which is not within the layers.
-    """
-    adapter = getattr(model, "active_peft_config", None)
-    if adapter is None:
-        return model
-    if adapter.is_prompt_learning:
-        raise UserError(
-            f"a target with a {adapter.peft_type.value} adapter is not supported: it puts a "
-            "learned prompt before the text, of which positions and masks know nothing"
-        )
-    return model.get_base_model()  # type: ignore[operator]  # PeftModel's method
-
-
-def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The stack of decoder layers of a causal language model, without its output head."""
-    decoder = model.get_decoder()
-    # For a few models that is the whole model or the output head.
-    if any(hasattr(decoder, name) for name in LAYER_NAMES):
-        return decoder
-    return getattr(model, "model", decoder)
-
-
-def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
-    """Whether `logits_to_keep` limits the logits and nothing else, and may name no position."""
-    takes = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
-    # Gemma 4 also passes it to its decoder, which then drops the other positions' hidden states.
-    decoder_takes = inspect.signature(type(decoder).forward).parameters
-    # Code from elsewhere may only take a number.
-    takes_places = takes is not None and "Tensor" in str(takes.annotation)
-    return takes_places and "logits_to_keep" not in decoder_takes
 
 
 class Target:
@@ -179,34 +133,54 @@ class Target:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
+        cls,
+        name: str | Path,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_code: bool = False,
+        placement: Placement = WHOLE,
     ) -> Self:
         """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
 
         `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or `int7`: bfloat16 with
         matrices of seven bits, which is another model. `device` is `auto` (a GPU if there is one)
-        or a torch device. Raises UserError naming what could not be loaded.
+        or a torch device, of the inputs and of all that `placement` does not put elsewhere. Raises
+        UserError naming what could not be loaded or placed.
         """
         source = model_folder(name)
         cls.check_kind(str(name), has_encoder(source, trust_code))
-        return cls.from_source(source, name, dtype, device, trust_code)
+        return cls.from_source(source, name, dtype, device, trust_code, placement)
 
     @classmethod
     def from_source(
-        cls, source: str | Path, name: str | Path, dtype: str, device: str, trust_code: bool
+        cls,
+        source: str | Path,
+        name: str | Path,
+        dtype: str,
+        device: str,
+        trust_code: bool,
+        placement: Placement = WHOLE,
     ) -> Self:
         """`from_pretrained` for a folder or hub id that has this class of model; `name` is named
         in errors.
         """
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
+        if dtype == INT7 and not placement.is_whole:
+            raise UserError("a target of the type int7 is rounded in memory, and cannot be placed")
         try:
+            options = placement.loading_options(
+                cls.auto_class, source, torch_dtype, torch_device, trust_code
+            )
             model = cls.auto_class.from_pretrained(
-                source, dtype=torch_dtype, trust_remote_code=trust_code
+                source, dtype=torch_dtype, trust_remote_code=trust_code, **options
             )
             tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
-            if not is_on(model, torch_device):  # quantised weights may not be movable
+            # Quantised weights may not be movable.
+            if placement.is_whole and not is_on(model, torch_device):
                 model.to(torch_device)
+        except UserError:
+            raise
         except Exception as error:  # transformers raises many kinds for a bad folder
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise UserError(f"cannot load the model {name}: {reason}") from error
@@ -272,6 +246,11 @@ class Target:
             raise UserError(
                 f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
             )
+
+    def refuse_placed(self, what: str) -> None:
+        """Raise UserError, naming what was wanted, when layers are on other devices or on disk."""
+        if len({weight.device for weight in self.model.parameters()}) > 1:
+            raise UserError(f"{what} is for targets whose layers are all on one device")
 
     def as_prompt(self, text: list[int]) -> list[int]:
         """The prompt for a user's text of token ids: here the same.
@@ -367,7 +346,7 @@ class Target:
         """
         with Taps(self, features) as taps:
             logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
-        return TargetOutput(logits[:, -logits_to_keep:], taps.features())
+        return TargetOutput(logits[:, -logits_to_keep:], self._here(taps.features()))
 
     @torch.no_grad()
     def read(
@@ -382,7 +361,11 @@ class Target:
         nowhere = torch.empty(0, dtype=torch.long, device=input_ids.device)
         with Taps(self, features) as taps:
             self.forward(input_ids, position_ids, attention_mask, cache, nowhere)
-        return taps.features()
+        return self._here(taps.features())
+
+    def _here(self, features: Features) -> Features:
+        """The features on the device of the inputs, which those of layers elsewhere are not."""
+        return features.map(lambda hidden: hidden.to(self.device))
 
     def forward(
         self,

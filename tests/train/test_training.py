@@ -704,6 +704,11 @@ def test_overwriting_is_no_difference_between_runs():
     assert first_difference(old, {"train": {"seed": 1}}) == "train.seed was None and is now 1"
 
 
+def test_a_run_goes_on_wherever_its_target_is():
+    old, new = {"target": {"placement": "whole"}}, {"target": {"placement": "fsdp"}}
+    assert first_difference(old, new) is None
+
+
 def test_a_run_recorded_before_a_setting_existed_goes_on_with_its_default(tmp_path: Path):
     recorded, defaults = {"train": {"seed": 1}}, {"train": {"on_policy": False}}
     RunFolder(tmp_path, recorded, defaults={}).finish()

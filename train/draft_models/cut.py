@@ -9,8 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder
 from drafthead.heads.target.part import keep_layers
-from drafthead.heads.target.target import LAYER_NAMES, Target, find_decoder
+from drafthead.heads.target.placement import whole_weight
+from drafthead.heads.target.target import Target
 
 # The target's layers for each layer of a draft model, where nothing else is asked for.
 LAYERS_FOR_ONE = 8
@@ -52,16 +54,17 @@ def copy_layers(target: Target, layers: Sequence[int], model: PreTrainedModel) -
 
     Raises UserError for a target whose weights are not plain matrices.
     """
-    draft = find_decoder(model).state_dict()
+    draft, source = find_decoder(model).state_dict(), find_decoder(target.model)
     weights: dict[str, torch.Tensor] = {}
     name_of = {str(layer): str(place) for place, layer in enumerate(layers)}
-    for name, tensor in find_decoder(target.model).state_dict().items():
+    for name, tensor in source.state_dict().items():
         first, _, rest = name.partition(".")
         layer, _, inner = rest.partition(".")
         if first not in LAYER_NAMES:
             weights[name] = tensor
         elif layer in name_of:
-            weights[f"{first}.{name_of[layer]}.{inner}"] = tensor
+            weight = whole_weight(source, name, tensor)
+            weights[f"{first}.{name_of[layer]}.{inner}"] = weight
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if shapes != {name: tensor.shape for name, tensor in draft.items()}:
         raise UserError(

@@ -3,19 +3,31 @@
 Packing changes no feature: attention stays inside a segment, where positions start from 0.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.placement import WHOLE, Placement
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData, TokenBatch
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
+from drafthead.train.features.sharded import (
+    any_process,
+    is_sharded,
+    shard_layers,
+    weight_bytes,
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,20 +37,59 @@ class TargetConfig:
     name: str
     dtype: str = "auto"
     trust_code: bool = False
+    # Where its layers are: `whole` in each process, `fsdp` in pieces among the processes; in one
+    # process also `auto`, or a device for each, see `heads.target.placement`.
+    placement: Literal["whole", "auto", "fsdp"] | dict[str, int | str] = "whole"
+    memory: dict[int | str, int | str] | None = None  # of each device that `auto` may use
+    offload_folder: str | None = None  # for layers that cannot be read from the model's own files
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.placement != "auto":
+            raise ValueError("memory is for placement: auto alone")
 
 
 def load_target(
-    config: TargetConfig, mixed_precision: str, max_length: int, device: torch.device
+    config: TargetConfig,
+    mixed_precision: str,
+    max_length: int,
+    device: torch.device,
+    processes: int = 1,
 ) -> Target:
     """Load the target and check that it can run rows of `max_length` tokens.
 
-    Raises UserError when it cannot be loaded or its context is shorter than a row.
+    All processes call this together. Raises UserError when it cannot be loaded or placed, or its
+    context is shorter than a row.
     """
     in_float32 = config.dtype == "auto" and mixed_precision == "no"
     dtype = "float32" if in_float32 else config.dtype
-    target = Target.from_pretrained(config.name, dtype, str(device), config.trust_code)
+    placement = placement_of(config, processes)
+    target = Target.from_pretrained(config.name, dtype, str(device), config.trust_code, placement)
     check_row_length(target, config.name, max_length)
+    if config.placement == "fsdp":
+        shard_layers(target, device)
+        here, whole = weight_bytes(target)
+        logger.info("each process holds %.3g of the target's %.3g GB", here / 1e9, whole / 1e9)
     return target
+
+
+def placement_of(config: TargetConfig, processes: int) -> Placement:
+    """Where layers are loaded to; UserError for a placement that is not for so many processes."""
+    if config.placement == "whole":
+        return WHOLE
+    if config.placement != "fsdp":
+        if processes > 1:
+            raise UserError(
+                f"target.placement={config.placement} is for one process, which uses all devices, "
+                f"and there are {processes}: use fsdp or whole, or launch one process"
+            )
+        return Placement(config.placement, config.memory, config.offload_folder)
+    if processes == 1:
+        raise UserError(
+            "target.placement=fsdp shares the target among processes, and this is one alone: "
+            "launch several with accelerate launch, or use auto or whole"
+        )
+    folder = config.offload_folder and f"{config.offload_folder}/process-{dist.get_rank()}"
+    return Placement("disk", offload_folder=folder)
 
 
 def check_row_length(target: Target, name: str, max_length: int) -> None:
@@ -130,15 +181,21 @@ class FeatureReader:
         """The features [T, D] of each row as they are kept; computed if one is missing."""
         read = [kept.read(row) for row in rows]
         found = [features for features in read if features is not None]
-        if len(found) == len(rows):
-            return found
-        pairs = zip(rows, self._computed(rows), strict=True)
-        return [kept.write(row, features) for row, features in pairs]
+        missing = rows if len(found) < len(rows) else []
+        pairs = zip(missing, self._computed(missing), strict=True)
+        written = [kept.write(row, features) for row, features in pairs]
+        return written or found
 
     def _computed(self, rows: Sequence[int]) -> list[Features]:
-        """The features [T, D] of each row, of one pass of the target over all."""
-        if not rows:
+        """The features [T, D] of each row, of one pass of the target over all.
+
+        Of a target in pieces a process also makes the pass that only another one needs.
+        """
+        wanted = bool(rows)
+        if is_sharded(self.target):
+            wanted = any_process(wanted, self.target.device)
+        if not wanted:
             return []
-        tokens = self.data.batch(rows)
+        tokens = self.data.batch(rows or [0])
         batch = read_features(self.target, tokens, self.spec, self.mixed_precision).features
         return [of_row(batch, i, self.data.row_length(row)) for i, row in enumerate(rows)]

@@ -4,6 +4,7 @@ import hashlib
 
 import torch
 
+from drafthead.heads.target.placement import whole_weight
 from drafthead.heads.target.target import Target
 
 SAMPLES = 64  # elements of each tensor
@@ -15,13 +16,14 @@ def weights_fingerprint(target: Target) -> str:
     Reading a 70B model whole would take minutes. What changes a model on purpose (fine-tuning, a
     merged adapter) changes nearly all elements of the tensors that it touches; a single changed
     element is not noticed. Elements are compared in bfloat16, so that a model has one hash
-    whichever of its types it is loaded in.
+    whichever of its types it is loaded in, and wherever its layers are.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(target.model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        if tensor.numel() and not tensor.is_meta:
-            digest.update(_sample(tensor.data).cpu().numpy().tobytes())
+        if tensor.numel():
+            weight = whole_weight(target.model, name, tensor)
+            digest.update(_sample(weight.detach()).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -20,6 +20,8 @@ from drafthead.train.jobs.locks import only_writer
 from drafthead.train.run.saved_states import Progress, SavedStates
 
 DURATIONS = ("epochs", "max_steps", "max_minutes")  # settings of the section `train`
+# Settings that change nothing of what is learnt.
+FREE = ("train.overwrite", "target.placement", "target.memory", "target.offload_folder")
 METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"
 BEST_FOLDER, BEST_BY = "best", 16
 PACKAGES = ("drafthead", "torch", "transformers", "accelerate", "safetensors")
@@ -65,7 +67,7 @@ def first_difference(old: Settings, new: Settings) -> str | None:
         before, after = old.get(section, {}), new.get(section, {})
         for key in sorted({*before, *after}):
             name = f"{section}.{key}"
-            if name != "train.overwrite" and before.get(key) != after.get(key):
+            if name not in FREE and before.get(key) != after.get(key):
                 return f"{name} was {before.get(key)!r} and is now {after.get(key)!r}"
     return None
 

@@ -13,7 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.masks import LayerKind, key_positions, masks_by_kind
+from drafthead.heads.target.placement import Placement
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
@@ -96,6 +98,23 @@ def test_greedy_answers_equal_those_of_transformers(name: str) -> None:
     model = tiny_model(name, ARCHITECTURES[name])
     prompts = [torch.randint(1, VOCAB, (n,)).tolist() for n in PROMPT_LENGTHS]
     check_every_right_token_is_accepted(Target(model), prompts, NEW)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_on_disk_give_the_states_of_layers_in_memory(name: str, tmp_path: Path) -> None:
+    tiny_model(name, ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
+    whole = Target.from_pretrained(tmp_path / "model", "float32", "cpu")
+    placement = Placement("disk", offload_folder=str(tmp_path / "off"))
+    elsewhere = Target.from_pretrained(tmp_path / "model", "float32", "cpu", placement=placement)
+    assert all(next(layer.parameters()).is_meta for layer in elsewhere.layers.children())
+    ids = torch.randint(1, VOCAB, (2, 11))
+    positions = torch.arange(11).expand_as(ids)
+    spec = FeatureSpec((-1, 0, whole.num_layers - 1, whole.num_layers))
+    expected, found = (t.run(ids, positions, None, spec) for t in (whole, elsewhere))
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close([*found.features.taps], [*expected.features.taps])
+    for read in (Target.output_weight, Target.input_weight):
+        assert read(elsewhere).equal(read(whole))
 
 
 REFUSED = {

@@ -6,6 +6,7 @@ Tests with DeepSpeed run where it is installed: `pip install drafthead[deepspeed
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -170,6 +171,7 @@ def trained(config: Path, output: Path, *settings: str, engine: str = "") -> lis
         text=True,
         timeout=240,
     )
+    print(process.stderr, file=sys.stderr)
     assert process.returncode == 0, process.stderr
     return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").open()]
 
@@ -179,6 +181,31 @@ def test_two_processes_train_a_draft_model_as_one_does(config: Path, tmp_path: P
     alone = trained(config, tmp_path / "alone", *settings)
     together = trained(config, tmp_path / "two", *settings, engine="cpu2")
     assert together == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["cpu2", "fsdp2"])
+def test_heads_learn_the_same_from_a_target_in_pieces(
+    config: Path, tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where one process finds the features of its rows on disk and the other does not, and
+    where one has fewer held-out rows.
+    """
+    features, held_out = tmp_path / "features", tmp_path / "held_out.jsonl"
+    write_conversations(held_out, 5, seed=1)
+    settings = (
+        f"data.validation={held_out}",
+        "train.eval_every=2",
+        f"data.feature_folder={features}",
+    )
+    alone = trained(config, tmp_path / "alone", *settings)
+    for row in features.glob("*/row-*[02468].safetensors"):
+        row.unlink()
+    together = trained(config, tmp_path / engine, *settings, "target.placement=fsdp", engine=engine)
+    assert together == pytest.approx(alone, abs=1e-5)
+    logs = [(tmp_path / run / "evaluation.jsonl").read_text() for run in ("alone", engine)]
+    assert logs[0] == logs[1]
+    held = re.search(r"process holds (\S+) of the target's (\S+) GB", capsys.readouterr().err)
+    assert held and float(held[1]) < 0.8 * float(held[2]), "embeddings are whole, layers half"
 
 
 def assert_same_head(some: Path, other: Path) -> None:

@@ -1,0 +1,63 @@
+"""Where an architecture of transformers keeps its parts: decoder, layers, final norm."""
+
+import inspect
+from collections.abc import Sequence
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from drafthead.heads.errors import UserError
+
+# Where the architectures of transformers keep their decoder layers and their final norm.
+LAYER_NAMES = ("layers", "h", "blocks", "block")
+NORM_NAMES = (
+    *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
+    *("layer_norm", "layernorm"),
+)
+
+
+def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
+    """The first attribute of `root` among `names`; raises UserError naming what is missing."""
+    for name in names:
+        module = getattr(root, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise UserError(
+        f"{type(root).__name__} has no {what} under any of the names {', '.join(names)}: "
+        "this architecture cannot be tapped"
+    )
+
+
+def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a PEFT wrapper; adapters within its layers keep working.
+
+    Raises UserError for prompt tuning, which is not within the layers.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is None:
+        return model
+    if adapter.is_prompt_learning:
+        raise UserError(
+            f"a target with a {adapter.peft_type.value} adapter is not supported: it puts a "
+            "learned prompt before the text, of which positions and masks know nothing"
+        )
+    return model.get_base_model()  # type: ignore[operator]  # PeftModel's method
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The stack of decoder layers of a causal language model, without its output head."""
+    decoder = model.get_decoder()
+    # For a few models that is the whole model or the output head.
+    if any(hasattr(decoder, name) for name in LAYER_NAMES):
+        return decoder
+    return getattr(model, "model", decoder)
+
+
+def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
+    """Whether `logits_to_keep` limits the logits and nothing else, and may name no position."""
+    takes = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
+    # Gemma 4 also passes it to its decoder, which then drops the other positions' hidden states.
+    decoder_takes = inspect.signature(type(decoder).forward).parameters
+    # Code from elsewhere may only take a number.
+    takes_places = takes is not None and "Tensor" in str(takes.annotation)
+    return takes_places and "logits_to_keep" not in decoder_takes
