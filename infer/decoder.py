@@ -511,7 +511,7 @@ def decoder_for(
     """
     if compile:
         target.refuse_encoder("compile")
-        target.refuse_placed("compile")
+        target.check_compilable()
     if compile and not isinstance(target, CompiledTarget):
         target = CompiledTarget(target)
     if drafter is None:

@@ -62,8 +62,9 @@ CompileSwitch = Annotated[
 DtypeName = Annotated[
     str,
     typer.Option(
-        help="auto, float32, bfloat16, float16; or int7, a lossy copy of the model with weights "
-        "of seven bits, of which compiled passes on a CPU read half as much."
+        help="auto, float32, bfloat16, float16; or a lossy copy of the model: int7, with weights "
+        "of seven bits, of which compiled passes on a CPU read half as much; int8 or int4, those "
+        "of bitsandbytes, uncompiled."
     ),
 ]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

@@ -61,6 +61,8 @@ class Placement:
         if self.is_whole:
             return {}
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UserError(f"{source} is quantised, and layers of such targets cannot be placed")
         dtype = None if dtype == "auto" else dtype
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust)
@@ -77,6 +79,7 @@ class Placement:
         if self.layers == "auto":
             placed = self._automatic(layers, here, bytes_of(model) - bytes_of(layers))
         elif isinstance(self.layers, str):
+            check_device(self.layers, "its placement")
             placed = {name: self.layers for name, _ in layers.named_children()}
         else:
             placed = self._given(self.layers, layers, path, here)

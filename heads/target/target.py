@@ -5,6 +5,7 @@ and quantised or PEFT-wrapped models work too. Only the requested layers are sto
 `output_hidden_states=True` would store them all.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,12 +37,16 @@ from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
 from drafthead.heads.target.loading import (
+    BITSANDBYTES,
     INT7,
+    LOSSY,
     device_named,
     dtype_named,
     has_encoder,
     is_on,
     load_tokenizer,
+    quantisation_of,
+    quantising_options,
 )
 from drafthead.heads.target.masks import (
     LayerMasks,
@@ -142,10 +147,11 @@ class Target:
     ) -> Self:
         """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
 
-        `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or `int7`: bfloat16 with
-        matrices of seven bits, which is another model. `device` is `auto` (a GPU if there is one)
-        or a torch device, of the inputs and of all that `placement` does not put elsewhere. Raises
-        UserError naming what could not be loaded or placed.
+        `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or a lossy one, which is
+        another model: `int7` (bfloat16 with matrices of seven bits), `int8` or `int4` (those of
+        bitsandbytes). `device` is `auto` (a GPU if there is one) or a torch device, of the inputs
+        and of all that `placement` does not put elsewhere. Raises UserError naming what could not
+        be loaded or placed.
         """
         source = model_folder(name)
         cls.check_kind(str(name), has_encoder(source, trust_code))
@@ -166,10 +172,10 @@ class Target:
         """
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
-        if dtype == INT7 and not placement.is_whole:
-            raise UserError("a target of the type int7 is rounded in memory, and cannot be placed")
+        if dtype in LOSSY and not placement.is_whole:
+            raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
         try:
-            options = placement.loading_options(
+            options = quantising_options(dtype, torch_device) or placement.loading_options(
                 cls.auto_class, source, torch_dtype, torch_device, trust_code
             )
             model = cls.auto_class.from_pretrained(
@@ -188,12 +194,16 @@ class Target:
         if dtype == INT7:
             round_matrices(target.model)
             target.in_bytes = True
+        if target.precision in BITSANDBYTES:  # it would warn of a cast in every product
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return target
 
     @property
     def precision(self) -> str:
-        """The type of the weights, as `from_pretrained` takes it."""
-        return INT7 if self.in_bytes else str(self.dtype).removeprefix("torch.")
+        """The type of the weights, as `from_pretrained` takes it, or how they are quantised."""
+        if self.in_bytes:
+            return INT7
+        return quantisation_of(self.model) or str(self.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> torch.device:
@@ -247,10 +257,12 @@ class Target:
                 f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
             )
 
-    def refuse_placed(self, what: str) -> None:
-        """Raise UserError, naming what was wanted, when layers are on other devices or on disk."""
+    def check_compilable(self) -> None:
+        """Raise UserError when layers are on other devices or on disk, or of bitsandbytes."""
         if len({weight.device for weight in self.model.parameters()}) > 1:
-            raise UserError(f"{what} is for targets whose layers are all on one device")
+            raise UserError("compile is for targets whose layers are all on one device")
+        if self.precision in BITSANDBYTES:
+            raise UserError(f"compile is not available for targets of the type {self.precision}")
 
     def as_prompt(self, text: list[int]) -> list[int]:
         """The prompt for a user's text of token ids: here the same.

@@ -306,6 +306,8 @@ def test_loss_falls_and_the_written_head_loads(family: str, configure, target: T
     record = json.loads((folder / "run.json").read_text())
     assert record["finished"]
     assert record["settings"]["head"]["family"] == family
+    origin = json.loads((folder / "config.json").read_text())["provenance"]
+    assert origin["target_precision"] == "float32"
     assert record["versions"]["torch"] == torch.__version__
 
 

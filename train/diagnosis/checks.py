@@ -14,6 +14,7 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
+from drafthead.heads.target.loading import LOSSY
 from drafthead.infer.engine.results import repeated_ngram_share
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.supervision import encode_prompt, special_ids
@@ -257,16 +258,17 @@ def other_target(seen: Examination) -> Finding | None:
     """A head learns one model: its weights, in its number type."""
     patient = seen.patient
     learnt, own = patient.provenance.get("target_weights"), weights_fingerprint(patient.target)
-    if patient.target.in_bytes:
+    if learnt == own:
+        return Finding("the head was trained for these weights")
+    precision = patient.target.precision
+    if precision in LOSSY:
         return Finding(
-            f"{patient.target_name} is decoded in {patient.target.precision}, which is another "
-            "model than the one in full precision",
+            f"{patient.target_name} is decoded in {precision}, which is another model than the one "
+            "in full precision",
             "go on with the training for this model: train.init_from",
         )
     if learnt is None:
         return None
-    if learnt == own:
-        return Finding("the head was trained for these weights")
     return Finding(
         f"the head was trained for weights with the hash {learnt}; these have {own}",
         "decode with the model that it was trained for, or adapt it: train.init_from",

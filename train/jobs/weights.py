@@ -22,8 +22,10 @@ def weights_fingerprint(target: Target) -> str:
     for name, tensor in sorted(target.model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         if tensor.numel():
-            weight = whole_weight(target.model, name, tensor)
-            digest.update(_sample(weight.detach()).cpu().numpy().tobytes())
+            weight = whole_weight(target.model, name, tensor).detach()
+            if type(weight) is not torch.Tensor:  # torchao's, of which no element can be read
+                weight = weight.dequantize()
+            digest.update(_sample(weight).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -70,6 +70,7 @@ class RunWriter:
             **provenance(self.folder.settings),
             **vars(progress),
             "target_weights": self.sources.target,
+            "target_precision": target.precision,
             "evaluation": evaluation.summary() if evaluation else None,
         }
         kind_of(head).save(head, folder, target, self.task.target_name, origin)

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 import drafthead.heads  # noqa: F401  fills the registry of head families
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.loading import LOSSY
 from drafthead.train.data.packing import DataConfig
 from drafthead.train.features.reading import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
@@ -22,6 +23,7 @@ from drafthead.train.run.folder import RunFolder, Settings
 from drafthead.train.run.trainables import trainable
 
 DEFAULT_FAMILY = "medusa"
+NARROW = ("bfloat16", "float16", *LOSSY)  # types that compute in 16 bits
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class RunConfig:
     train: TrainConfig
 
     def __post_init__(self) -> None:
-        if self.train.mixed_precision == "no" and self.target.dtype in ("bfloat16", "float16"):
+        if self.train.mixed_precision == "no" and self.target.dtype in NARROW:
             raise UserError(
                 f"target.dtype={self.target.dtype} needs train.mixed_precision=bf16; "
                 "without it the target has to be float32"

@@ -1,5 +1,6 @@
 """Layers of a target that are elsewhere: the same states, and refusals with the reason."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tiny import tiny_llama, write_target
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.loading import LOSSY
 from drafthead.heads.target.placement import Placement, whole_weight
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
@@ -94,6 +96,7 @@ def test_weights_on_disk_can_be_read(folder: Path) -> None:
         (Placement({"model.layers.9": "cpu"}), "'model.layers.9', which is not a decoder layer"),
         (Placement({"model.layers.0": 7}), "its placement names the device 7, and this machine"),
         (Placement({"model.layers.0": "tape"}), "the device 'tape', and this machine has"),
+        (Placement("tape"), "the device 'tape', and this machine has"),
         (Placement("auto", memory={7: "1GB"}), "its memory names the device 7"),
         (Placement("auto", memory={"cpu": "much"}), "memory cannot be read: .*much"),
     ],
@@ -103,9 +106,18 @@ def test_what_cannot_be_placed_is_named(folder: Path, placement: Placement, word
         placed(folder, placement)
 
 
-def test_rounded_targets_are_not_placed(folder: Path) -> None:
-    with pytest.raises(UserError, match="int7 is rounded in memory"):
-        Target.from_pretrained(folder, "int7", "cpu", placement=Placement("disk"))
+@pytest.mark.parametrize("dtype", LOSSY)
+def test_rounded_targets_are_not_placed(folder: Path, dtype: str) -> None:
+    with pytest.raises(UserError, match=f"type {dtype} cannot be placed"):
+        Target.from_pretrained(folder, dtype, "cpu", placement=Placement("disk"))
+
+
+def test_stored_quantised_targets_are_not_placed(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(UserError, match="is quantised, and layers of such targets cannot be"):
+        placed(tmp_path, Placement("disk"))
 
 
 def test_files_that_are_not_safetensors_need_a_folder(folder: Path, tmp_path: Path) -> None:

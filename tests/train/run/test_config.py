@@ -86,6 +86,7 @@ def test_an_override_replaces_one_budget_by_another(load):
         ("train.epochs=2", r"exactly one of epochs, max_steps and max_minutes"),
         ("train.batch_rows=0", r"must be positive"),
         ("target.dtype=float16", r"target.dtype=float16 needs train.mixed_precision=bf16"),
+        ("target.dtype=int8", r"target.dtype=int8 needs train.mixed_precision=bf16"),
         ("train.eval_every=5", r"train.eval_every needs held-out conversations"),
         ("data.validation=train.jsonl", r"data.validation is training data itself"),
         ("optimizer.lr", r"'optimizer.lr' is not a setting: write section.key=value"),
