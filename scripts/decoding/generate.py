@@ -2,9 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated
 
-import typer
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -12,13 +10,12 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats.printing import shown
 from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
 from drafthead.scripts import options
+from drafthead.scripts.decoding import generate_options as own
 
 
 def main(
     target: options.TargetName,
-    prompt: Annotated[
-        str | None, typer.Option(help="The user's message; by default standard input.")
-    ] = None,
+    prompt: own.Prompt = None,
     head: options.HeadFolder = None,
     draft_model: options.DraftModelName = None,
     draft_layers: options.DraftLayers = None,
@@ -28,102 +25,28 @@ def main(
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Keep tokens with at least this share of the best one's probability; 0 keeps all."
-        ),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens of prompt and answer become less probable.")
-    ] = 1.0,
-    frequency_penalty: Annotated[
-        float,
-        typer.Option(help="Subtracted from a token's logit for each time it occurs in the answer."),
-    ] = 0.0,
-    presence_penalty: Annotated[
-        float,
-        typer.Option(help="Subtracted from the logit of every token that occurs in the answer."),
-    ] = 0.0,
-    no_repeat_ngram_size: Annotated[
-        int, typer.Option(help="No n-gram of this size is repeated; 0 is off.")
-    ] = 0,
-    min_new_tokens: Annotated[int, typer.Option(help="Fewest new tokens.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
-    ] = None,
-    max_time: Annotated[
-        float | None, typer.Option(help="Seconds after which the answer ends as it is.")
-    ] = None,
-    num_return_sequences: Annotated[
-        int,
-        typer.Option(help="Answers; several need a temperature above 0 or as many --num-beams."),
-    ] = 1,
-    num_beams: Annotated[
-        int,
-        typer.Option(
-            help="Beam search with up to 8 beams, printed at its end with the answer's score; 1 is "
-            "off."
-        ),
-    ] = 1,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Print each token's log-probability, and so many of the target's most probable "
-            "tokens beside it; 0 for none."
-        ),
-    ] = None,
-    verifier: Annotated[
-        str,
-        typer.Option(
-            help="auto, greedy, rejection, traversal, match are lossless; typical and lenient, and "
-            "at temperature 0 top_k and distance, are lossy: they change the output."
-        ),
-    ] = "auto",
-    typical_epsilon: Annotated[
-        float | None,
-        typer.Option(help="With --verifier typical: highest threshold; by default 0.09."),
-    ] = None,
-    typical_delta: Annotated[
-        float | None,
-        typer.Option(help="With --verifier typical: threshold by entropy; by default 0.3."),
-    ] = None,
-    lenience: Annotated[
-        float | None,
-        typer.Option(
-            help="With --verifier lenient: tokens become up to 1 / lenience times as probable as "
-            "they should be; by default 0.5."
-        ),
-    ] = None,
-    accept_top: Annotated[
-        int | None,
-        typer.Option(
-            help="With the lossy --verifier top_k: drafted tokens stay when they are among so many "
-            "most probable ones; by default 2, and 1 is exact."
-        ),
-    ] = None,
-    accept_distance: Annotated[
-        int | None,
-        typer.Option(
-            help="With the lossy --verifier distance, for tokens whose numbers are an order, such "
-            "as pixels, and senseless for text: how far a drafted number may lie from the most "
-            "probable one; by default 2, and 0 is exact."
-        ),
-    ] = None,
-    min_block: Annotated[
-        int | None,
-        typer.Option(
-            help="With --verifier top_k or distance: tokens that a step adds at least, wrong ones "
-            "too; by default 1."
-        ),
-    ] = None,
+    min_p: own.MinP = 0.0,
+    repetition_penalty: own.RepetitionPenalty = 1.0,
+    frequency_penalty: own.FrequencyPenalty = 0.0,
+    presence_penalty: own.PresencePenalty = 0.0,
+    no_repeat_ngram_size: own.NoRepeatNgramSize = 0,
+    min_new_tokens: own.MinNewTokens = 0,
+    stop: own.StopTexts = None,
+    max_time: own.MaxTime = None,
+    num_return_sequences: own.NumAnswers = 1,
+    num_beams: own.NumBeams = 1,
+    logprobs: own.LogprobTokens = None,
+    verifier: own.VerifierName = "auto",
+    typical_epsilon: own.TypicalEpsilon = None,
+    typical_delta: own.TypicalDelta = None,
+    lenience: own.Lenience = None,
+    accept_top: own.AcceptTop = None,
+    accept_distance: own.AcceptDistance = None,
+    min_block: own.MinBlock = None,
     tree_nodes: options.TreeNodes = None,
     draft_tokens: options.DraftTokens = None,
     compile: options.CompileSwitch = False,
-    draft_temperature: Annotated[
-        float | None,
-        typer.Option(help="Temperature of sampled drafts; changes speed, never the distribution."),
-    ] = None,
+    draft_temperature: own.DraftTemperature = None,
     seed: options.Seed = 0,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",

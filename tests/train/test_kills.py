@@ -83,7 +83,7 @@ def lines_of(path: Path) -> Callable[[], int]:
 
 def test_distillation_killed_thirty_times_writes_the_same_file(tmp_path: Path) -> None:
     write_target(tmp_path / "target", max_position_embeddings=128)
-    write_conversations(tmp_path / "prompts.jsonl", 4000, seed=0)
+    write_conversations(tmp_path / "prompts.jsonl", 1500, seed=0)
 
     def job(output: Path) -> Job:
         command = [
