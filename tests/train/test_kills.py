@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from runs import write_inputs, write_run
 from safetensors.torch import load_file
@@ -44,7 +44,6 @@ class Job:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
@@ -70,10 +69,17 @@ class Job:
             needed = time.monotonic() - begun
             time.sleep(moments.uniform(0, 0.5 if wait_for_work else max(4.0, needed)))
             assert process.poll() is None, f"it ended by itself after {len(found)} kills"
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            kill_all(process)
             found.append(self.progress())
         return found
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kill a process and those that it has started: the launcher's are in sessions of their own."""
+    parent = psutil.Process(process.pid)
+    for one in (parent, *parent.children(recursive=True)):
+        one.kill()
+    process.communicate()
 
 
 def lines_of(path: Path) -> Callable[[], int]:
