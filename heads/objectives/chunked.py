@@ -32,12 +32,12 @@ def summed_in_chunks(
     """
     size = max(1, MAX_LOGITS // row_logits)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if all(parameter.numel() for parameter in trained):
+    # So DeepSpeed names parameters that ZeRO-3 has in pieces. It gathers them for each module, and
+    # only its own hooks know when: there, chunks are computed again in the backward pass.
+    if not any(hasattr(parameter, "ds_id") for parameter in trained):
         layout: list[int] = []
         total, *known = _Summed.apply(parts, size, layout, len(rows), *rows, *trained)
     else:
-        # ZeRO-3 has pieces of parameters and gathers them for each module: only its own hooks know
-        # when, so that chunks are computed again in the backward pass.
         total, known, layout = _recomputed(parts, size, rows)
     numbers = iter(known)
     return total, [tuple(next(numbers) for _ in range(count)) for count in layout]

@@ -25,15 +25,16 @@ def two_parts(some: torch.nn.Linear, other: torch.nn.Linear, sizes: list[int]) -
     return parts
 
 
-def judged(sizes: list[int], gone: bool = False) -> list[torch.Tensor]:
-    """All that comes out for two layers, and the gradients; `gone` as if ZeRO-3 had a parameter."""
+def judged(sizes: list[int], in_pieces: bool = False) -> list[torch.Tensor]:
+    """All that comes out for two layers, and the gradients; `in_pieces` as ZeRO-3 has them."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(4, VOCAB) for _ in range(3)]
     before = torch.randn(ROWS, 4, requires_grad=True)
     parameters = [p for layer in layers for p in layer.parameters()]
-    elsewhere = [torch.nn.Parameter(torch.empty(0))] if gone else []
+    if in_pieces:
+        parameters[0].ds_id = 0
     total, known = summed_in_chunks(
-        two_parts(layers[0], layers[1], sizes), VOCAB, [*parameters, *elsewhere],
+        two_parts(layers[0], layers[1], sizes), VOCAB, parameters,
         before.tanh(), torch.arange(ROWS),
     )  # fmt: skip
     (3 * total).backward()
@@ -66,12 +67,12 @@ def test_chunks_change_neither_the_loss_nor_its_gradients(
     assert sizes == expected  # each chunk once
 
 
-def test_with_parameters_that_are_elsewhere_chunks_are_computed_again(
+def test_with_parameters_in_pieces_chunks_are_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunked, "MAX_LOGITS", 3 * VOCAB)
     sizes: list[int] = []
-    torch.testing.assert_close(judged(sizes, gone=True), by_hand())
+    torch.testing.assert_close(judged(sizes, in_pieces=True), by_hand())
     assert sorted(sizes) == [1, 1, *[3] * 6]
 
 
