@@ -15,6 +15,7 @@ VERBS = {
     "data.merge_answers": "Join the parts of an answer file that several processes have distilled.",
     "data.inspect_data": "Show conversations; what training supervises is in colour.",
     "models.train": "Train draft heads (also: accelerate launch train/train_heads.py).",
+    "models.plan_training": "Memory, disk and time of a training run, before they are spent.",
     "decoding.generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
     "decoding.chat": "Talk to a model in the terminal; each answer says how fast it was.",
     "decoding.trace_decoding": "Show what was drafted and what became of it: a page, or text.",

@@ -22,7 +22,7 @@ from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
 from drafthead.train.data.checks import check_held_out, check_writers
 from drafthead.train.data.packing import PackedData, load_packed
-from drafthead.train.features.kept import FeatureSource, KeptFeatures
+from drafthead.train.features.kept import FeatureSource, KeptFeatures, feature_bytes
 from drafthead.train.features.reading import load_target
 from drafthead.train.jobs.full_disk import full_disk_named
 from drafthead.train.jobs.weights import weights_fingerprint
@@ -107,7 +107,7 @@ def kept_features(
         config.train.mixed_precision,
     )
     kept = KeptFeatures(Path(data.feature_folder), source, head.features_needed, as_int8)
-    size = kept.position_bytes(target.hidden_size, target.dtype)
+    size = feature_bytes(head.features_needed, target.hidden_size, target.dtype, as_int8)
     lengths = [rows.row_length(row) for row in range(len(rows.rows))]
     kept.reserve([size * length for length in lengths], data.feature_budget_gb)
     return kept

@@ -42,6 +42,14 @@ class FeatureSource:
     mixed_precision: str
 
 
+def feature_bytes(
+    spec: FeatureSpec, hidden_size: int, dtype: torch.dtype, as_int8: bool = False
+) -> int:
+    """What one position takes on the disk, of hidden states [D] of that type."""
+    one = hidden_size + dtype.itemsize if as_int8 else hidden_size * dtype.itemsize  # with a scale
+    return (len(spec.layers) + spec.last) * one
+
+
 class KeptFeatures:
     """The features in one folder."""
 
@@ -68,11 +76,6 @@ class KeptFeatures:
                     f"{folder} keeps the features of other {name} ({kept.get(name)}, not {value}): "
                     "set data.feature_folder to another folder, or delete that one"
                 )
-
-    def position_bytes(self, hidden_size: int, dtype: torch.dtype) -> int:
-        """What one position takes on the disk, of hidden states [D] of that type."""
-        as_bytes = hidden_size + dtype.itemsize  # with the scale
-        return len(self.names) * (as_bytes if self.as_int8 else hidden_size * dtype.itemsize)
 
     def reserve(self, row_bytes: Sequence[int], budget_gb: float | None = None) -> None:
         """Keep the first rows whose bytes fit into the budget, all without one; log what they need.

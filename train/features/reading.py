@@ -48,6 +48,11 @@ class TargetConfig:
             raise ValueError("memory is for placement: auto alone")
 
 
+def dtype_for(config: TargetConfig, mixed_precision: str) -> str:
+    """The type that the target is loaded in: `auto` is float32 without bf16 training."""
+    return "float32" if config.dtype == "auto" and mixed_precision == "no" else config.dtype
+
+
 def load_target(
     config: TargetConfig,
     mixed_precision: str,
@@ -60,8 +65,7 @@ def load_target(
     All processes call this together. Raises UserError when it cannot be loaded or placed, or its
     context is shorter than a row.
     """
-    in_float32 = config.dtype == "auto" and mixed_precision == "no"
-    dtype = "float32" if in_float32 else config.dtype
+    dtype = dtype_for(config, mixed_precision)
     placement = placement_of(config, processes)
     target = Target.from_pretrained(config.name, dtype, str(device), config.trust_code, placement)
     check_row_length(target, config.name, max_length)

@@ -8,6 +8,7 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafthead.heads.errors import UserError
+from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.config import RunConfig, TrainConfig
 
 # What the launcher sets for each engine.
@@ -20,8 +21,8 @@ ENGINES = {
 def build_accelerator(config: RunConfig) -> Accelerator:
     """accelerate as the launcher set it up; UserError for settings that cannot be combined."""
     engine = engine_asked_for()
-    if engine is not None and config.optimizer.name == "muon":
-        raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
+    if engine is not None:
+        refuse_muon(config.optimizer)
     accelerator = _new_accelerator(config, engine)
     check_engine(engine, accelerator.distributed_type)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -48,7 +49,19 @@ def check_average(config: TrainConfig, accelerator: Accelerator) -> None:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.deepspeed_plugin.deepspeed_config
         in_pieces = settings["zero_optimization"]["stage"] == 3
-    if config.ema is not None and in_pieces:
+    if in_pieces:
+        refuse_average(config)
+
+
+def refuse_muon(config: OptimizerConfig) -> None:
+    """Raise UserError for Muon, where an engine shares the optimiser."""
+    if config.name == "muon":
+        raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
+
+
+def refuse_average(config: TrainConfig) -> None:
+    """Raise UserError if weights are to be averaged, where each process has pieces of them only."""
+    if config.ema is not None:
         raise UserError(
             "train.ema needs whole weights in each process, which FSDP and ZeRO-3 do not have: "
             "leave it out, or launch with ddp.yaml or zero2.yaml of configs/accelerate/"

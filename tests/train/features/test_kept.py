@@ -12,7 +12,7 @@ from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import DataConfig, PackedData, load_packed
 from drafthead.train.features import kept as kept_features
 from drafthead.train.features.int8_rows import from_int8, to_int8
-from drafthead.train.features.kept import FeatureSource, KeptFeatures
+from drafthead.train.features.kept import FeatureSource, KeptFeatures, feature_bytes
 from drafthead.train.features.reading import FeatureReader
 
 SOURCE = FeatureSource(target="a", rows="b", dtype="torch.float32", mixed_precision="no")
@@ -173,7 +173,7 @@ def test_the_disk_that_is_said_to_be_needed_is_needed(target, data, tmp_path: Pa
     read_through(keeping)
     files = [path for path in tmp_path.rglob("*.safetensors")]
     positions = sum(data.row_length(int(path.stem.removeprefix("row-"))) for path in files)
-    said = positions * keeping.kept.position_bytes(target.hidden_size, target.dtype)
+    said = positions * feature_bytes(keeping.kept.spec, target.hidden_size, target.dtype, as_int8)
     headers = 100 * len(files) * (8 if as_int8 else 4)
     assert said < sum(path.stat().st_size for path in files) < said + headers
 

@@ -1,0 +1,113 @@
+"""`drafthead plan-training`: the memory, the disk and the time of a run, before they are spent."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import torch
+import typer
+from tqdm import tqdm
+
+from drafthead.heads.errors import UserError
+from drafthead.scripts import options
+from drafthead.scripts.reports.training_plan import (
+    TrainingPlan,
+    print_training_plan,
+    write_training_plan,
+)
+from drafthead.train.planning.disk import disk_use
+from drafthead.train.planning.dry_setup import dry_setup
+from drafthead.train.planning.estimate import Place, estimate, remedies
+from drafthead.train.planning.shares import Engine, check_engine
+from drafthead.train.planning.trial import MOST_STEPS, Trial, TrialStep, libraries_peak, run_trial
+from drafthead.train.run.config import load_run_config
+
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+UNITS |= {f"{unit}I": 1024.0**power for power, unit in enumerate("KMGT", 1)}
+
+
+def main(
+    config: Annotated[
+        Path, typer.Option(help="Configuration file, such as configs/demo_medusa.yaml.")
+    ],
+    devices: Annotated[
+        int, typer.Option(help="Processes that share the run.", callback=options.at_least_one)
+    ] = 1,
+    engine: Annotated[
+        Engine, typer.Option(help="How they share it: a file in configs/accelerate/.")
+    ] = "ddp",
+    memory: Annotated[
+        str | None, typer.Option(help="What a device has, as 80GB; default: what is here.")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Supervised tokens to learn: how long that takes.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="Try a few real steps, for a minute at most; or compute only.")
+    ] = True,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+) -> None:
+    """Show the memory, the disk and the time that a training run will need.
+
+    Takes the same configuration and settings as `drafthead train`. The memory is computed from a
+    step without numbers, part by part: of the target only config.json is read, and the tokenizer.
+    Then a few real steps are tried in another process, if the weights are there and the memory
+    suffices: they show the speed, and the memory as it is. If the run does not fit, settings that
+    would help are listed, those that cost least first.
+    """
+    run = load_run_config(config, settings or [])
+    check_engine(run, engine)
+    run.train.accumulation(devices)
+    if tokens is not None and tokens <= 0:
+        raise UserError(f"--tokens must be above 0, got {tokens:g}")
+    on_cpu = run.train.cpu or not torch.cuda.is_available()
+    room = memory_here(on_cpu) if memory is None else bytes_of(memory)
+    setup = dry_setup(run)
+    place = Place(engine, devices, on_cpu, libraries_peak() if on_cpu else 0)
+    found = estimate(setup, place)
+    trial, reason = None, "--no-measure"
+    if measure:
+        trial, reason = tried(config, settings or [], found.total, memory_here(on_cpu))
+    plan = TrainingPlan(
+        run, setup, place, found, disk_use(setup, found.memory), trial, reason, room, tokens
+    )
+    helpful = [] if plan.fits else remedies(setup, place)
+    print_training_plan(plan, helpful)
+    if output is not None:
+        write_training_plan(plan, helpful, output)
+
+
+def tried(
+    config: Path, settings: list[str], needed: int, available: int
+) -> tuple[Trial | None, str]:
+    """A trial of the run, or None and why there is none."""
+    if needed > available:
+        return None, f"it needs {needed / 1e9:.1f} GB, and {available / 1e9:.1f} are here"
+    with tqdm(total=MOST_STEPS, desc="trial", unit="step", leave=False) as bar:
+        bar.set_postfix_str("setting up")
+
+        def shown(step: TrialStep) -> None:
+            bar.set_postfix_str(f"{step.tokens / step.seconds:.0f} tok/s", refresh=False)
+            bar.update()
+
+        try:
+            return run_trial(config, settings, shown), ""
+        except UserError as error:
+            return None, str(error)
+
+
+def memory_here(on_cpu: bool) -> int:
+    """The bytes that the GPU has, or this machine."""
+    if on_cpu:
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def bytes_of(text: str) -> int:
+    """The bytes that a text such as 80GB or 64GiB means; UserError for any other."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if match is None or match[2] not in UNITS or not float(match[1]):
+        raise UserError(f"--memory must be a size such as 80GB or 64GiB, got {text!r}")
+    return round(float(match[1]) * UNITS[match[2]])
