@@ -335,7 +335,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("generate", *TARGET, "--prompt", "x" * 300), "context holds 256"),
         (("generate", *TARGET, "--prompt", "x", "--verifier", "exact"), "unknown verifier 'exact'"),
         (("generate", *TARGET, "--prompt", "x", "--temperature", "-1"), "temperature"),
-        (("generate", *TARGET, "--prompt", "x", "--dtype", "int8"), "unknown dtype 'int8'"),
+        (("generate", *TARGET, "--prompt", "x", "--dtype", "int9"), "unknown dtype 'int9'"),
         (("generate", *TARGET, "--prompt", "x", "--device", "tpu9"), "unknown device 'tpu9'"),
         (("generate", *TARGET, "--prompt", "x", "--head", "@nohead"), "does not exist"),
         (
