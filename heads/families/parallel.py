@@ -6,7 +6,7 @@ JetSpec (arXiv 2606.18394: causal in the block), DSpark (arXiv 2607.05147: Marko
 confidence output) and Domino (arXiv 2605.29707: recurrent correction) are configurations.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -26,7 +26,7 @@ from drafthead.heads.families.parallel_transformer import (
 )
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
-from drafthead.heads.objectives.chunked import summed_in_chunks
+from drafthead.heads.objectives.chunked import Part, summed_in_chunks
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     check_depth_decay,
@@ -35,7 +35,6 @@ from drafthead.heads.objectives.losses import (
     dpace_weights,
     hard_cross_entropy,
     overlap,
-    ranks_of,
 )
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.norms import scale_of
@@ -211,26 +210,29 @@ class ParallelHead(DraftVocabulary, DraftHead):
         labels: torch.Tensor,  # [M, K]
         valid: torch.Tensor,  # [M, K]
         block_weights: torch.Tensor,  # [M]
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
+    ) -> Iterator[Part]:
         """For M blocks, once: the loss [], and losses and ranks [M, K] of the true tokens."""
         logits = self.base_logits(hidden, target)
         if self.correction is not None:
             logits = logits + self.correction.output(codes)
+        logits, flat = logits.flatten(0, 1), labels.flatten()  # [M x K, Vd], [M x K]
         rule = TOKEN_LOSSES[self.config.loss]
         reads_target = rule.reads_target or self.confidence is not None
-        target_logits = target.project(teacher, self.draft_ids) if reads_target else None
-        guesses, known = (x.view_as(labels) for x in self.guesses_of(labels.flatten()))
-        losses = by_place(rule.function, logits, target_logits, guesses).where(known, 0)
+        target_logits = None
+        if reads_target:
+            target_logits = target.project(teacher.flatten(0, 1), self.draft_ids)
+        judged = self.judged(logits, target_logits, flat, rule)
+        losses, ranks = (column.view_as(labels) for column in judged)
         weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
         weights = weights * block_weights[:, None]
         if self.config.dpace:
-            chances = torch.exp(-by_place(hard_cross_entropy, logits.detach(), guesses))
-            weights = weights * dpace_weights(chances.where(known, 0), valid)
+            guesses, known = self.guesses_of(flat)
+            chances = torch.exp(-hard_cross_entropy(logits.detach(), guesses)).where(known, 0)
+            weights = weights * dpace_weights(chances.view_as(labels), valid)
         trained = losses
         if self.confidence is not None and target_logits is not None:
-            accepted = by_place(overlap, logits.detach(), target_logits)
+            accepted = overlap(logits.detach(), target_logits).view_as(labels)
             trained = losses + self._confidence_losses(hidden, before, accepted)
-        ranks = by_place(partial(ranks_of, most=MAX_RANK), logits, guesses).where(known, MAX_RANK)
         yield (
             (weights * trained.where(valid, 0)).sum(),
             losses.detach().where(valid, 0),
@@ -297,11 +299,3 @@ class ParallelHead(DraftVocabulary, DraftHead):
 def appended(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
     """The context's keys and values, then those of the blocks, [B, Hkv, S, head_dim] each."""
     return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
-
-
-def by_place(
-    function: Callable[..., torch.Tensor], logits: torch.Tensor, *others: torch.Tensor | None
-) -> torch.Tensor:
-    """function of positions [M x K, ...], for tensors [M, K, ...]: [M, K]."""
-    flat = [None if other is None else other.flatten(0, 1) for other in others]
-    return function(logits.flatten(0, 1), *flat).view(logits.shape[:2])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
+from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import is_anchor
@@ -23,7 +23,6 @@ from drafthead.heads.objectives.losses import (
     check_depth_decay,
     check_token_loss,
     depth_weights,
-    ranks_of,
 )
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
@@ -131,10 +130,11 @@ class RecurrentHead(DraftVocabulary, DraftHead):
         decoding. Training unrolls `ttt_steps` steps; larger depths are measured in eval mode only.
         """
         config = self.config
-        rows, places, real = anchors_by_row(batch)
+        places, real = anchors_by_row(batch)
+        anchors = real.nonzero(as_tuple=True)  # once, not at each step: the host waits for it
         unrolled = Unrolled(self, target, batch, places)
         steps = config.ttt_steps if self.training else self.depth
-        outputs = [unrolled.next_outputs()[real] for _ in range(steps)]
+        outputs = [unrolled.next_outputs()[anchors] for _ in range(steps)]
         weights = depth_weights(config.depth_decay, config.ttt_steps)
         reads_target = TOKEN_LOSSES[config.loss].reads_target
         return DepthLosses(
@@ -143,7 +143,7 @@ class RecurrentHead(DraftVocabulary, DraftHead):
             weights=[*weights, *[0.0] * (self.depth - config.ttt_steps)],
             num_logits=self.num_guesses,
             parameters=list(self.parameters()),
-        ).of(batch, rows.expand_as(places)[real], places[real], outputs)
+        ).of(batch, anchors[0], places[anchors], outputs)
 
     def _judge(
         self,
@@ -156,15 +156,13 @@ class RecurrentHead(DraftVocabulary, DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The training losses [L], the token losses [L], and the ranks [L] of the true tokens."""
         logits = self.logits(outputs, target)
-        guesses, known = self.guesses_of(labels)
         rule = TOKEN_LOSSES[self.config.loss]
-        token_losses = rule.function(logits, target_logits, guesses).where(known, 0)
-        ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
+        token_losses, ranks = self.judged(logits, target_logits, labels, rule)
         return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
 
 
-def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [B, 1], places [B, A] and which of them [B, A] are anchors and not padding.
+def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places [B, A], and which of them [B, A] are anchors and not padding.
 
     A is the most anchors of any row, but at least 1. Rows with anchors 2 5 and 3 make the places
     (2, 5) and (3, 0), with (1, 1) and (1, 0).
@@ -174,8 +172,7 @@ def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor, torch.
     most = max(1, int(counts.max()))
     places = (~here).byte().argsort(dim=1, stable=True)[:, :most]
     real = torch.arange(most, device=places.device) < counts[:, None]
-    rows = torch.arange(places.shape[0], device=places.device)[:, None]
-    return rows, places.where(real, 0), real
+    return places.where(real, 0), real
 
 
 class Unrolled:

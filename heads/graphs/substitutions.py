@@ -5,43 +5,27 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from drafthead.heads import sampling
 from drafthead.heads.cache import additive, move_columns
 from drafthead.heads.seven_bits import MULTIPLE
+from drafthead.heads.substitution import Substituting, Substitution
 
 
-class CpuKernels(TorchFunctionMode):
+class CpuKernels(Substituting):
     """Replaces torch's operations within it; those of our own are replaced by `replacement_of`."""
 
     def __init__(self, has_kernels: bool, in_bytes: bool):
         """With `has_kernels`, replacements that are our kernels can be compiled; they read weights
         as bytes, which are less exact, if `in_bytes`.
         """
-        super().__init__()
-        self.has_kernels = has_kernels
-        self.rows = (IN_BYTES, *SUBSTITUTIONS) if in_bytes else SUBSTITUTIONS
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the first replacement whose condition holds, or else the operation."""
-        kwargs = kwargs or {}
-        for row in self.rows:
-            available = self.has_kernels or not row.is_kernel
-            if func is row.operation and available and row.condition(*args, **kwargs):
-                return row.replacement(*args, **kwargs)
-        return func(*args, **kwargs)
+        rows = (IN_BYTES, *SUBSTITUTIONS) if in_bytes else SUBSTITUTIONS
+        super().__init__([row for row in rows if has_kernels or not row.is_kernel])
 
 
 def replacement_of(operation: Callable[..., Any], has_kernels: bool) -> Callable[..., Any]:
@@ -181,15 +165,6 @@ def kernel(name: str) -> Callable[..., Any]:
 def always(*_: Any, **__: Any) -> bool:
     """For all arguments."""
     return True
-
-
-class Substitution(NamedTuple):
-    """What runs instead of an operation, and for which arguments."""
-
-    operation: Callable[..., Any]
-    replacement: Callable[..., Any]  # takes the operation's arguments
-    condition: Callable[..., bool]  # on these arguments
-    is_kernel: bool = True  # one of ours: needs bfloat16 weights and a processor with AVX512-BF16
 
 
 IN_BYTES = Substitution(functional.linear, partial(packed_linear, in_bytes=True), can_be_bytes)

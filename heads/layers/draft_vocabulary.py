@@ -12,6 +12,9 @@ most probable token cannot be guessed, which is the same for greedy answers, and
 import torch
 from torch import nn
 
+from drafthead.heads.base import MAX_RANK
+from drafthead.heads.objectives.losses import TokenLoss, ranks_of
+
 
 def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tables of the `size` tokens with the largest counts [V], of equals the first.
@@ -77,6 +80,18 @@ class DraftVocabulary(nn.Module):
         if self.draft_ids is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         return translated(self.draft_ids, self._vocab_size, tokens)
+
+    def judged(
+        self,
+        logits: torch.Tensor,  # [A, Vd]
+        target_logits: torch.Tensor | None,  # [A, Vd] of the target, if the rule reads them
+        labels: torch.Tensor,  # [A] true tokens
+        rule: TokenLoss,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses [A], 0 for tokens that cannot be guessed, and the ranks [A] of the tokens."""
+        guesses, known = self.guesses_of(labels)
+        losses = rule.function(logits, target_logits, guesses).where(known, 0)
+        return losses, ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
 
 
 def translated(

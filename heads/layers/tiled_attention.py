@@ -10,13 +10,13 @@ keys are those that any of them sees. Two tiles of two queries::
     . . 1 1 . 1
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+
+from drafthead.heads.substitution import Substituting, Substitution
 
 TILE = 64  # queries; of 32 to 128 the quickest for rows of 768 tokens
 FEWEST_SCORES = 2**16  # of a row's mask that is worth tiling
@@ -93,63 +93,58 @@ def columns_of(states: torch.Tensor, columns: slice | torch.Tensor) -> torch.Ten
     return states.index_select(2, columns)
 
 
-class TiledAttention(TorchFunctionMode):
+class TiledAttention(Substituting):
     """A context in which attention under large masks [B, 1, T, S] on a CPU is computed in tiles.
 
     It reaches calls of `scaled_dot_product_attention` in any model, such as a target of
-    transformers. What is returned differs by rounding. On a GPU nothing changes.
+    transformers. What is returned differs by rounding. On another device it replaces nothing.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device):
+        row = Substitution(scaled_dot_product_attention, self._attend, self._can_be_tiled)
+        super().__init__([row] if device.type == "cpu" else [])
         # By address. The masks are kept, so that no other one can come to the address of one.
         self.known: dict[tuple[object, ...], tuple[torch.Tensor, list[Tile] | None]] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """What `func` returns; attention in tiles where that is quicker."""
-        if func is scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attention(
+    def _attend(
         self,
         queries: torch.Tensor,  # [B, H, T, head_dim]
         keys: torch.Tensor,  # [B, Hkv, S, head_dim]
         values: torch.Tensor,  # [B, Hkv, S, head_dim]
-        attn_mask: torch.Tensor | None = None,  # [B, 1, T, S]
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
+        attn_mask: torch.Tensor,  # [B, 1, T, S]
+        *_: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
+        **__: Any,
     ) -> torch.Tensor:
         """Attention [B, H, T, head_dim], with the arguments of torch's function."""
-        if attn_mask is not None and dropout_p == 0:
-            tiles = self._tiles(attn_mask, queries)
-            if tiles is not None:
-                return attend(queries, keys, values, tiles, scale, enable_gqa)
-        return scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+        tiles = self._tiles(attn_mask)
+        assert tiles is not None
+        return attend(queries, keys, values, tiles, scale, enable_gqa)
+
+    def _can_be_tiled(
+        self,
+        queries: torch.Tensor,  # [B, H, T, head_dim]
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *_: Any,
+        **__: Any,
+    ) -> bool:
+        """Whether there is a mask of each row that is large enough, and nothing is random."""
+        rows = queries.shape[0]
+        return (
+            attn_mask is not None
+            and dropout_p == 0
+            and attn_mask.dim() == 4
+            and attn_mask.shape[:2] == (rows, 1)
+            and attn_mask.numel() >= FEWEST_SCORES * rows
+            and self._tiles(attn_mask) is not None
         )
 
-    def _tiles(self, mask: torch.Tensor, queries: torch.Tensor) -> list[Tile] | None:
-        """The tiles of a mask, found once; None where the mask is not worth it, or not of a row."""
-        of_rows = mask.dim() == 4 and mask.shape[:2] == (queries.shape[0], 1)
-        large = mask.numel() >= FEWEST_SCORES * queries.shape[0]
-        if mask.device.type != "cpu" or not (of_rows and large):
-            return None
+    def _tiles(self, mask: torch.Tensor) -> list[Tile] | None:
+        """The tiles of a mask, found once; None where some query sees nothing."""
         key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask._version)
         if key not in self.known:
             self.known[key] = (mask, tiles_of(mask))

@@ -14,7 +14,7 @@ import torch
 
 from drafthead.heads.base import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.anchors import labels_at
-from drafthead.heads.objectives.chunked import summed_in_chunks
+from drafthead.heads.objectives.chunked import Part, summed_in_chunks
 
 # From a depth's number, states [L, ...], the target's final states [L, D] and logits [L, V], and
 # the true tokens [L]: the losses that training minimises, those of the tokens, and the ranks, [L].
@@ -36,14 +36,15 @@ def guessed_tokens(
     batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, depth: int
 ) -> GuessedTokens:
     """The tokens that anchors [A] in rows [A] guess at depths 1 to `depth`."""
-    length = batch.input_ids.shape[1]
+    length, size = batch.input_ids.shape[1], batch.input_ids.numel()
     numbers = torch.arange(len(anchors), device=anchors.device)
-    table = torch.full((batch.input_ids.numel(), depth), -1, device=anchors.device)
+    table = torch.full((size + 1, depth), -1, device=anchors.device)
     for index in range(depth):
         valid, _ = labels_at(batch, rows, anchors, offset=index + 2)
-        before = rows * length + anchors + index + 1
-        table[before[valid], index] = numbers[valid]
-    places = (table >= 0).any(dim=1).nonzero()[:, 0]
+        # The last row is for anchors without a token, and for nobody to read.
+        before = (rows * length + anchors + index + 1).where(valid, size)
+        table[before, index] = numbers
+    places = (table[:size] >= 0).any(dim=1).nonzero()[:, 0]
     return GuessedTokens(places, table[places])
 
 
@@ -85,7 +86,7 @@ class DepthLosses:
         teacher: torch.Tensor,  # [L, D]
         labels: torch.Tensor,  # [L]
         *states: torch.Tensor,  # [L, ...]
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
+    ) -> Iterator[Part]:
         """For each depth the weighted sum [], the losses [L] of the tokens, and the ranks [L]."""
         target_logits = None
         if self.project is not None:
@@ -103,17 +104,17 @@ class DepthLosses:
     def _gathered(
         self,
         total: torch.Tensor,  # []
-        of_depths: Sequence[tuple[torch.Tensor, ...]],  # of each depth, of tokens [L]
+        of_depths: Sequence[tuple[torch.Tensor, torch.Tensor]],  # losses and ranks [L] of each
         guessed: GuessedTokens,
         num_anchors: int,
     ) -> HeadLoss:
         """The loss of the batch, with the ranks by anchor instead of by token."""
         depth = len(self.weights)
         sums, counts = torch.zeros(2, depth, device=total.device)
-        ranks = torch.full((num_anchors, depth), MAX_RANK, device=total.device)
-        for index, (token_losses, of_tokens) in enumerate(of_depths):
+        # Tokens that no anchor guesses have the number -1: what is of them goes to the last row.
+        ranks = torch.full((num_anchors + 1, depth), MAX_RANK, device=total.device)
+        for index, (losses, of_tokens) in enumerate(of_depths):
             numbers = guessed.anchors[:, index]
-            here = numbers >= 0
-            sums[index], counts[index] = token_losses.sum(), here.sum()
-            ranks[numbers[here], index] = of_tokens[here]
-        return HeadLoss(total, sums, counts.long(), ranks)
+            sums[index], counts[index] = losses.sum(), (numbers >= 0).sum()
+            ranks[numbers, index] = of_tokens
+        return HeadLoss(total, sums, counts.long(), ranks[:num_anchors])

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS = 2**25  # float32 logits of a chunk: 128 MiB
 
-# Maps a chunk of rows [n, ...] to the parts of its loss: each a sum [], and what is known of each
-# row [n], without gradient. The gradient of a part is computed before the next part begins.
-Parts = Callable[..., Iterator[tuple[torch.Tensor, ...]]]
+# Of a part of a loss: the sum [] and, of each row, the losses and ranks [n, ...] without gradient.
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Maps a chunk of rows [n, ...] to the parts of its loss. The gradient of a part is computed before
+# the next part begins.
+Parts = Callable[..., Iterator[Part]]
 
 
 def summed_in_chunks(
@@ -24,8 +26,8 @@ def summed_in_chunks(
     row_logits: int,
     parameters: Sequence[torch.Tensor],
     *rows: torch.Tensor,  # [R, ...]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-    """The sum [] of all parts of all chunks, and for each part what is known of the rows [R].
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The sum [] of all parts of all chunks, and of each part the losses and ranks [R, ...].
 
     A row has at most `row_logits` logits at once. `parameters` are those that `parts` may read; the
     sum has gradients for them and for `rows`.
@@ -34,13 +36,11 @@ def summed_in_chunks(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # So DeepSpeed names parameters that ZeRO-3 has in pieces. It gathers them for each module, and
     # only its own hooks know when: there, chunks are computed again in the backward pass.
-    if not any(hasattr(parameter, "ds_id") for parameter in trained):
-        layout: list[int] = []
-        total, *known = _Summed.apply(parts, size, layout, len(rows), *rows, *trained)
+    if any(hasattr(parameter, "ds_id") for parameter in trained):
+        total, *of_rows = _recomputed(parts, size, rows)
     else:
-        total, known, layout = _recomputed(parts, size, rows)
-    numbers = iter(known)
-    return total, [tuple(next(numbers) for _ in range(count)) for count in layout]
+        total, *of_rows = _Summed.apply(parts, size, len(rows), *rows, *trained)
+    return total, list(zip(of_rows[::2], of_rows[1::2], strict=True))
 
 
 class _Summed(torch.autograd.Function):
@@ -48,46 +48,35 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        parts: Parts,
-        size: int,
-        layout: list[int],
-        num_rows: int,
-        *tensors: torch.Tensor,
+        ctx: FunctionCtx, parts: Parts, size: int, num_rows: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """The sum [], and what is known of the rows; `layout` receives how much of each part."""
-        wanted = ctx.needs_input_grad[4:]  # type: ignore[attr-defined]
+        """The sum [], and losses and ranks [R, ...] of one part after the other."""
+        wanted = ctx.needs_input_grad[3:]  # type: ignore[attr-defined]
         rows, parameters = tensors[:num_rows], tensors[num_rows:]
         gradients = _Gradients(wanted, num_rows)
         total = torch.zeros((), device=rows[0].device)
-        known: list[list[tuple[torch.Tensor, ...]]] = []
+        of_chunks: list[list[torch.Tensor]] = []
         for chunk in zip(*(tensor.split(size) for tensor in rows), strict=True):
             leaves = [
                 x.detach().requires_grad_(w) for x, w in zip(chunk, wanted[:num_rows], strict=True)
             ]
-            found = []
+            of_chunks.append([])
             with torch.set_grad_enabled(any(wanted)):
-                for part, *of_rows in parts(*leaves):
+                for part, losses, ranks in parts(*leaves):
                     gradients.add(part, [*leaves, *parameters])
                     total += part.detach()
-                    found.append(tuple(of_rows))
+                    of_chunks[-1] += [losses, ranks]
             gradients.end_chunk(leaves)
-            known.append(found)
         ctx.gradients = gradients.of_inputs()  # type: ignore[attr-defined]
-        joined = [
-            [torch.cat(column) for column in zip(*of_part, strict=True)]
-            for of_part in zip(*known, strict=True)
-        ]
-        layout.extend(len(columns) for columns in joined)
-        flat = [column for columns in joined for column in columns]
-        ctx.mark_non_differentiable(*flat)
-        return total, *flat
+        of_rows = [torch.cat(column) for column in zip(*of_chunks, strict=True)]
+        ctx.mark_non_differentiable(*of_rows)
+        return total, *of_rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """The gradients that are there already, times that of the sum []."""
         of_sum = gradients[0]
-        return None, None, None, None, *(g if g is None else g * of_sum for g in ctx.gradients)
+        return None, None, None, *(g if g is None else g * of_sum for g in ctx.gradients)
 
 
 class _Gradients:
@@ -123,20 +112,15 @@ class _Gradients:
         return [*of_rows, *self.sums[self.num_rows :]]
 
 
-def _recomputed(
-    parts: Parts, size: int, rows: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
-    """The sum [], what is known of the rows, and how much of each part."""
-    layout: list[int] = []
+def _recomputed(parts: Parts, size: int, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The sum [], and losses and ranks [R, ...] of one part after the other."""
 
     def in_a_row(*chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = list(parts(*chunk))
-        layout[:] = [len(of_rows) for _, *of_rows in found]
-        sums = torch.stack([part for part, *_ in found]).sum()
-        return sums, *(column for _, *of_rows in found for column in of_rows)
+        return torch.stack([part for part, *_ in found]).sum(), *(x for _, *xs in found for x in xs)
 
     chunks = zip(*(tensor.split(size) for tensor in rows), strict=True)
-    sums, *known = zip(
+    sums, *of_rows = zip(
         *(checkpoint(in_a_row, *chunk, use_reentrant=False) for chunk in chunks), strict=True
     )
-    return torch.stack(sums).sum(), [torch.cat(column) for column in known], layout
+    return torch.stack(sums).sum(), *(torch.cat(column) for column in of_rows)

@@ -17,8 +17,8 @@ from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
-from drafthead.heads.objectives.chunked import summed_in_chunks
-from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss, ranks_of
+from drafthead.heads.objectives.chunked import Part, summed_in_chunks
+from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Taps, Target
 from drafthead.train.draft_models.cut import (
@@ -132,7 +132,7 @@ class Student(DraftVocabulary, DraftHead):
         guessed: tuple[torch.Tensor, ...],  # rows [P] and positions [P] before guessed tokens
         weights: torch.Tensor,  # [P]
         target: Target,
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """The weighted sum [] of the losses; the losses [P] and the ranks [P] of the tokens."""
         rows, places = guessed
         hidden = self._hidden(batch)[rows, places]
@@ -170,12 +170,10 @@ class Student(DraftVocabulary, DraftHead):
         teacher: torch.Tensor,  # [P, D] the target's final states
         labels: torch.Tensor,  # [P]
         weights: torch.Tensor,  # [P]
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
+    ) -> Iterator[Part]:
         """Once: the sum [], the losses [P], and the ranks [P] of the true tokens."""
         logits = self._language_model.project(hidden, self.draft_ids)
         rule = TOKEN_LOSSES[self.config.loss]
         target_logits = target.project(teacher, self.draft_ids) if rule.reads_target else None
-        guesses, known = self.guesses_of(labels)
-        losses = rule.function(logits, target_logits, guesses).where(known, 0)
-        ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
+        losses, ranks = self.judged(logits, target_logits, labels, rule)
         yield (losses * weights).sum(), losses.detach(), ranks

@@ -145,7 +145,8 @@ def read_features(
         return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
     # A 16-bit target runs as in decoding; autocast is only for a float32 target.
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
-    with TiledAttention(), computing_in(mixed_precision if casts else "no", target.device):
+    device, precision = target.device, mixed_precision if casts else "no"
+    with TiledAttention(device), computing_in(precision, device):
         features = target.read(
             tokens.input_ids,
             positions_in_segments(tokens.segments),

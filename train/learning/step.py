@@ -77,7 +77,8 @@ class LossModule(nn.Module):
 
     def forward(self, batch: HeadBatch) -> tuple[torch.Tensor, HeadLoss]:
         """The summed loss as a plain tensor [], where FSDP looks for it, and the whole loss."""
-        with TiledAttention(), computing_in(self._mixed_precision, self._target.device):
+        device = self._target.device
+        with TiledAttention(device), computing_in(self._mixed_precision, device):
             loss = self.head.loss(batch, self._target)
         return loss.total, loss
 

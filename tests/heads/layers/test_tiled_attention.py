@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from drafthead.heads.layers import tiled_attention
 from drafthead.heads.layers.tiled_attention import TiledAttention, tiles_of
 
+CPU = torch.device("cpu")
 EXAMPLE = torch.tensor(
     [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 1]]
 ).bool()
@@ -53,7 +54,7 @@ def test_tiles_change_neither_attention_nor_gradients(
     sources = inputs(mask, key_heads)
     options = {"attn_mask": mask, "scale": 0.2, "enable_gqa": key_heads == 2}
     whole = scaled_dot_product_attention(*sources, **options)
-    with TiledAttention() as tiled:
+    with TiledAttention(CPU) as tiled:
         found = scaled_dot_product_attention(*sources, **options)
     assert [len(tiles) for _, tiles in tiled.known.values()] == [3 * 4]
     torch.testing.assert_close(found, whole)
@@ -63,7 +64,7 @@ def test_tiles_change_neither_attention_nor_gradients(
 def test_a_mask_that_is_written_into_is_read_again(small_tiles: None) -> None:
     mask = torch.ones(1, 1, 4, 4).tril().bool()
     sources = inputs(mask, 4)
-    with TiledAttention():
+    with TiledAttention(CPU):
         scaled_dot_product_attention(*sources, mask)
         mask.fill_(True)
         found = scaled_dot_product_attention(*sources, mask)
@@ -74,7 +75,7 @@ def test_a_query_that_sees_nothing_leaves_the_mask_whole(small_tiles: None) -> N
     lowest = torch.finfo(torch.float32).min
     mask = torch.full((1, 1, 4, 4), lowest).masked_fill(torch.ones(4, 4).tril(-1).bool(), 0)
     sources = inputs(mask, 4)
-    with TiledAttention():
+    with TiledAttention(CPU):
         found = scaled_dot_product_attention(*sources, mask)
     torch.testing.assert_close(found, scaled_dot_product_attention(*sources, mask))
 
@@ -82,8 +83,15 @@ def test_a_query_that_sees_nothing_leaves_the_mask_whole(small_tiles: None) -> N
 def test_small_masks_and_calls_without_one_are_left_alone() -> None:
     mask = torch.ones(2, 1, 64, 64).tril().bool()
     sources = inputs(mask, 4)
-    with TiledAttention() as tiled:
+    with TiledAttention(CPU) as tiled:
         found = scaled_dot_product_attention(*sources, mask)
         causal = scaled_dot_product_attention(*sources, is_causal=True)
     assert not tiled.known
     torch.testing.assert_close(found, causal)
+
+
+def test_on_another_device_nothing_is_replaced(small_tiles: None) -> None:
+    sources = inputs(EXAMPLE[None, None], 4)
+    with TiledAttention(torch.device("cuda")) as tiled:
+        scaled_dot_product_attention(*sources, EXAMPLE[None, None])
+    assert not tiled.known and not tiled.rows

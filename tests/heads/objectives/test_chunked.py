@@ -7,7 +7,7 @@ import torch
 from peak_memory import PeakMemory
 
 from drafthead.heads.objectives import chunked
-from drafthead.heads.objectives.chunked import summed_in_chunks
+from drafthead.heads.objectives.chunked import Part, summed_in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, hard_cross_entropy, ranks_of
 
 ROWS, VOCAB = 10, 13
@@ -16,7 +16,7 @@ ROWS, VOCAB = 10, 13
 def two_parts(some: torch.nn.Linear, other: torch.nn.Linear, sizes: list[int]) -> chunked.Parts:
     """The loss of one layer, and half of the loss of another one that knows the first."""
 
-    def parts(hidden: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    def parts(hidden: torch.Tensor, labels: torch.Tensor) -> Iterator[Part]:
         sizes.append(len(labels))
         for weight, logits in ((1.0, some(hidden)), (0.5, some(hidden) + other(hidden))):
             losses = hard_cross_entropy(logits, labels)
@@ -108,10 +108,10 @@ def test_memory_does_not_grow_with_the_positions(
     monkeypatch.setattr(chunked, "MAX_LOGITS", chunk * vocab)
     weight = torch.randn(hidden_size, vocab, requires_grad=True)
 
-    def parts(hidden: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    def parts(hidden: torch.Tensor, labels: torch.Tensor) -> Iterator[Part]:
         logits = hidden @ weight
         losses = TOKEN_LOSSES[name].function(logits, logits.detach() + 1, labels)
-        yield losses.sum(), losses.detach()
+        yield losses.sum(), losses.detach(), labels
 
     def peak(rows: int) -> int:
         hidden, labels = torch.randn(rows, hidden_size, requires_grad=True), torch.arange(rows)

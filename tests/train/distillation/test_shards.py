@@ -206,3 +206,4 @@ def test_shards_without_meaning_are_refused(wrong: str) -> None:
 def test_two_shards_can_be_written_at_once(output: Path) -> None:
     with DistilledFile(Shard(1, 2).path(output), BATCHES, shard=Shard(1, 2)):
         distilled(RoundedByBatch(), asked(20), output, BATCHES, shard=Shard(2, 2))
+        assert Shard(2, 2).path(output).read_bytes().count(b"\n") > 0
