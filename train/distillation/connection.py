@@ -44,7 +44,7 @@ class Connection:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.session = requests.Session()
         self.closed = Event()  # nothing is sent again from then on
-        self._told = -math.inf  # when the log said that the server is busy
+        self._logged = -math.inf  # when the log last warned of a busy server
         if key := os.environ.get(KEY):
             self.session.headers["Authorization"] = f"Bearer {key}"
 
@@ -59,8 +59,8 @@ class Connection:
             try:
                 return self.send(path, body)
             except BusyError as error:
-                if time.monotonic() > self._told + 60:  # many requests find out at the same time
-                    self._told = time.monotonic()
+                if time.monotonic() > self._logged + 60:  # many requests find out at the same time
+                    self._logged = time.monotonic()
                     logger.warning("%s; trying again for some minutes", error)
                 # Not all of them at the same moment.
                 self.closed.wait(max(error.seconds, pause * random.uniform(0.5, 1.5)))
@@ -98,16 +98,16 @@ class Connection:
 
 def refusal(response: requests.Response) -> UserError:
     """What a status means that is not about success."""
-    status, said, url = response.status_code, message_of(response), response.url
+    status, message, url = response.status_code, message_of(response), response.url
     if status in (401, 403):
-        return UserError(f"{url} wants a key ({said}): set {KEY} in the environment")
+        return UserError(f"{url} wants a key ({message}): set {KEY} in the environment")
     if status == 404:
-        return UserError(f"{url} was not found ({said}): correct --server or --server-model")
+        return UserError(f"{url} was not found ({message}): correct --server or --server-model")
     if status in AGAIN:
         wait = response.headers.get("Retry-After", "")
-        message = f"{url} is busy ({status}: {said}): give the same command again later"
-        return BusyError(message, min(float(wait), PAUSES[-1]) if wait.isdigit() else 0.0)
-    return RefusedRequestError(f"{url} refuses the request ({status}: {said})")
+        sentence = f"{url} is busy ({status}: {message}): give the same command again later"
+        return BusyError(sentence, min(float(wait), PAUSES[-1]) if wait.isdigit() else 0.0)
+    return RefusedRequestError(f"{url} refuses the request ({status}: {message})")
 
 
 def reason_of(error: requests.RequestException) -> str:
@@ -128,7 +128,7 @@ def message_of(response: requests.Response) -> str:
     try:
         content = response.json()
         error = content.get("error", content)
-        said = error.get("message", error) if isinstance(error, dict) else error
+        message = error.get("message", error) if isinstance(error, dict) else error
     except (ValueError, AttributeError):
-        said = response.text
-    return " ".join(str(said).split())[:200] or response.reason
+        message = response.text
+    return " ".join(str(message).split())[:200] or response.reason

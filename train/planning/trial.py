@@ -97,8 +97,8 @@ def lines_of(arguments: list[str]) -> Iterator[str]:
                 process.terminate()
         if process.wait() != 0:
             words.seek(0)
-            said = words.read().strip().splitlines() or ["no word"]
-            raise UserError(f"the trial failed: {said[-1].removeprefix('drafthead: ')}")
+            printed = words.read().strip().splitlines() or ["it printed nothing"]
+            raise UserError(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}")
 
 
 def as_trial(config: RunConfig, folder: str) -> RunConfig:

@@ -33,9 +33,9 @@ def plan(config: Path, tmp_path: Path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["drafthead", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
-        said = capsys.readouterr()
+        printed = capsys.readouterr()
         record = json.loads(file.read_text()) if file.exists() else {}
-        return stop.value.code or 0, said.out, said.err, record
+        return stop.value.code or 0, printed.out, printed.err, record
 
     return plan
 

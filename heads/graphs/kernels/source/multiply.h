@@ -6,9 +6,10 @@
 #include "common.h"
 
 namespace {
-// One row or two wait for memory, which the processor then reads ahead by itself. More are busy
-// with arithmetic and have to ask.
-constexpr int FEW = 2;
+// Few rows wait for memory, which the processor then reads ahead by itself: asking as well takes a
+// third longer. More are busy with arithmetic, and so are three in bytes: they have to ask.
+template <bool IN_BYTES>
+constexpr int FEW = IN_BYTES ? 2 : 6;
 constexpr float ZERO = 192;
 
 // Values of one block of 32 columns, counted in bfloat16.
@@ -74,7 +75,7 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const float* totals,
     };
     int64_t k = 0;
     for (; k + 8 <= inner; k += 8) {
-        if constexpr (R > FEW) {
+        if constexpr (R > FEW<IN_BYTES>) {
             for (int line = 0; line < ahead.lines; ++line, ahead.start += 32) {
                 _mm_prefetch((const char*)ahead.start, _MM_HINT_T1);
             }
