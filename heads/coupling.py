@@ -29,6 +29,10 @@ class NextDraws(NamedTuple):
         """The same with keys for as many depths, of which the last are no races at all."""
         return self._replace(keys=pad(self.keys, (0, depths - self.keys.shape[1])))
 
+    def at(self, depth: int) -> "NextDraws":
+        """The same for the children of nodes of one depth alone, at place 0."""
+        return self._replace(keys=self.keys[:, depth, None])
+
     def scores(
         self,
         depth: int | slice,

@@ -21,9 +21,10 @@ from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_growth, num_candidates
+from drafthead.heads.trees.dynamic import TreeTables
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.static import tree_budgets
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, ancestor_mask
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 # Frontiers of compiled growths, see `best_first_growth`: for trees of up to 16 and 64 nodes. Each
 # is a graph, and a wider one than a tree needs costs little.
@@ -55,16 +56,6 @@ DRAFTING: dict[str, Spec] = {
 }
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-class Grown(NamedTuple):
-    """The tables of a tree, as `TokenTree` has them."""
-
-    tokens: torch.Tensor  # [B, N]
-    parents: torch.Tensor  # [B, N]
-    depths: torch.Tensor  # [B, N]
-    ancestors: torch.Tensor  # [B, N, N]
-    scores: torch.Tensor  # [B, N]
 
 
 class Drafted(NamedTuple):
@@ -180,12 +171,10 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         slots: torch.Tensor,  # [N]
         draws: NextDraws | None,
         growing: Growing,
-    ) -> Grown:
+    ) -> TreeTables:
         """The most probable tree; with `draws`, of the target's own draws."""
         scorer = Candidates.of(Block(self.head, hidden, logits), roots, draws)
-        tokens, parents, scores = best_first_growth(roots, scorer, *growing).best(slots)
-        ancestors = ancestor_mask(parents, growing.levels)
-        return Grown(tokens, parents, ancestors.sum(-1) - 1, ancestors, scores)
+        return best_first_growth(roots, scorer, *growing).tables(slots, growing.levels)
 
     def guesses(
         self,
@@ -268,7 +257,7 @@ class ParallelSession(LateReader):
 
     def _after_prompt(
         self, slots: torch.Tensor, draws: NextDraws | None, growing: Growing
-    ) -> Grown:
+    ) -> TreeTables:
         """A tree of N nodes, for `slots` [N], where all has been read; seldom, so not compiled."""
         assert self.roots is not None
         hidden, logits = self._passed(self.drafter.block_eagerly)

@@ -47,11 +47,12 @@ def best_first_growth(
     no others need children. More levels or a wider frontier than a tree needs change nothing in it.
     """
     growth, tokens, state = TreeGrowth(roots), roots[:, None], scorer.begin()
+    slots = torch.arange(frontier, device=roots.device)
     for depth in range(levels):
         log_probs, after = scorer.log_probs(depth, tokens, state)
         growth.add_children(log_probs, scorer.candidates[:, depth, None].expand_as(log_probs))
         if depth + 1 < levels:
-            tokens, above = growth.open_best(frontier)
+            tokens, above = growth.open_best(slots[: growth.scores[-1].shape[1]])
             state = after.gather(1, above[..., None].expand(-1, -1, after.shape[2]))
     return growth
 

@@ -6,10 +6,11 @@ valuable of all nodes seen make the tree. Everything is done for a batch at once
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.heads.trees.tree import Budget, TokenTree, ancestor_mask
 
 Children = tuple[torch.Tensor, torch.Tensor]  # log-probabilities and tokens [B, F, k] of F nodes'
 # Passes over newly opened nodes of a depth: (tokens [B, F], places [B, F] of their parents among
@@ -28,6 +29,25 @@ def as_values(log_probs: torch.Tensor) -> torch.Tensor:
     return log_probs.clamp_max(0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
+class Candidates(NamedTuple):
+    """A growth between two calls of compiled code. Tensors alone."""
+
+    scores: torch.Tensor  # [B, C] logs of values
+    tokens: torch.Tensor  # [B, C]
+    parents: torch.Tensor  # [B, C] candidate numbers
+    opened: torch.Tensor  # [B, F] numbers of the nodes whose children are the last candidates
+
+
+class TreeTables(NamedTuple):
+    """The tables of a tree, as `TokenTree` has them."""
+
+    tokens: torch.Tensor  # [B, N]
+    parents: torch.Tensor  # [B, N]
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, N]
+    scores: torch.Tensor  # [B, N]
+
+
 class TreeGrowth:
     """The candidates for a batch of trees, numbered in the order of their depth; the root is 0.
 
@@ -44,6 +64,24 @@ class TreeGrowth:
         self.tokens = [roots[:, None]]
         self.parents = [self.opened - 1]  # candidate numbers
 
+    @classmethod
+    def resumed(cls, candidates: Candidates, width: int) -> "TreeGrowth":
+        """Go on with what `candidates` returned, where each open node had `width` children."""
+        growth, opened = cls.__new__(cls), candidates.opened
+        earlier = candidates.scores.shape[1] - opened.shape[1] * width
+        growth.opened, growth.opened_scores = opened, candidates.scores.gather(1, opened)
+        growth.scores, growth.tokens, growth.parents = (
+            [table[:, :earlier], table[:, earlier:]] for table in candidates[:3]
+        )
+        return growth
+
+    def candidates(self) -> Candidates:
+        """All candidates, for `resumed`."""
+        scores, tokens, parents = (
+            torch.cat(levels, dim=1) for levels in (self.scores, self.tokens, self.parents)
+        )
+        return Candidates(scores, tokens, parents, self.opened)
+
     def add_children(
         self,
         log_probs: torch.Tensor,  # [B, F, k] float32
@@ -55,14 +93,15 @@ class TreeGrowth:
         self.tokens.append(tokens.flatten(1))
         self.parents.append(self.opened[..., None].expand_as(tokens).flatten(1))
 
-    def open_best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Open the `count` most valuable nodes of the deepest level.
+    def open_best(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Open the F most valuable nodes of the deepest level, for `slots` [F], the numbers from 0.
 
         Returns their tokens [B, F] and the places [B, F] of their parents among the nodes that
         were open until now.
         """
         width = self.scores[-1].shape[1] // self.opened.shape[1]
-        order = self.scores[-1].sort(dim=1, descending=True, stable=True).indices[:, :count]
+        order = self.scores[-1].sort(dim=1, descending=True, stable=True).indices
+        order = order.index_select(1, slots)
         before = sum(level.shape[1] for level in self.scores[:-1])
         self.opened = order + before
         self.opened_scores = self.scores[-1].gather(1, order)
@@ -77,9 +116,7 @@ class TreeGrowth:
         and 2 under the root of values .6 and .4, and 3 and 4 under candidate 1 of values .6 and 0,
         three nodes are the root, 1 and 3, with parents (-1, 0, 1).
         """
-        scores, tokens, parents = (
-            torch.cat(levels, dim=1) for levels in (self.scores, self.tokens, self.parents)
-        )
+        scores, tokens, parents, _ = self.candidates()
         order = scores.sort(dim=1, descending=True, stable=True).indices
         # Not cut: a compiled graph for any N knows nothing of how many candidates there are.
         chosen = order.index_select(1, slots).sort(dim=1).values  # [B, N] candidate numbers
@@ -89,6 +126,14 @@ class TreeGrowth:
         above = above.masked_fill(slots == 0, -1)
         return tokens.gather(1, chosen), above, scores.gather(1, chosen)
 
+    def tables(self, slots: torch.Tensor, levels: int) -> TreeTables:
+        """The trees of the N most valuable candidates, for `slots` as for `best`; no candidate is
+        deeper than `levels`.
+        """
+        tokens, parents, scores = self.best(slots)
+        ancestors = ancestor_mask(parents, levels)
+        return TreeTables(tokens, parents, ancestors.sum(-1) - 1, ancestors, scores)
+
     def tree(self, num_nodes: int) -> TokenTree:
         """The trees of the most valuable candidates, at most `num_nodes` nodes with the root."""
         available = sum(level.shape[1] for level in self.scores)
@@ -96,6 +141,32 @@ class TreeGrowth:
         width = min(self.scores[1].shape[1], len(slots) - 1)
         tokens, parents, scores = self.best(slots)
         return TokenTree.from_parents(tokens, parents, len(self.scores) - 1, width, scores)
+
+
+def num_opened(nodes: int, depth: int, width: int, available: int) -> int:
+    """How many of the `available` candidates of a depth need children, for a tree of `nodes` nodes.
+
+    At most `width`. Others cannot have any in that tree: it has `depth` nodes above them, those of
+    their depth that are more valuable, themselves, and a child. With 8 nodes, 6 of depth 1.
+    """
+    return max(1, min(width, nodes - 1 - depth, available))
+
+
+def seen_after_opening(
+    visible: torch.Tensor | None,  # [B, F, P] which drafted nodes each open node sees; None: none
+    above: torch.Tensor,  # [B, n] places of the parents of n newly opened ones among these
+    slots: torch.Tensor,  # [n], the numbers from 0
+) -> torch.Tensor:
+    """Which drafted nodes each newly opened node sees, [B, n, P + n]: those of its parent, itself.
+
+    Opened nodes x, y and z under x see ``x``, ``y`` and ``x z``: with the rows ``1 .`` and ``. 1``
+    of x and y, and above (0), the row of z is ``1 . 1``.
+    """
+    itself = (slots[:, None] == slots).expand(above.shape[0], -1, -1)
+    if visible is None:
+        return itself
+    before = visible.gather(1, above[..., None].expand(-1, -1, visible.shape[2]))
+    return torch.cat([before, itself], dim=-1)
 
 
 def dynamic_tree(
@@ -107,23 +178,21 @@ def dynamic_tree(
 ) -> TokenTree:
     """The tree after roots [B] of a drafter that needs a pass for each level but the first.
 
-    `children` are those of the roots, [B, 1, k]; as many nodes of each level get children of their
-    own, by `expand`. Opened nodes x, y and z under x see ``x``, ``y`` and ``x z``: the rows
-    ``1 . .``, ``. 1 .`` and ``1 . 1``, of which `expand` is given each when its node is opened.
+    `children` are those of the roots, [B, 1, k]; of each further level the nodes that need children
+    get as many, by `expand`, which is told what each of them sees, see `seen_after_opening`.
 
     Where `goes_on` says no, the tree has the levels so far and as large a share of the nodes.
     """
     growth = TreeGrowth(roots)
     growth.add_children(*children)
-    width = children[0].shape[-1]
-    rows = torch.arange(roots.shape[0], device=roots.device)[:, None]
-    visible = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=roots.device)
+    width, visible = children[0].shape[-1], None
     for depth in range(1, budget.depth):
-        tokens, above = growth.open_best(width)
+        count = num_opened(budget.nodes, depth, width, growth.scores[-1].shape[1])
+        slots = torch.arange(count, device=roots.device)
+        tokens, above = growth.open_best(slots)
         if goes_on is not None and not goes_on(growth.opened_scores):
             break
-        itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=roots.device)
-        visible = torch.cat([visible[rows, above], itself.expand(len(rows), -1, -1)], dim=-1)
+        visible = seen_after_opening(visible, above, slots)
         growth.add_children(*expand(tokens, above, visible, depth))
     levels = len(growth.scores) - 1
     return growth.tree(1 + (budget.nodes - 1) * levels // budget.depth)

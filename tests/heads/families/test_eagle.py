@@ -16,10 +16,10 @@ from torch.nn.functional import smooth_l1_loss
 from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
-from drafthead.heads.families import recurrent_drafter
+from drafthead.heads.families import recurrent_passes
 from drafthead.heads.families.eagle3 import default_taps
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.recurrent_drafter import DraftReader
+from drafthead.heads.families.recurrent_session import DraftReader
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
@@ -276,7 +276,7 @@ def test_a_dynamic_tree_is_the_best_one_among_the_candidates(values: int) -> Non
         levels.append([level_of(*row) for row in zip(log_probs, tokens, strict=True)])
         growth.add_children(log_probs, tokens)
         if depth_before < depth - 1:
-            growth.open_best(width)
+            growth.open_best(torch.arange(width))
     for num_nodes in (2, 9, 30):
         tree = growth.tree(num_nodes)
         assert tree.depths[:, 1:].ge(tree.depths[:, :-1]).all(), "shallow nodes come first"
@@ -315,19 +315,21 @@ def session_on_two_prompts(drafter, ids: torch.Tensor, lengths: list[int]):
     return session
 
 
+@pytest.mark.parametrize("nodes", [3, 5, 7, 14])
 def test_a_grown_tree_is_what_reading_each_path_afresh_gives(
-    attentive, target, monkeypatch
+    attentive, target, monkeypatch, nodes: int
 ) -> None:
-    monkeypatch.setattr(recurrent_drafter, "DYNAMIC_WIDTH", 3)
+    """Small trees do not draft nodes that cannot have a child in them."""
+    monkeypatch.setattr(recurrent_passes, "DYNAMIC_WIDTH", 3)
     ids, lengths = torch.stack([some_ids(9, 3), some_ids(9, 4)]), [8, 5]
     session = session_on_two_prompts(drafter_for(attentive, target), ids, lengths)
-    tree = session.propose(Budget(14, 4), SamplingConfig(), None)
+    tree = session.propose(Budget(nodes, min(4, nodes - 1)), SamplingConfig(), None)
     for row, length in enumerate(lengths):
 
         def children(paths: list, given: torch.Tensor = ids[row, : length + 1]) -> list:
             return [children_afresh(attentive, target, given, path[1:], 3) for path in paths]
 
-        expected = slow_tree(int(ids[row, length]), [children] * 4, 3, 14)
+        expected = slow_tree(int(ids[row, length]), [children] * min(4, nodes - 1), 3, nodes)
         assert set(paths_of(tree, row)) == expected
 
 
@@ -469,7 +471,7 @@ def test_a_draft_of_nan_still_gives_a_tree_that_begins_with_the_root() -> None:
     growth.add_children(
         torch.tensor([[[-1.0, float("nan"), -2.0]]]), torch.tensor([[[11, 12, 13]]])
     )
-    growth.open_best(2)
+    growth.open_best(torch.arange(2))
     growth.add_children(torch.full((1, 2, 3), float("nan")), torch.arange(20, 26).view(1, 2, 3))
     for num_nodes in (2, 4, 8):
         tree = growth.tree(num_nodes)

@@ -21,7 +21,7 @@ from written import Outputs, Written
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.families import recurrent_drafter
+from drafthead.heads.families import recurrent_passes
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.medusa_drafter import MedusaLayout
 from drafthead.heads.families.recurrent import RecurrentHead
@@ -277,7 +277,7 @@ def test_answers_on_dynamic_trees_take_the_same_steps(
     target = case.target
     head = load_head(case.path, target)
     for run in case.decode["runs"]:
-        monkeypatch.setattr(recurrent_drafter, "DYNAMIC_WIDTH", run["top_k"])
+        monkeypatch.setattr(recurrent_passes, "DYNAMIC_WIDTH", run["top_k"])
         # Their depth counts the levels below the first.
         budget = Budget(run["total_token"], run["depth"] + 1)
         found = answers(head, target, budget, None, inputs_of(case, run))

@@ -13,11 +13,11 @@ from drafthead.heads.base import HeadBatch
 from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
-from drafthead.heads.families import recurrent_drafter
+from drafthead.heads.families import recurrent_passes
 from drafthead.heads.families.eagle3 import Eagle3Head, default_taps
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import Unrolled
-from drafthead.heads.families.recurrent_drafter import DraftReader
+from drafthead.heads.families.recurrent_session import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
@@ -156,7 +156,7 @@ def test_dynamic_trees_are_those_of_the_authors(
     following = torch.cat([ids[:, 1:], io["target_next_token"]], dim=1)
     first = all_positions(following, features_of(io["target_features3"], head))
     for number, setting in enumerate(case.about["tree_settings"]):
-        monkeypatch.setattr(recurrent_drafter, "DYNAMIC_WIDTH", setting["top_k"])
+        monkeypatch.setattr(recurrent_passes, "DYNAMIC_WIDTH", setting["top_k"])
         # Their depth counts the levels below the first.
         budget = Budget(setting["total_token"], setting["depth"] + 1)
         session = drafter_for(head, case.target).start(ids, torch.tensor([ids.shape[1]]))
@@ -178,7 +178,7 @@ def test_decoding_takes_the_same_steps_as_the_authors(
     target = case.target
     head = load_head(case.path, target)
     for run in case.decode["runs"]:
-        monkeypatch.setattr(recurrent_drafter, "DYNAMIC_WIDTH", run["top_k"])
+        monkeypatch.setattr(recurrent_passes, "DYNAMIC_WIDTH", run["top_k"])
         budget = Budget(run["total_token"], run["depth"] + 1)
         decoder = Decoder(target, drafter_for(head, target), budget)
         decoder.end_ids = frozenset()

@@ -16,7 +16,7 @@ from drafthead.heads.families.hydra import HydraHeads
 from drafthead.heads.families.medusa import MedusaHeads
 from drafthead.heads.families.mlp_speculator import MlpSpeculator
 from drafthead.heads.families.recurrent import RecurrentHead
-from drafthead.heads.families.recurrent_drafter import DraftReader
+from drafthead.heads.families.recurrent_session import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn

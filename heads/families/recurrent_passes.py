@@ -1,0 +1,266 @@
+"""The passes of a recurrent head: over committed positions, drafted nodes, levels of a tree.
+
+Each is a function of tensors alone, called once or once a level, so that it can be compiled.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from drafthead.heads.cache import CacheColumns, visible_columns
+from drafthead.heads.cache_memory import CacheMemory
+from drafthead.heads.coupling import DRAWS, NextDraws
+from drafthead.heads.drafting.drafter import at_last
+from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.heads.families.recurrent import RecurrentHead
+from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.dynamic import (
+    Candidates,
+    TreeGrowth,
+    TreeTables,
+    seen_after_opening,
+)
+from drafthead.heads.trees.levels import Level, best_guesses
+from drafthead.heads.trees.tree import Budget, TreeShape
+
+# Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
+DYNAMIC_WIDTH = 10
+
+# Sizes of dynamic trees that differ enough to choose between, and the most nodes for each level.
+DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
+NODES_A_LEVEL = 13
+
+# Dimensions of what the compiled passes read and write: T new positions, n drafted nodes, E
+# candidates, F nodes that were opened before, P drafted nodes that they may see.
+CACHED = {"columns": "T", "keys": "B . C .", "values": "B . C ."}
+READING = {
+    "last": "B T .",
+    "taps": "B T .",
+    "tokens": "B T",
+    "counts": "B",
+    "lengths": "B",
+    "seen": "S",
+    **CACHED,
+}
+DRAFTING = {"above": "B T .", "tokens": "B T", "positions": "B T", "mask": "B . T S", **CACHED}
+GUESS = ("B . .", "B . .", "B . .", "B . .")
+CANDIDATES = ("B E", "B E", "B E", "B F")
+STARTING: dict[str, Spec] = {"guess": GUESS, "roots": "B", "draws": DRAWS}
+GROWING: dict[str, Spec] = {
+    "candidates": CANDIDATES,
+    "outputs": "B F .",
+    "visible": "B F P",
+    "places": "B",
+    "lengths": "B",
+    "slots": "T",
+    "seen": "S",
+    "draws": DRAWS,
+    **CACHED,
+}
+FINISHING: dict[str, Spec] = {"candidates": CANDIDATES, "slots": "N"}
+
+
+class Guess(NamedTuple):
+    """What the head outputs at n nodes, and its guesses of their children."""
+
+    outputs: torch.Tensor  # [B, n, D]
+    logits: torch.Tensor  # [B, n, k] of the best guesses
+    ids: torch.Tensor  # [B, n, k] their tokens
+    total: torch.Tensor  # [B, n, 1] log of the sum of exp over all logits
+
+    def best(
+        self, count: int, depth: int, draws: NextDraws | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and tokens [B, n, count] of the best guesses at nodes of a depth."""
+        if draws is None:
+            return self.logits[..., :count] - self.total, self.ids[..., :count]
+        log_probs, places = draws.best(depth, self.logits, self.ids, count)
+        return log_probs, self.ids.gather(-1, places)
+
+
+class Grown(NamedTuple):
+    """A dynamic tree that grows, and the nodes that were opened last."""
+
+    scores: torch.Tensor  # this and the following three: its `Candidates`
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    opened: torch.Tensor
+    outputs: torch.Tensor  # [B, F, D] of the head at the opened nodes
+    visible: torch.Tensor | None  # [B, F, P] which drafted nodes they see; None at the roots
+    places: torch.Tensor  # [B] positions of the nodes one level down
+
+    @property
+    def candidates(self) -> Candidates:
+        """The candidates so far."""
+        return Candidates(*self[:4])
+
+
+class RecurrentPasses(HeadDrafter[RecurrentHead]):
+    """A recurrent head with its passes, which sessions call."""
+
+    def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
+        """Raises UserError when the tree is deeper than the head drafts."""
+        super().__init__(head, target, shape, dynamic_budgets(head.depth))
+        self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
+        self.known_slots: dict[int, torch.Tensor] = {}
+        self.read: Callable[..., Guess] = self.read_eagerly
+        self.draft: Callable[..., Guess] = self._draft
+        self.start_growth: Callable[..., Candidates] = self._start_growth
+        self.grow: Callable[..., Grown] = self._grow
+        self.finish: Callable[..., TreeTables] = self._finish
+        self.fewest_opened = 1
+
+    @property
+    def width(self) -> int:
+        """Children of a node in a dynamic tree."""
+        return min(DYNAMIC_WIDTH, self.head.num_guesses)
+
+    def read_eagerly(
+        self,
+        last: torch.Tensor | None,  # [B, T, D]
+        taps: tuple[torch.Tensor, ...],  # [B, T, D] each
+        tokens: torch.Tensor,  # [B, T]
+        counts: torch.Tensor,  # [B] how many of them each row has
+        lengths: torch.Tensor,  # [B] positions that were read before
+        seen: torch.Tensor,  # [S]
+        columns: torch.Tensor,  # [T]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Guess:
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        visible = (steps[:, None] >= steps)[None]
+        mask = visible_columns(visible, lengths, seen, columns[0])
+        states = self.head.encode(Features(last, taps))
+        cached = CacheColumns(keys, values, columns, seen.shape[0])
+        embeds = self.head.embed(tokens, self.target)
+        outputs = self._pass(embeds, states, lengths[:, None] + steps, mask, cached)
+        return self._guess(at_last(outputs, counts)[:, None])
+
+    def _draft(
+        self,
+        above: torch.Tensor,  # [B, n, D] outputs at their parents
+        tokens: torch.Tensor,  # [B, n]
+        positions: torch.Tensor,  # [B, n]
+        mask: torch.Tensor,  # [B or 1, 1, n, S]
+        columns: torch.Tensor,  # [n]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> Guess:
+        """The guesses after drafted nodes."""
+        embeds, states = self.head.draft_inputs(tokens, above, self.target)
+        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        return self._guess(self._pass(embeds, states, positions, mask, cached))
+
+    def _pass(
+        self,
+        embeds: torch.Tensor,  # [B, T, D]
+        states: torch.Tensor,  # [B, T, D]
+        positions: torch.Tensor,  # [B or 1, T]
+        mask: torch.Tensor,  # [B or 1, 1, T, S]
+        cached: CacheColumns,
+    ) -> torch.Tensor:
+        """Outputs [B, T, D]."""
+        rotation = self.head.rotary(positions)
+        return self.head.run_layers(embeds, states, rotation, mask, cached.append)
+
+    def _guess(self, outputs: torch.Tensor) -> Guess:
+        """The guesses from outputs [B, n, D]."""
+        logits = self.head.logits(outputs, self.target).float()
+        total = logits.logsumexp(-1, keepdim=True)
+        return Guess(outputs, *best_guesses(logits, self.head.draft_ids), total)
+
+    def _start_growth(
+        self,
+        guess: Guess,  # n = 1, at the roots
+        roots: torch.Tensor,  # [B]
+        draws: NextDraws | None,  # of the children of the roots
+    ) -> Candidates:
+        """The first candidates of a dynamic tree."""
+        growth = TreeGrowth(roots)
+        growth.add_children(*guess.best(self.width, 0, draws))
+        return growth.candidates()
+
+    def _grow(
+        self,
+        candidates: Candidates,
+        outputs: torch.Tensor,  # [B, F, D], and so on: see `Grown`
+        visible: torch.Tensor | None,  # [B, F, P]
+        places: torch.Tensor,  # [B]
+        lengths: torch.Tensor,  # [B] committed positions
+        slots: torch.Tensor,  # [n], the numbers from 0, of the nodes to open
+        seen: torch.Tensor,  # [S]
+        columns: torch.Tensor,  # [n]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        draws: NextDraws | None,  # of the children of the opened nodes
+    ) -> Grown:
+        """One level of a dynamic tree: the best nodes of the level are drafted and get children.
+
+        One call, as the pass of the target has just flushed the CPU caches, which each call pays
+        for.
+        """
+        growth = TreeGrowth.resumed(candidates, self.width)
+        tokens, above = growth.open_best(slots)
+        inside = seen_after_opening(visible, above, slots)
+        pending = 0 if visible is None else visible.shape[2]
+        mask = visible_columns(inside, lengths, seen, columns[0] - pending)
+        parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
+        positions = places[:, None].expand_as(tokens)
+        guess = self._draft(parents, tokens, positions, mask, columns, keys, values)
+        growth.add_children(*guess.best(self.width, 0, draws))
+        return Grown(*growth.candidates(), guess.outputs, inside, places + 1)
+
+    def _finish(self, candidates: Candidates, slots: torch.Tensor) -> TreeTables:
+        """The trees of N nodes, for `slots` [N], the numbers from 0."""
+        growth = TreeGrowth.resumed(candidates, self.width)
+        return growth.tables(slots, self.head.depth)
+
+    def compile(self) -> None:
+        """Compile the passes over committed positions and over drafted nodes."""
+        self.memory = CacheMemory.where_recorded(self.target.device)
+        self.read = self.compiled(self.read_eagerly, READING)
+        self.draft = self.compiled(self._draft, DRAFTING)
+        self.fewest_opened = 2  # a level of one node would be a graph of its own
+        self.start_growth = self.compiled(self._start_growth, STARTING)
+        self.grow = self.compiled(self._grow, GROWING)
+        self.finish = self.compiled(self._finish, FINISHING)
+
+    def slots(self, count: int) -> torch.Tensor:
+        """The numbers [count] from 0 on, made once."""
+        if count not in self.known_slots:
+            self.known_slots[count] = torch.arange(count, device=self.target.device)
+        return self.known_slots[count]
+
+    def visible(self, shape: TreeShape) -> list[torch.Tensor]:
+        """`visible_nodes` of a static tree, [1, n, m + n] for each level; made once for a shape."""
+        if shape not in self.known_visible:
+            self.known_visible[shape] = visible_nodes(shape, self.levels(shape))
+        return self.known_visible[shape]
+
+
+def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
+    """Budgets of a drafter that needs a pass for each level, so that depth is worth choosing."""
+    return tuple(
+        Budget(nodes, levels)
+        for nodes in DYNAMIC_SIZES
+        for levels in range(1, depth + 1)
+        if levels < nodes <= NODES_A_LEVEL * levels
+    )
+
+
+def visible_nodes(shape: TreeShape, levels: list[Level]) -> list[torch.Tensor]:
+    """For each level [1, n, m + n]: which of the m inner nodes before and its own n each of n sees.
+
+    The root is committed, so it is not among them. In a tree with the paths (0,) (1,) (1, 0) and a
+    child of each leaf, the inner nodes are 1 and 2, then 3: 1 sees 1, 2 sees 2, 3 sees 2 and 3.
+    """
+    visible, drafted = [], levels[0].nodes[:0]
+    for depth, level in enumerate(levels):
+        if depth > 0:
+            drafted = torch.cat([drafted, level.nodes])
+        visible.append(shape.ancestors.to(drafted.device)[level.nodes][:, drafted][None])
+    return visible

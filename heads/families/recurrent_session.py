@@ -1,0 +1,192 @@
+"""A recurrent head at work: its cache, and the trees that it grows or fills."""
+
+import torch
+
+from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.drafting.late_reader import LateReader
+from drafthead.heads.drafting.row_state import RowState
+from drafthead.heads.families.recurrent_passes import Grown, Guess, RecurrentPasses
+from drafthead.heads.layers.cache import DraftCache
+from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.trees.dynamic import Children, dynamic_tree, num_opened
+from drafthead.heads.trees.levels import Guesses, Level, filled_tree
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+
+
+class DraftReader(RowState):
+    """A recurrent head with its cache: committed positions stay in it, drafted ones are pending."""
+
+    row_state = ("cache",)
+
+    def __init__(self, drafter: RecurrentPasses, rows: int):
+        self.drafter = drafter
+        self.cache = DraftCache(drafter.head.layers, rows, drafter.memory)
+
+    def read(self, committed: Committed) -> Guess:
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
+        tokens, cache, drafter = committed.tokens, self.cache, self.drafter
+        assert cache.lengths is not None
+        # Prompts are seldom of one length, so a graph for each would be used once.
+        read = drafter.read_eagerly if cache.is_empty else drafter.read
+        guess = read(
+            committed.features.last,
+            committed.features.taps,
+            tokens,
+            committed.lengths,
+            cache.lengths,
+            *cache.make_room(tokens.shape[1]),
+            cache.keys,
+            cache.values,
+        )
+        cache.keep_pending(tokens.shape[1])
+        cache.commit_first(committed.lengths, committed.counts)
+        return Guess(*guess)
+
+    def grow(self, grown: Grown, count: int, draws: NextDraws | None) -> Grown:
+        """One level more of a dynamic tree: `count` nodes get children, and stay pending."""
+        cache, slots = self.cache, self.drafter.slots(count)
+        seen, columns = cache.make_room(count)
+        above = grown.candidates, grown.outputs, grown.visible, grown.places
+        own = cache.lengths, slots, seen, columns, cache.keys, cache.values
+        deeper = self.drafter.grow(*above, *own, draws)
+        cache.keep_pending(count)
+        return Grown(*deeper)
+
+    def draft(
+        self,
+        parents: Guess,  # of the level above
+        above: torch.Tensor,  # [B, n] places of each node's parent in it
+        tokens: torch.Tensor,  # [B, n]
+        depth: int,
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
+    ) -> Guess:
+        """The guesses [B, n, k] after drafted nodes of one depth, which stay pending.
+
+        `visible` marks the drafted nodes, these included, that each node is or descends from.
+        """
+        assert self.cache.lengths is not None
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        positions = (self.cache.lengths[:, None] + depth - 1).expand_as(tokens)
+        return self._guess_at(parents.outputs[rows, above], tokens, positions, visible)
+
+    def draft_blindly(self, roots: torch.Tensor, root_guess: Guess, depth: int) -> Guess:
+        """The guesses [B, depth - 1, k] at depths 1 to depth - 1, for any tokens there.
+
+        Of the roots [B] and the guesses at them only the shapes are used; see `drafts_blindly`.
+        """
+        assert self.cache.lengths is not None
+        steps = torch.arange(depth - 1, device=roots.device)
+        tokens = roots[:, None].expand(-1, depth - 1)
+        positions = self.cache.lengths[:, None] + steps
+        above = root_guess.outputs.expand(-1, depth - 1, -1)
+        return self._guess_at(above, tokens, positions, (steps[:, None] >= steps)[None])
+
+    def _guess_at(
+        self,
+        above: torch.Tensor,  # [B, n, D] outputs at the parents
+        tokens: torch.Tensor,  # [B, n]
+        positions: torch.Tensor,  # [B, n]
+        visible: torch.Tensor,  # [B or 1, n, pending + n] bool
+    ) -> Guess:
+        """The guesses [B, n, k] after drafted nodes, which stay pending."""
+        cache = self.cache
+        mask, (_, columns) = cache.mask(visible), cache.make_room(tokens.shape[1])
+        guess = self.drafter.draft(
+            above, tokens, positions, mask, columns, cache.keys, cache.values
+        )
+        cache.keep_pending(tokens.shape[1])
+        return Guess(*guess)
+
+
+class RecurrentSession(LateReader):
+    """A recurrent head at work on one batch."""
+
+    row_state = (*LateReader.row_state, "reader", "root_guess")
+
+    def __init__(self, drafter: RecurrentPasses, rows: int):
+        super().__init__(drafter.memory)
+        self.drafter = drafter
+        self.reader = DraftReader(drafter, rows)
+        self.root_guess: Guess | None = None  # n = 1
+
+    @torch.no_grad()
+    def read(self, committed: Committed) -> None:
+        """Read it, and keep the guesses after the roots."""
+        self.root_guess = self.reader.read(committed)
+
+    @torch.no_grad()
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+        """Read what is new, then draft level by level."""
+        self.catch_up()
+        drafter, blindly = self.drafter, self.drafter.head.drafts_blindly
+        if isinstance(random, RowRandom) or drafter.fixed is not None:
+            tree = self._filled(drafter.shape(budget, random), sampling, random)
+        else:
+            tree = (self._grown_blindly if blindly else self._grown)(budget, random)
+        self.reader.cache.discard()
+        return tree
+
+    def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """A dynamic tree: it grows where the head is most certain, with `draws` of these."""
+        assert self.roots is not None and self.root_guess is not None
+        drafter, reader, lengths = self.drafter, self.reader, self.reader.cache.lengths
+        assert lengths is not None
+        at = (lambda depth: None) if draws is None else draws.at
+        first = drafter.start_growth(self.root_guess, self.roots, at(0))
+        grown = Grown(*first, self.root_guess.outputs, None, lengths)
+        available = drafter.width
+        for depth in range(1, budget.depth):
+            count = num_opened(budget.nodes, depth, drafter.width, available)
+            count = max(count, min(drafter.fewest_opened, available))
+            grown = reader.grow(grown, count, at(depth))
+            available = count * drafter.width
+        nodes = min(budget.nodes, grown.scores.shape[1])
+        tree = drafter.finish(grown.candidates, drafter.slots(nodes))
+        tables = tree.tokens, tree.parents, tree.depths, tree.ancestors
+        most = min(budget.depth, nodes - 1), min(drafter.width, nodes - 1)
+        return TokenTree(*tables, *most, scores=tree.scores)
+
+    def _grown_blindly(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """The same of a head whose guesses at a depth are the same after any tokens."""
+        assert self.roots is not None and self.root_guess is not None
+        width = self.drafter.width
+        guesses = self._guesses_ahead(budget.depth)
+
+        def expand(
+            tokens: torch.Tensor, above: torch.Tensor, visible: torch.Tensor, depth: int
+        ) -> Children:
+            log_probs, ids = guesses[depth].best(width, depth, draws)
+            shape = -1, tokens.shape[1], -1
+            return log_probs.expand(shape), ids.expand(shape)
+
+        return dynamic_tree(self.roots, budget, guesses[0].best(width, 0, draws), expand)
+
+    def _guesses_ahead(self, depth: int) -> list[Guess]:
+        """The guesses, n = 1, at depths 0 to depth - 1, of a head that drafts blindly."""
+        assert self.roots is not None and self.root_guess is not None
+        if depth == 1:
+            return [self.root_guess]
+        later = self.reader.draft_blindly(self.roots, self.root_guess, depth)
+        one = (Guess(*(part[:, d, None] for part in later)) for d in range(depth - 1))
+        return [self.root_guess, *one]
+
+    def _filled(self, shape: TreeShape, sampling: SamplingConfig, random: Choice) -> TokenTree:
+        """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
+        assert self.roots is not None and self.root_guess is not None
+        latest, visible = self.root_guess, self.drafter.visible(shape)
+        ahead = self._guesses_ahead(shape.depth) if self.drafter.head.drafts_blindly else None
+
+        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+            nonlocal latest
+            if ahead is not None:
+                some = ahead[depth]
+                shape = -1, tokens.shape[1], -1
+                return some.logits.expand(shape), some.ids.expand(shape)
+            if depth > 0:
+                above = level.above.expand_as(tokens)
+                latest = self.reader.draft(latest, above, tokens, depth, visible[depth])
+            return latest.logits, latest.ids
+
+        levels, scores = self.drafter.levels(shape), self.drafter.scores(shape)
+        return filled_tree(shape, levels, self.roots, guess, sampling, random, scores)
