@@ -21,6 +21,13 @@ from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.evaluation import TREE_SIZES, Evaluation, evaluate
 from drafthead.train.learning.step import LossModule
 
+# The tables of what was right at each depth: title, first column, field of an `Evaluation`.
+BY_DEPTH = (
+    ("first guesses that are right, where all before them were", "alpha", "alpha"),
+    ("first guesses that are right, at all positions", "top 1", "top1"),
+    ("right tokens among the first eight guesses, at all positions", "top 8", "top8"),
+)
+
 
 def main(
     target: options.TargetName,
@@ -82,10 +89,7 @@ def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable
     ]
     columns = ["tau", "conversations", "tokens", "chain", *sizes]
     print_table("tokens a pass of the target", columns, taus)
-    depth = max(len(evaluation.alpha) for evaluation in found.values())
-    alphas = [[Path(source).name, *map(number, e.alpha)] for source, e in found.items()]
-    print_table(
-        "first guesses that are right, where all before them were",
-        ["alpha", *(f"depth {k}" for k in range(1, depth + 1))],
-        alphas,
-    )
+    depths = [f"depth {k}" for k in range(1, 1 + max(len(e.alpha) for e in found.values()))]
+    for title, corner, name in BY_DEPTH:
+        rows = [[Path(source).name, *map(number, getattr(e, name))] for source, e in found.items()]
+        print_table(title, [corner, *depths], rows)

@@ -264,6 +264,7 @@ def test_ranks_become_accuracies_tau_and_path_counts():
     ranks = torch.tensor([[0, 0], [0, 2], [2, 0], [2, MAX_RANK]])
     result = measure(RankedAnchors(ranks, [(0, 1)] * 4, [5, 6, 7, 8]))
     assert result.top1 == (0.5, 0.5)
+    assert result.top8 == (1.0, 0.75)
     assert result.alpha == (0.5, 0.5)
     # One step from the first root accepts two, and the token after them ends the answer.
     assert result.tau_chain == 3 / 1

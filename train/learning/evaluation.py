@@ -32,6 +32,7 @@ class Evaluation:
 
     anchors: int  # positions from which the head drafted
     top1: tuple[float, ...]  # share of anchors whose depth-k token was the first guess
+    top8: tuple[float, ...]  # the same for the first eight guesses: what a wide tree could accept
     alpha: tuple[float, ...]  # the same, among the anchors whose earlier guesses were all right
     tau_chain: float
     tau_tree: dict[int, float]  # nodes -> tau of the best static tree of that size
@@ -48,7 +49,6 @@ def measure(ranked: RankedAnchors) -> Evaluation:
     """The evaluation of a head from the ranks of the true tokens."""
     ranks = ranked.ranks
     anchors, depth = ranks.shape
-    right = ranks == 0
     lengths = chain_lengths(ranks)
     reached = [int((lengths >= k).sum()) for k in range(depth + 1)]
     counts = count_paths(ranks)
@@ -56,12 +56,18 @@ def measure(ranked: RankedAnchors) -> Evaluation:
     trees = {size: {(), *grow_tree(counts, size).paths} for size in TREE_SIZES}
     return Evaluation(
         anchors=anchors,
-        top1=tuple(int(right[:, k].sum()) / max(1, anchors) for k in range(depth)),
+        top1=share_among(ranks, 1),
+        top8=share_among(ranks, 8),
         alpha=tuple(reached[k + 1] / max(1, reached[k]) for k in range(depth)),
         tau_chain=ranked.tau(chain),
         tau_tree={size: ranked.tau(tree) for size, tree in trees.items()},
         path_counts=counts,
     )
+
+
+def share_among(ranks: torch.Tensor, guesses: int) -> tuple[float, ...]:
+    """The share of anchors whose depth-k token was among the first guesses, from ranks [A, K]."""
+    return tuple((ranks < guesses).double().mean(dim=0).nan_to_num().tolist())
 
 
 @torch.no_grad()
