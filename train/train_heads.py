@@ -25,6 +25,7 @@ from drafthead.train.data.packing import PackedData, load_packed
 from drafthead.train.features.kept import FeatureSource, KeptFeatures, feature_bytes
 from drafthead.train.features.reading import load_target
 from drafthead.train.jobs.full_disk import full_disk_named
+from drafthead.train.jobs.host_memory import HostMemory
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.engines import build_accelerator
 from drafthead.train.learning.loop import Trainer
@@ -58,6 +59,7 @@ def train(config: RunConfig) -> bool:
 
 def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder) -> Trainer:
     """Load target and data, and make the head."""
+    memory = HostMemory(accelerator.device)
     set_seed(config.train.seed)
     data, precision = config.data, config.train.mixed_precision
     if accelerator.is_main_process:
@@ -81,7 +83,7 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
         check_held_out(rows, held_out, data.validation)
     kept = kept_features(config, head, target, rows, sources)
     task = TrainingTask(target, config.target.name, head, sources, rows, held_out, kept)
-    return Trainer(accelerator, task, config.train, config.optimizer, folder)
+    return Trainer(accelerator, task, config.train, config.optimizer, folder, memory)
 
 
 def kept_features(

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from drafthead.heads.errors import UserError
 from drafthead.train.data.packing import RowOrder
 from drafthead.train.jobs.console import StepBar, StopRequest
+from drafthead.train.jobs.host_memory import HostMemory
 from drafthead.train.learning.duration import Duration
 from drafthead.train.learning.evaluation import Evaluation, evaluate
 from drafthead.train.learning.step import StepRecord, StepRunner, TrainingTask
@@ -44,6 +45,7 @@ class Trainer:
         config: TrainConfig,
         optimizer: OptimizerConfig,
         folder: RunFolder,
+        memory: HostMemory,
     ):
         """Prepare everything for this number of processes."""
         self.accelerator, self.task, self.config, self.folder = accelerator, task, config, folder
@@ -53,6 +55,7 @@ class Trainer:
         self.duration = Duration.of(config, len(task.train.rows))
         self.progress = Progress()
         self.step_seconds = 0.0
+        self.memory = memory
 
     def fit(self) -> bool:
         """Train to the end of the duration and write the head.
@@ -71,6 +74,7 @@ class Trainer:
             while not self.duration.is_used(self.progress):
                 before = self.progress
                 record, stopping = self._step(started, stop)
+                self.memory.after_step(record.step)
                 self.writer.log(METRICS_FILE, asdict(record))
                 done = self.duration.done(self.progress)
                 bar.update(done, record.loss, record.tau, record.supervised_tokens_per_s)
