@@ -6,7 +6,7 @@
 set -eu
 run=${1:-runs/smollm2}
 prompts=assets/smollm2_prompts
-shipped=assets/smollm2_parallel
+shipped=assets/smollm2_eagle3
 
 if ! drafthead fetch smollm2; then
     echo "SmolLM2 is not to be had, so this is the demo on the small model of the tests (make demo-offline)." >&2
