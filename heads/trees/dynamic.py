@@ -162,7 +162,8 @@ def seen_after_opening(
     Opened nodes x, y and z under x see ``x``, ``y`` and ``x z``: with the rows ``1 .`` and ``. 1``
     of x and y, and above (0), the row of z is ``1 . 1``.
     """
-    itself = (slots[:, None] == slots).expand(above.shape[0], -1, -1)
+    # Not one table for all rows: a recording writes what it returns into memory of its own.
+    itself = (slots[:, None] == slots).repeat(above.shape[0], 1, 1)
     if visible is None:
         return itself
     before = visible.gather(1, above[..., None].expand(-1, -1, visible.shape[2]))
