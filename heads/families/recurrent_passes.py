@@ -80,6 +80,10 @@ class Guess(NamedTuple):
         log_probs, places = draws.best(depth, self.logits, self.ids, count)
         return log_probs, self.ids.gather(-1, places)
 
+    def at_all(self, count: int) -> "Guess":
+        """That of one node, n = 1, as the guess at `count` nodes."""
+        return Guess(*(part.expand(-1, count, -1) for part in self))
+
 
 class Grown(NamedTuple):
     """A dynamic tree that grows, and the nodes that were opened last."""
@@ -111,7 +115,6 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.start_growth: Callable[..., Candidates] = self._start_growth
         self.grow: Callable[..., Grown] = self._grow
         self.finish: Callable[..., TreeTables] = self._finish
-        self.fewest_opened = 1
 
     @property
     def width(self) -> int:
@@ -224,7 +227,6 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.memory = CacheMemory.where_recorded(self.target.device)
         self.read = self.compiled(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
-        self.fewest_opened = 2  # a level of one node would be a graph of its own
         self.start_growth = self.compiled(self._start_growth, STARTING)
         self.grow = self.compiled(self._grow, GROWING)
         self.finish = self.compiled(self._finish, FINISHING)

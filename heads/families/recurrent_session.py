@@ -138,7 +138,7 @@ class RecurrentSession(LateReader):
         available = drafter.width
         for depth in range(1, budget.depth):
             count = num_opened(budget.nodes, depth, drafter.width, available)
-            count = max(count, min(drafter.fewest_opened, available))
+            count = max(count, min(2, available))  # a level of one node would be a graph of its own
             grown = reader.grow(grown, count, at(depth))
             available = count * drafter.width
         nodes = min(budget.nodes, grown.scores.shape[1])
@@ -156,9 +156,7 @@ class RecurrentSession(LateReader):
         def expand(
             tokens: torch.Tensor, above: torch.Tensor, visible: torch.Tensor, depth: int
         ) -> Children:
-            log_probs, ids = guesses[depth].best(width, depth, draws)
-            shape = -1, tokens.shape[1], -1
-            return log_probs.expand(shape), ids.expand(shape)
+            return guesses[depth].at_all(tokens.shape[1]).best(width, depth, draws)
 
         return dynamic_tree(self.roots, budget, guesses[0].best(width, 0, draws), expand)
 
@@ -178,12 +176,11 @@ class RecurrentSession(LateReader):
         ahead = self._guesses_ahead(shape.depth) if self.drafter.head.drafts_blindly else None
 
         def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+            """After each real path, or whatever the path is."""
             nonlocal latest
             if ahead is not None:
-                some = ahead[depth]
-                shape = -1, tokens.shape[1], -1
-                return some.logits.expand(shape), some.ids.expand(shape)
-            if depth > 0:
+                latest = ahead[depth].at_all(tokens.shape[1])
+            elif depth > 0:
                 above = level.above.expand_as(tokens)
                 latest = self.reader.draft(latest, above, tokens, depth, visible[depth])
             return latest.logits, latest.ids

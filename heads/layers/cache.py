@@ -43,8 +43,9 @@ class DraftCache(ColumnCache):
         the first row and move columns 5 6 of the second to 3 4: 6 and 5 are committed.
         """
         assert self.lengths is not None
-        nodes = torch.arange(self.pending, device=counts.device)
-        path = None if self.no_gaps else nodes.expand(len(counts), -1)
+        path = None
+        if not self.no_gaps:
+            path = torch.arange(self.pending, device=counts.device).expand(len(counts), -1)
         self.advance(self.lengths + counts, host_counts, path)
 
     def room_after(

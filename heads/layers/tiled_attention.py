@@ -101,7 +101,9 @@ class TiledAttention(Substituting):
     """
 
     def __init__(self, device: torch.device):
-        row = Substitution(scaled_dot_product_attention, self._attend, self._can_be_tiled)
+        row = Substitution(
+            scaled_dot_product_attention, self._attend, self._can_be_tiled, is_kernel=False
+        )
         super().__init__([row] if device.type == "cpu" else [])
         # By address. The masks are kept, so that no other one can come to the address of one.
         self.known: dict[tuple[object, ...], tuple[torch.Tensor, list[Tile] | None]] = {}

@@ -10,9 +10,8 @@ import os
 import torch
 
 FEW_KERNELS = "64"
-STEPS_BETWEEN = (
-    8  # what was given back has to be asked for again, which takes up to a tenth of a step
-)
+# What was given back has to be asked for again, which takes up to a tenth of a step.
+STEPS_BETWEEN = 8
 CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # read once, at the first product
 
 

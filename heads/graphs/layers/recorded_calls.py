@@ -197,7 +197,10 @@ def recorded(layers: Sequence[nn.Module], run: Callable[[], Any]) -> list[LayerC
     calls: list[LayerCall] = []
 
     def make(number: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward function that notes its calls."""
+
         def noted(*args: Any, **kwargs: Any) -> Any:
+            """What the layer's `own` forward function returns."""
             if number != len(calls):
                 raise UnlikeError("layers do not run one after the other")
             given = (args, kwargs)
