@@ -49,6 +49,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
         self.known_levels: dict[TreeShape, list[Level]] = {}
         self.known_scores: dict[TreeShape, torch.Tensor] = {}
+        self.known_slots: dict[int, torch.Tensor] = {}
 
     @property
     def read_by_graphs(self) -> tuple[object, ...]:
@@ -65,6 +66,12 @@ class HeadDrafter(Drafter, Generic[Head]):
         made_for = self.target.device, self.target.dtype
         read = *self.read_by_graphs, *reads
         return Compiled(function, *made_for, dims, reads=read, in_bytes=True)
+
+    def slots(self, count: int) -> torch.Tensor:
+        """The numbers [count] from 0 on, made once."""
+        if count not in self.known_slots:
+            self.known_slots[count] = torch.arange(count, device=self.target.device)
+        return self.known_slots[count]
 
     def levels(self, shape: TreeShape) -> list[Level]:
         """The levels of a static tree, made once for each shape."""

@@ -21,10 +21,9 @@ from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_growth, num_candidates
-from drafthead.heads.trees.dynamic import TreeTables
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.static import tree_budgets
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 
 # Frontiers of compiled growths, see `best_first_growth`: for trees of up to 16 and 64 nodes. Each
 # is a graph, and a wider one than a tree needs costs little.
@@ -68,6 +67,11 @@ class Drafted(NamedTuple):
     scores: torch.Tensor
     before: torch.Tensor  # [B, D] fused features before the roots
     lengths: torch.Tensor  # [B] positions that have been read
+
+    @property
+    def tables(self) -> TreeTables:
+        """Those of the tree."""
+        return TreeTables(*self[:5])
 
 
 class Growing(NamedTuple):
@@ -248,12 +252,9 @@ class ParallelSession(LateReader):
         depth, width = drafter.head.depth, min(CANDIDATES, drafter.head.num_guesses)
         growing = drafter.growing(budget)
         nodes = min(budget.nodes, num_candidates(width, *growing))
-        slots = torch.arange(nodes, device=drafter.target.device)
-        how = slots, None if draws is None else draws.padded(depth), growing
-        tree = self._after_prompt(*how) if unread is None else self._after(unread, *how)
-        tables = tree.tokens, tree.parents, tree.depths, tree.ancestors
-        most = min(growing.levels, nodes - 1), min(width, nodes - 1)
-        return TokenTree(*tables, *most, scores=tree.scores)
+        how = drafter.slots(nodes), None if draws is None else draws.padded(depth), growing
+        tables = self._after_prompt(*how) if unread is None else self._after(unread, *how)
+        return tables.tree(growing.levels, width)
 
     def _after_prompt(
         self, slots: torch.Tensor, draws: NextDraws | None, growing: Growing
@@ -269,7 +270,7 @@ class ParallelSession(LateReader):
         slots: torch.Tensor,  # [N]
         draws: NextDraws | None,
         growing: Growing,
-    ) -> Drafted:
+    ) -> TreeTables:
         """The same in one call with what is to be read before."""
         drafter, cache = self.drafter, self.cache
         if drafter.is_compiled:
@@ -293,7 +294,7 @@ class ParallelSession(LateReader):
         )
         cache.advance(drafted.lengths, unread.counts)
         self.before = drafted.before
-        return drafted
+        return drafted.tables
 
     def _filled(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""

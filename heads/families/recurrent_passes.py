@@ -20,11 +20,10 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import (
     Candidates,
     TreeGrowth,
-    TreeTables,
     seen_after_opening,
 )
 from drafthead.heads.trees.levels import Level, best_guesses
-from drafthead.heads.trees.tree import Budget, TreeShape
+from drafthead.heads.trees.tree import Budget, TreeShape, TreeTables
 
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10
@@ -109,7 +108,6 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         """Raises UserError when the tree is deeper than the head drafts."""
         super().__init__(head, target, shape, dynamic_budgets(head.depth))
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
-        self.known_slots: dict[int, torch.Tensor] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
         self.draft: Callable[..., Guess] = self._draft
         self.start_growth: Callable[..., Candidates] = self._start_growth
@@ -230,12 +228,6 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.start_growth = self.compiled(self._start_growth, STARTING)
         self.grow = self.compiled(self._grow, GROWING)
         self.finish = self.compiled(self._finish, FINISHING)
-
-    def slots(self, count: int) -> torch.Tensor:
-        """The numbers [count] from 0 on, made once."""
-        if count not in self.known_slots:
-            self.known_slots[count] = torch.arange(count, device=self.target.device)
-        return self.known_slots[count]
 
     def visible(self, shape: TreeShape) -> list[torch.Tensor]:
         """`visible_nodes` of a static tree, [1, n, m + n] for each level; made once for a shape."""

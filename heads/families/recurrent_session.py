@@ -41,7 +41,7 @@ class DraftReader(RowState):
         )
         cache.keep_pending(tokens.shape[1])
         cache.commit_first(committed.lengths, committed.counts)
-        return Guess(*guess)
+        return guess
 
     def grow(self, grown: Grown, count: int, draws: NextDraws | None) -> Grown:
         """One level more of a dynamic tree: `count` nodes get children, and stay pending."""
@@ -51,7 +51,7 @@ class DraftReader(RowState):
         own = cache.lengths, slots, seen, columns, cache.keys, cache.values
         deeper = self.drafter.grow(*above, *own, draws)
         cache.keep_pending(count)
-        return Grown(*deeper)
+        return deeper
 
     def draft(
         self,
@@ -96,7 +96,7 @@ class DraftReader(RowState):
             above, tokens, positions, mask, columns, cache.keys, cache.values
         )
         cache.keep_pending(tokens.shape[1])
-        return Guess(*guess)
+        return guess
 
 
 class RecurrentSession(LateReader):
@@ -142,10 +142,8 @@ class RecurrentSession(LateReader):
             grown = reader.grow(grown, count, at(depth))
             available = count * drafter.width
         nodes = min(budget.nodes, grown.scores.shape[1])
-        tree = drafter.finish(grown.candidates, drafter.slots(nodes))
-        tables = tree.tokens, tree.parents, tree.depths, tree.ancestors
-        most = min(budget.depth, nodes - 1), min(drafter.width, nodes - 1)
-        return TokenTree(*tables, *most, scores=tree.scores)
+        tables = drafter.finish(grown.candidates, drafter.slots(nodes))
+        return tables.tree(budget.depth, drafter.width)
 
     def _grown_blindly(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
         """The same of a head whose guesses at a depth are the same after any tokens."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.trees.tree import Budget, TokenTree, ancestor_mask
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeTables
 
 Children = tuple[torch.Tensor, torch.Tensor]  # log-probabilities and tokens [B, F, k] of F nodes'
 # Passes over newly opened nodes of a depth: (tokens [B, F], places [B, F] of their parents among
@@ -36,16 +36,6 @@ class Candidates(NamedTuple):
     tokens: torch.Tensor  # [B, C]
     parents: torch.Tensor  # [B, C] candidate numbers
     opened: torch.Tensor  # [B, F] numbers of the nodes whose children are the last candidates
-
-
-class TreeTables(NamedTuple):
-    """The tables of a tree, as `TokenTree` has them."""
-
-    tokens: torch.Tensor  # [B, N]
-    parents: torch.Tensor  # [B, N]
-    depths: torch.Tensor  # [B, N]
-    ancestors: torch.Tensor  # [B, N, N]
-    scores: torch.Tensor  # [B, N]
 
 
 class TreeGrowth:
@@ -130,17 +120,14 @@ class TreeGrowth:
         """The trees of the N most valuable candidates, for `slots` as for `best`; no candidate is
         deeper than `levels`.
         """
-        tokens, parents, scores = self.best(slots)
-        ancestors = ancestor_mask(parents, levels)
-        return TreeTables(tokens, parents, ancestors.sum(-1) - 1, ancestors, scores)
+        return TreeTables.of(*self.best(slots), levels)
 
     def tree(self, num_nodes: int) -> TokenTree:
         """The trees of the most valuable candidates, at most `num_nodes` nodes with the root."""
         available = sum(level.shape[1] for level in self.scores)
         slots = torch.arange(min(num_nodes, available), device=self.opened.device)
-        width = min(self.scores[1].shape[1], len(slots) - 1)
-        tokens, parents, scores = self.best(slots)
-        return TokenTree.from_parents(tokens, parents, len(self.scores) - 1, width, scores)
+        levels, width = len(self.scores) - 1, self.scores[1].shape[1]
+        return self.tables(slots, levels).tree(levels, width)
 
 
 def num_opened(nodes: int, depth: int, width: int, available: int) -> int:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -213,21 +214,35 @@ class TokenTree:
             scores = scores.expand(tokens.shape)
         return cls(tokens, *tables, shape.depth, shape.width, draft_ids, draft_probs, scores)
 
-    @classmethod
-    def from_parents(
-        cls,
-        tokens: torch.Tensor,  # [B, N]
-        parents: torch.Tensor,  # [B, N], -1 for the root, which is node 0
-        max_depth: int,
-        width: int,
-        scores: torch.Tensor | None = None,  # [B, N]
-    ) -> "TokenTree":
-        """Trees that differ from row to row, within `max_depth` and `width`; children not drawn."""
-        ancestors = ancestor_mask(parents, max_depth)
-        depths = ancestors.sum(-1) - 1
-        return cls(tokens, parents, depths, ancestors, max_depth, width, scores=scores)
-
     @property
     def num_nodes(self) -> int:
         """Number N of nodes, the root included."""
         return self.tokens.shape[1]
+
+
+class TreeTables(NamedTuple):
+    """The tables of trees that differ from row to row. Tensors alone, for compiled drafts."""
+
+    tokens: torch.Tensor  # [B, N]
+    parents: torch.Tensor  # [B, N], -1 for the root, which is node 0
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, N]
+    scores: torch.Tensor  # [B, N]
+
+    @classmethod
+    def of(
+        cls,
+        tokens: torch.Tensor,  # [B, N]
+        parents: torch.Tensor,  # [B, N]
+        scores: torch.Tensor,  # [B, N]
+        levels: int,
+    ) -> "TreeTables":
+        """The tables of trees in which no node is deeper than `levels`."""
+        ancestors = ancestor_mask(parents, levels)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, scores)
+
+    def tree(self, levels: int, width: int) -> TokenTree:
+        """The trees, whose nodes have at most `width` children, which were not drawn."""
+        most = self.tokens.shape[1] - 1
+        tables = self.tokens, self.parents, self.depths, self.ancestors
+        return TokenTree(*tables, min(levels, most), min(width, most), scores=self.scores)

@@ -29,7 +29,7 @@ from drafthead.heads.formats import load_head
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 from drafthead.infer import DecodeOptions, Decoder
 from drafthead.infer.engine import stepper as stepper_module
 from drafthead.infer.verifiers import VERIFIERS
@@ -119,7 +119,8 @@ def eagle_tree(case: Case, number: int) -> TokenTree:
     above = mask & (depths[:, None] - 1 == depths)
     parents = torch.where(depths > 0, above.int().argmax(1), -1)
     tokens = io[f"tree{number}_draft_tokens"]
-    return TokenTree.from_parents(tokens, parents[None], int(depths.max()), len(tokens[0]) - 1)
+    tables = TreeTables.of(tokens, parents[None], torch.zeros(tokens.shape), int(depths.max()))
+    return tables.tree(int(depths.max()), width=len(tokens[0]) - 1)
 
 
 @pytest.mark.parametrize("case", cases("eagle_algorithms/*"), ids=name_of)
@@ -172,9 +173,9 @@ def test_sampled_acceptance_is_eagles_with_its_random_numbers(case: Case) -> Non
         order = in_their_order(tree, rows)
         place = {node: index for index, node in enumerate(order)}
         above = [place.get(int(tree.parents[0, node]), -1) for node in order]
-        tree = TokenTree.from_parents(
-            tree.tokens[:, order], torch.tensor([above]), tree.max_depth, tree.num_nodes - 1
-        )
+        parents, scores = torch.tensor([above]), torch.zeros(tree.tokens.shape)
+        tables = TreeTables.of(tree.tokens[:, order], parents, scores, tree.max_depth)
+        tree = tables.tree(tree.max_depth, width=tree.num_nodes - 1)
         tree = certain_draft(tree, logits.shape[-1])
         length = int(io[f"{prefix}.accept_length"]) + 1
         path = [place[n] for n in rows[int(io[f"{prefix}.best_candidate"])][:length]]

@@ -12,7 +12,7 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.trees.static import grow_tree
-from drafthead.heads.trees.tree import TokenTree, TreeShape, ancestor_mask
+from drafthead.heads.trees.tree import TokenTree, TreeShape, TreeTables, ancestor_mask
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
 PARENTS = [-1, 0, 0, 1, 1, 2]
@@ -95,7 +95,8 @@ def test_a_shape_is_shared_by_all_rows_of_a_batch() -> None:
 
 def test_a_row_may_have_a_tree_of_its_own() -> None:
     parents = torch.tensor([PARENTS, [-1, 0, 1, 2, 3, 4]])
-    tree = TokenTree.from_parents(torch.arange(12).view(2, 6), parents, max_depth=5, width=2)
+    tokens = torch.arange(12).view(2, 6)
+    tree = TreeTables.of(tokens, parents, torch.zeros(2, 6), levels=5).tree(levels=5, width=2)
     assert tree.depths.tolist() == [DEPTHS, [0, 1, 2, 3, 4, 5]]
     assert tree.ancestors.equal(ancestor_mask(parents))
     assert (tree.max_depth, tree.width, tree.draft_ids) == (5, 2, None)
