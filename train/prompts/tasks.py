@@ -22,7 +22,8 @@ LEAST_WORDS, MOST_WORDS = 50, 260  # of a text
 GREATEST_REPEATED = 0.15  # share of runs of three words of a text that occurred before in it
 SENTENCES = 3  # of an opening, at most
 QUESTION_LETTERS = 300  # of a question, at most
-NAMES = ("text", "other", "opening", "question")
+FEWEST_PASSAGES = 3  # of a prompt about many texts
+NAMES = ("text", "other", "passages", "opening", "question")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Tasks:
 
     about_one: Templates
     about_two: Templates
+    about_many: Templates
 
     @classmethod
     def read(cls, path: Path) -> "Tasks":
@@ -68,8 +70,8 @@ class Tasks:
             place = ".".join(map(str, first["loc"])) or "the file"
             reason = first["msg"].removeprefix("Value error, ")
             raise UserError(
-                f"{path}: {place}: {reason} (wanted: lists of texts about_one and about_two, "
-                f"found: {first['input']!r:.80})"
+                f"{path}: {place}: {reason} (wanted: lists of texts about_one, about_two "
+                f"and about_many, found: {first['input']!r:.80})"
             ) from error
 
 
@@ -86,10 +88,12 @@ def texts_of(conversations: Iterable[Conversation]) -> list[Text]:
     return texts
 
 
-def prompts_about(texts: list[Text], tasks: Tasks, number: int, seed: int) -> Iterator[str]:
-    """`number` prompts, every third of them about two texts; the same for the same seed.
+def prompts_about(
+    texts: list[Text], tasks: Tasks, number: int, seed: int, most_passages: int
+) -> Iterator[str]:
+    """`number` prompts, in turn about two texts, about many and about one.
 
-    Raises UserError when there are no two texts.
+    The same for the same seed. Raises UserError when there are no two texts.
     """
     if len(texts) < 2:
         raise UserError(
@@ -97,18 +101,30 @@ def prompts_about(texts: list[Text], tasks: Tasks, number: int, seed: int) -> It
             "at least 2 are needed"
         )
     chance = random.Random(f"tasks-{seed}")
+    templates = (tasks.about_two, tasks.about_many, tasks.about_one)
     order = list(texts)
     for place in range(number):
         if place % len(order) == 0:
             chance.shuffle(order)
-        text, other = order[place % len(order)], chance.choice(texts)
-        template = chance.choice(tasks.about_one if place % 3 else tasks.about_two)
-        yield template.format(
+        text = order[place % len(order)]
+        yield chance.choice(templates[place % 3]).format(
             text=shortened(text, chance),
-            other=shortened(other, chance),
+            other=shortened(chance.choice(texts), chance),
+            passages=passages(text, texts, most_passages, chance),
             opening=opening(text, chance.randint(1, SENTENCES)),
             question=text.question,
         )
+
+
+def passages(text: Text, texts: list[Text], most: int, chance: random.Random) -> str:
+    """A text somewhere among others, all with numbers, as a retriever would hand them over."""
+    count = chance.randint(FEWEST_PASSAGES, most)
+    chosen = [chance.choice(texts) for _ in range(count - 1)]
+    chosen.insert(chance.randrange(count), text)
+    return "\n\n".join(
+        f"Passage {number}: {shortened(passage, chance)}"
+        for number, passage in enumerate(chosen, 1)
+    )
 
 
 def shortened(text: Text, chance: random.Random) -> str:

@@ -1,6 +1,8 @@
 """Prompts about texts."""
 
 import json
+import random
+import re
 import sys
 from pathlib import Path
 
@@ -10,9 +12,21 @@ from drafthead.heads.errors import UserError
 from drafthead.scripts import cli
 from drafthead.scripts.data.ask_about import TASKS
 from drafthead.train.data.conversations import Conversation
-from drafthead.train.prompts.tasks import Tasks, Text, opening, prompts_about, texts_of
+from drafthead.train.prompts.tasks import (
+    Tasks,
+    Text,
+    opening,
+    passages,
+    prompts_about,
+    shortened,
+    texts_of,
+)
 
-PLAIN = Tasks(("One: {text}", "Opening: {opening}"), ("Two: {text} | {other} | {question}",))
+PLAIN = Tasks(
+    ("One: {text}", "Opening: {opening}"),
+    ("Two: {text} | {other} | {question}",),
+    ("Many: {passages}",),
+)
 
 
 def words(count: int, first: int = 0) -> str:
@@ -40,52 +54,68 @@ def test_long_answers_without_repetition_are_texts() -> None:
     assert text == Text(words(80).split(" "), "why?")
 
 
-def test_every_third_prompt_is_about_two_texts() -> None:
-    prompts = list(prompts_about(TEXTS, PLAIN, 9, seed=1))
-    assert [prompt.startswith("Two") for prompt in prompts] == [True, False, False] * 3
+def asked(number: int, seed: int, most_passages: int = 4) -> list[str]:
+    return list(prompts_about(TEXTS, PLAIN, number, seed, most_passages))
+
+
+def test_prompts_are_about_two_texts_about_many_and_about_one_in_turn() -> None:
+    kinds = [prompt.split(":")[0] for prompt in asked(9, seed=1)]
+    assert kinds[0::3] == ["Two"] * 3 and kinds[1::3] == ["Many"] * 3
+    assert set(kinds[2::3]) <= {"One", "Opening"}
+
+
+def test_a_text_stands_anywhere_among_numbered_passages() -> None:
+    many = [passages(TEXTS[1], TEXTS, 4, random.Random(seed)) for seed in range(60)]
+    starts = [re.findall(r"Passage (\d): w(\d+)", prompt) for prompt in many]
+    assert {len(found) for found in starts} == {3, 4}
+    for found in starts:
+        assert [number for number, _ in found] == ["1", "2", "3", "4"][: len(found)]
+        assert "100" in [word for _, word in found]
+    assert {found[0][1] for found in starts} == {"0", "100", "200"}
 
 
 def test_each_text_is_asked_about_before_one_is_asked_about_again() -> None:
-    prompts = list(prompts_about(TEXTS, PLAIN, 6, seed=2))
-    firsts = [prompt.split()[1] for prompt in prompts]
+    one = Tasks(("{text}",), ("{text}",), ("{text}",))
+    firsts = [prompt.split()[0] for prompt in prompts_about(TEXTS, one, 6, seed=2, most_passages=3)]
     assert set(firsts[:3]) == set(firsts[3:]) == {"w0", "w100", "w200"}
 
 
 def test_a_seed_gives_the_same_prompts() -> None:
-    first, again, other = (list(prompts_about(TEXTS, PLAIN, 5, seed)) for seed in (3, 3, 4))
+    first, again, other = (asked(5, seed) for seed in (3, 3, 4))
     assert first == again != other
 
 
 def test_texts_end_with_a_sentence() -> None:
-    assert all(
-        prompt.split(" | ")[0].endswith(".") for prompt in prompts_about(TEXTS, PLAIN, 30, seed=5)
-    )
+    assert all(shortened(TEXTS[0], random.Random(seed)).endswith(".") for seed in range(30))
     assert opening(TEXTS[0], 2) == "w0 w1 w2 w3 w4. w5 w6 w7 w8 w9."
 
 
 def test_one_text_is_too_few() -> None:
     with pytest.raises(UserError, match="at least 2 are needed"):
-        list(prompts_about(TEXTS[:1], PLAIN, 5, seed=0))
+        list(prompts_about(TEXTS[:1], PLAIN, 5, seed=0, most_passages=3))
 
 
 def test_the_tasks_that_are_shipped_can_be_read() -> None:
     tasks = Tasks.read(TASKS)
-    assert len(list(prompts_about(TEXTS, tasks, 200, seed=0))) == 200
+    assert len(list(prompts_about(TEXTS, tasks, 200, 0, 6))) == 200
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("about_one: ['{text']\nabout_two: [a]", r"about_one\.0: a task may name \{text\}"),
-        ("about_one: ['{texts}']\nabout_two: [a]", "KeyError"),
-        ("about_one: ['{text:d}']\nabout_two: [a]", "nothing else"),
-        ("about_one: ['{}']\nabout_two: [a]", "nothing else"),
-        ("about_one: [3]\nabout_two: [a]", "valid string .*found: 3"),
-        ("about_one: [a]\nabout_two: []", "about_two: .*at least 1 item"),
-        ("about_one: null\nabout_two: [a]", "about_one: .*valid tuple"),
-        ("about_one: ['{text}']", "about_two: Field required"),
-        ("about_one: [a]\nabout_two: [a]\nabout_three: [a]", "about_three"),
-        ("nothing", "lists of texts about_one and about_two"),
+        (
+            "about_one: ['{text']\nabout_two: [a]\nabout_many: [a]",
+            r"about_one\.0: a task may name \{text\}",
+        ),
+        ("about_one: ['{texts}']\nabout_two: [a]\nabout_many: [a]", "KeyError"),
+        ("about_one: ['{text:d}']\nabout_two: [a]\nabout_many: [a]", "nothing else"),
+        ("about_one: ['{}']\nabout_two: [a]\nabout_many: [a]", "nothing else"),
+        ("about_one: [3]\nabout_two: [a]\nabout_many: [a]", "valid string .*found: 3"),
+        ("about_one: [a]\nabout_two: []\nabout_many: [a]", "about_two: .*at least 1 item"),
+        ("about_one: null\nabout_two: [a]\nabout_many: [a]", "about_one: .*valid tuple"),
+        ("about_one: ['{text}']\nabout_two: [a]", "about_many: Field required"),
+        ("about_one: [a]\nabout_two: [a]\nabout_many: [a]\nabout_three: [a]", "about_three"),
+        ("nothing", "lists of texts about_one, about_two and about_many"),
         ("a: [", "cannot be read as YAML"),
     ],
 )
