@@ -31,6 +31,7 @@ VERBS = {
     "data.build_datastore": "Index what a target has written, to draft from it without training.",
     "models.import_head": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
     "models.export_head": "Write a head for other software, checked against its arithmetic.",
+    "models.push": "Put a head on the Hugging Face hub, with a card.",
     "models.info": "Show what a head's checkpoint holds, ours or another's.",
     "measuring.verify_exactness": "Test whether answers are those of the target alone.",
 }
@@ -85,6 +86,8 @@ def fail(message: str, status: int) -> int:
 def main() -> None:
     """Run the verb; bad input ends with one sentence and exit status 2, Ctrl-C with 130."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for client in ("httpx", "httpx2"):  # of huggingface_hub: a line for each of its requests
+        logging.getLogger(client).setLevel(logging.WARNING)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
     except ValueError as error:

@@ -16,7 +16,10 @@ def at_least_one(option: typer.CallbackParam, value: int) -> int:
 
 
 TargetName = Annotated[str, typer.Option(help="Target model: folder, GGUF file or hub id.")]
-HeadFolder = Annotated[Path | None, typer.Option(help="Folder of a trained head.")]
+HEAD_HELP = "Trained head: a folder or a file of any known format, or OWNER/NAME on the hub."
+HeadName = Annotated[Path | None, typer.Option(help=HEAD_HELP)]
+NeededHeadName = Annotated[Path, typer.Option(help=HEAD_HELP)]
+HeadNames = Annotated[list[Path] | None, typer.Option(help=f"{HEAD_HELP} Repeatable.")]
 DraftModelName = Annotated[
     str | None, typer.Option(help="Separate draft model, with any tokenizer.")
 ]
@@ -69,4 +72,4 @@ DtypeName = Annotated[
 ]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 NewFolder = Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")]
-HeadPath = Annotated[Path, typer.Argument(help="Folder or file of a head in any known format.")]
+HeadPath = Annotated[Path, typer.Argument(help=HEAD_HELP)]

@@ -25,6 +25,7 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.hub import behind_hub_link, local_copy
 from drafthead.heads.formats.keys import Keys
 from drafthead.heads.formats.printing import shown
 
@@ -83,11 +84,11 @@ class Stored:
 def file_size(path: Path) -> int:
     """Size in bytes of a plain file.
 
-    Raises UserError for a link, a folder, a device, and a file that is mostly holes: it would take
-    much more memory than disk.
+    Raises UserError for a link (but see `hub`), a folder, a device, and a file that is mostly
+    holes: it would take much more memory than disk.
     """
     try:
-        status = path.lstat()
+        status = behind_hub_link(path).lstat()
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         message = f"{path} does not exist: is {path.parent} a trained head?"
         raise UserError(message) from error
@@ -387,8 +388,10 @@ class Checkpoint:
 def checkpoints_at(path: Path) -> Iterator[Checkpoint]:
     """Every set of weights in a folder, or the one file, each with the folder's configuration.
 
-    Raises UserError when there are no weights at all.
+    OWNER/NAME that is not here is looked for on the hub. Raises UserError when there are no weights
+    at all.
     """
+    path = local_copy(path)
     if not path.exists():
         raise UserError(f"{path} does not exist: is it a trained head?")
     folder = path if path.is_dir() else path.parent

@@ -22,7 +22,7 @@ DRAFTED = "green"
 
 def main(
     target: options.TargetName,
-    head: options.HeadFolder = None,
+    head: options.HeadName = None,
     draft_model: options.DraftModelName = None,
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,

@@ -16,7 +16,7 @@ from drafthead.scripts.decoding import generate_options as own
 def main(
     target: options.TargetName,
     prompt: own.Prompt = None,
-    head: options.HeadFolder = None,
+    head: options.HeadName = None,
     draft_model: options.DraftModelName = None,
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,

@@ -20,7 +20,7 @@ def main(
     prompt: Annotated[
         str | None, typer.Option(help="The user's message; by default standard input.")
     ] = None,
-    head: options.HeadFolder = None,
+    head: options.HeadName = None,
     draft_model: options.DraftModelName = None,
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,

@@ -29,7 +29,7 @@ def main(
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for comparison.json, .md and .png.")],
-    head: Annotated[list[Path] | None, typer.Option(help="Trained head; repeatable.")] = None,
+    head: options.HeadNames = None,
     draft_model: options.DraftModelName = None,
     draft_layers: options.DraftLayers = None,
     datastore: options.DatastoreFolder = None,

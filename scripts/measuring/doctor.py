@@ -27,7 +27,7 @@ PLANNER = "plain decoding is faster"
 
 def main(
     target: options.TargetName,
-    head: Annotated[Path, typer.Option(help="Folder of a trained head.")],
+    head: options.NeededHeadName,
     data: Annotated[str, typer.Option(help="Answers of the target, not those of the training.")],
     limit: Annotated[
         int,

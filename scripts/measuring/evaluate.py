@@ -31,7 +31,7 @@ BY_DEPTH = (
 
 def main(
     target: options.TargetName,
-    head: Annotated[Path, typer.Option(help="Folder of a trained head.")],
+    head: options.NeededHeadName,
     data: Annotated[
         list[str],
         typer.Option(help="Answers of the target: as for training. Several may be given."),

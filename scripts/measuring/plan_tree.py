@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def main(
     target: options.TargetName,
-    head: Annotated[Path, typer.Option(help="Folder of a trained head.")],
+    head: options.NeededHeadName,
     batch: options.BatchSize = 1,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy; above 0 the size is chosen as for a single row.")

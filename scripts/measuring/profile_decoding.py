@@ -42,7 +42,7 @@ SIZE_OF_INTEREST = 16  # nodes of the tree whose step is split when no size is g
 
 def main(
     target: options.TargetName,
-    head: options.HeadFolder = None,
+    head: options.HeadName = None,
     draft_model: options.DraftModelName = None,
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,

@@ -25,7 +25,7 @@ def main(
     target: options.TargetName,
     prompts: Annotated[str, typer.Option(help="JSONL, Parquet or data set; at least 2 prompts.")],
     output: Annotated[Path, typer.Option(help="Folder for theory.json, .md and .png.")],
-    head: Annotated[list[Path] | None, typer.Option(help="Trained head; repeatable.")] = None,
+    head: options.HeadNames = None,
     draft_model: Annotated[
         list[str] | None,
         typer.Option(help="Separate draft model, with any tokenizer; repeatable."),

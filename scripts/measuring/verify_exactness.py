@@ -44,7 +44,7 @@ TABLES, BATCHES = 4, 8  # random tables, and batches of ROWS samples for each
 
 def main(
     target: options.TargetName,
-    head: options.HeadFolder = None,
+    head: options.HeadName = None,
     draft_model: options.DraftModelName = None,
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,

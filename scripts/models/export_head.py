@@ -1,6 +1,5 @@
 """`drafthead export`: writes a head in the files that other software reads."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,9 +12,7 @@ from drafthead.scripts import options
 
 
 def main(
-    head: Annotated[
-        Path, typer.Argument(help="Folder of a trained head, or any known checkpoint.")
-    ],
+    head: options.HeadPath,
     format: Annotated[str, typer.Option(help="Name of the format; see docs/formats.md.")],
     output: options.NewFolder,
     target: Annotated[

@@ -1,0 +1,112 @@
+"""Heads on the hub: uploaded with a card, and taken by name like a folder."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_hub import Hub, serving
+from tiny import tiny_llama
+from written import random_head
+
+from drafthead.heads.checkpoint import save_head
+from drafthead.heads.target.target import Target
+
+NAME = "me/small-medusa"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    empty = Hub()
+    with serving(empty):
+        yield empty
+
+
+@pytest.fixture
+def drafthead(hub: Hub, tmp_path: Path) -> Run:
+    """The command, with this hub and a cache of its own."""
+    settings = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": "hf_planted",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "drafthead.scripts.cli", *arguments]
+        return subprocess.run(
+            command, env=settings | more, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+
+    return run
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """A trained head's folder, with a state that is nobody's business."""
+    target, folder = Target(tiny_llama()), tmp_path / "run"
+    evaluation = {"anchors": 1234, "tau_chain": 2.354, "tau_tree": {"8": 2.5}}
+    medusa = random_head("medusa", target, {"num_heads": 2})
+    save_head(medusa, folder, target, "maker/Model-1B", {"evaluation": evaluation})
+    (folder / "state").mkdir()
+    (folder / "state" / "optimizer.safetensors").write_bytes(b"large")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    return folder
+
+
+def test_a_head_that_was_pushed_is_taken_by_its_name(hub: Hub, drafthead: Run, head: Path) -> None:
+    pushed = drafthead("push", str(head), NAME, "--private")
+    assert pushed.returncode == 0, pushed.stderr
+    stored = hub.repositories[NAME]
+    assert sorted(stored) == ["README.md", "config.json", "model.safetensors"]
+    assert hub.private == {NAME}
+    card = stored["README.md"].decode()
+    assert "base_model: maker/Model-1B" in card
+    assert f"drafthead chat --target maker/Model-1B --head {NAME}" in card
+    assert "| chain | 8 nodes |\n| --- | --- |\n| 2.35 | 2.50 |" in card
+    here, there = drafthead("info", str(head)), drafthead("info", NAME)
+    assert there.returncode == 0, there.stderr
+    assert there.stdout.splitlines()[1:] == here.stdout.splitlines()[1:]
+    # As on a machine whose network is gone: what was brought is there.
+    assert drafthead("info", NAME, HF_HUB_OFFLINE="1").returncode == 0
+
+
+def test_a_card_that_is_there_is_kept(hub: Hub, drafthead: Run, head: Path) -> None:
+    (head / "README.md").write_text("mine")
+    assert drafthead("push", str(head), NAME).returncode == 0
+    assert hub.repositories[NAME]["README.md"] == b"mine"
+    assert hub.private == set()
+
+
+def test_a_head_in_a_pickle_is_brought(hub: Hub, drafthead: Run, tmp_path: Path) -> None:
+    pickled = tmp_path / "lm_head.pt"
+    torch.save({"0.0.linear.weight": torch.zeros(4, 4)}, pickled)
+    hub.repositories[NAME] = {"lm_head.pt": pickled.read_bytes(), "config.json": b"{}"}
+    shown = drafthead("info", NAME)
+    assert "medusa" in shown.stdout, shown.stderr
+
+
+def test_what_the_hub_lacks_or_keeps_is_one_sentence(hub: Hub, drafthead: Run) -> None:
+    missing = drafthead("info", "me/nothing")
+    assert missing.returncode == 2
+    assert "me/nothing does not exist, neither here nor on the hub" in missing.stderr
+    hub.repositories["me/kept"], hub.gated = {}, True
+    gated = drafthead("info", "me/kept")
+    assert "agree to its terms" in gated.stderr
+    for answer in (missing, gated):
+        assert len(answer.stderr.strip().splitlines()) == 1
+
+
+def test_without_a_network_one_sentence_says_so(drafthead: Run, head: Path) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    for arguments in (("info", "me/nothing"), ("push", str(head), NAME)):
+        failed = drafthead(*arguments, **nowhere)
+        assert failed.returncode == 2, failed.stderr
+        assert len(failed.stderr.strip().splitlines()) == 1
+        print(failed.stderr)
