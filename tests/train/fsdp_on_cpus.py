@@ -9,6 +9,12 @@ from accelerate import DistributedType, PartialState
 
 from drafthead.train.train_heads import main
 
-if __name__ == "__main__":
+
+def call_processes_gpus() -> None:
+    """Say what accelerate wants to hear, before a run begins."""
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+
+
+if __name__ == "__main__":
+    call_processes_gpus()
     typer.run(main)
