@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
+from drafthead.heads.layers.decoder_layer import DecoderLayer
 from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
 from drafthead.train.data.checks import check_held_out, check_writers
@@ -131,9 +133,12 @@ def new_head(family: str, config: Any, target: Target, token_counts: torch.Tenso
 def begin_with(head: DraftHead, source: str, target: Target) -> None:
     """Give a fresh head the weights, and the draft vocabulary, of the head in a folder.
 
-    Raises UserError when that is of another family or shape.
+    Layers beyond those of that head come last and change nothing at first. Raises UserError when it
+    is of another family or, but for that, of another shape.
     """
-    wanted, found = head.state_dict(), kind_of(head).weights(head, Path(source), target)
+    found = kind_of(head).weights(head, Path(source), target)
+    found |= silent_layers(head, found)
+    wanted = head.state_dict()
     for name in sorted({*wanted, *found}):
         shapes = [tuple(part[name].shape) if name in part else None for part in (found, wanted)]
         if shapes[0] != shapes[1]:
@@ -142,6 +147,16 @@ def begin_with(head: DraftHead, source: str, target: Target) -> None:
                 f"{shapes[1]} by the section head"
             )
     head.load_state_dict(found)
+
+
+def silent_layers(head: DraftHead, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights [...] for layers of a head of which nothing is found: they add zeros."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, layer in head.named_modules():
+        if isinstance(layer, DecoderLayer) and not any(k.startswith(f"{name}.") for k in found):
+            layer.silence()
+            weights |= layer.state_dict(prefix=f"{name}.")
+    return weights
 
 
 def check_taps(cls: type[DraftHead], config: Any, target: Target) -> None:

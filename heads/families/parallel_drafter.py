@@ -178,7 +178,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
     ) -> TreeTables:
         """The most probable tree; with `draws`, of the target's own draws."""
         scorer = Candidates.of(Block(self.head, hidden, logits), roots, draws)
-        return best_first_growth(roots, scorer, *growing).tables(slots, growing.levels)
+        return best_first_growth(roots, scorer, *growing).candidates().tables(slots, growing.levels)
 
     def guesses(
         self,

@@ -217,8 +217,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
 
     def _finish(self, candidates: Candidates, slots: torch.Tensor) -> TreeTables:
         """The trees of N nodes, for `slots` [N], the numbers from 0."""
-        growth = TreeGrowth.resumed(candidates, self.width)
-        return growth.tables(slots, self.head.depth)
+        return candidates.tables(slots, self.head.depth)
 
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""

@@ -224,3 +224,9 @@ class DecoderLayer(nn.Module):
         normed = self.input_layernorm(hidden)
         hidden = hidden + self.self_attn(normed, rotation, mask, store)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def silence(self) -> None:
+        """Make it give what it reads, until it is trained: its attention and MLP add zeros."""
+        for last in (self.self_attn.o_proj, self.mlp.down_proj):
+            for parameter in last.parameters():
+                nn.init.zeros_(parameter)

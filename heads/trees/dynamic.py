@@ -24,7 +24,7 @@ def as_values(log_probs: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [...] as what a path's score changes by: never above 0, and no NaN.
 
     Rounding must not make a child more valuable than its parent, and neither must a damaged draft,
-    whose NaN would be sorted before everything else. See `TreeGrowth.best`.
+    whose NaN would be sorted before everything else. See `Candidates.best`.
     """
     return log_probs.clamp_max(0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
@@ -36,6 +36,31 @@ class Candidates(NamedTuple):
     tokens: torch.Tensor  # [B, C]
     parents: torch.Tensor  # [B, C] candidate numbers
     opened: torch.Tensor  # [B, F] numbers of the nodes whose children are the last candidates
+
+    def best(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, parents and scores [B, N] of the most valuable candidates, for `slots` [N], the
+        numbers from 0 on.
+
+        Of equals the one with the lower number comes first. A child is never more valuable than its
+        parent and has a higher number, so no node is chosen without its parent. With candidates 1
+        and 2 under the root of values .6 and .4, and 3 and 4 under candidate 1 of values .6 and 0,
+        three nodes are the root, 1 and 3, with parents (-1, 0, 1).
+        """
+        tokens, parents = self.tokens, self.parents
+        order = self.scores.sort(dim=1, descending=True, stable=True).indices
+        # Not cut: a compiled graph for any N knows nothing of how many candidates there are.
+        chosen = order.index_select(1, slots).sort(dim=1).values  # [B, N] candidate numbers
+        node = torch.zeros_like(parents)  # that each candidate became
+        node.scatter_(1, chosen, slots.expand_as(chosen))
+        above = node.gather(1, parents.gather(1, chosen).clamp_min(0))
+        above = above.masked_fill(slots == 0, -1)
+        return tokens.gather(1, chosen), above, self.scores.gather(1, chosen)
+
+    def tables(self, slots: torch.Tensor, levels: int) -> TreeTables:
+        """The trees of the N most valuable candidates, for `slots` as for `best`; no candidate is
+        deeper than `levels`.
+        """
+        return TreeTables.of(*self.best(slots), levels)
 
 
 class TreeGrowth:
@@ -49,20 +74,22 @@ class TreeGrowth:
         """`roots` [B] are the tokens of the roots."""
         self.opened = torch.zeros_like(roots[:, None])  # [B, F] numbers of the open candidates
         self.opened_scores = self.opened.float()  # [B, F] logs of their values
-        # One tensor [B, candidates] a level, from the root on.
+        # One tensor [B, candidates] a level or several, from the root on.
         self.scores = [self.opened_scores]
         self.tokens = [roots[:, None]]
         self.parents = [self.opened - 1]  # candidate numbers
+        self.deepest = self.scores[0], self.tokens[0]  # of the children of the open candidates
 
     @classmethod
     def resumed(cls, candidates: Candidates, width: int) -> "TreeGrowth":
         """Go on with what `candidates` returned, where each open node had `width` children."""
         growth, opened = cls.__new__(cls), candidates.opened
-        earlier = candidates.scores.shape[1] - opened.shape[1] * width
         growth.opened, growth.opened_scores = opened, candidates.scores.gather(1, opened)
-        growth.scores, growth.tokens, growth.parents = (
-            [table[:, :earlier], table[:, earlier:]] for table in candidates[:3]
-        )
+        # Not cut into levels: of the children of one node, 1 candidate would be left, and a graph
+        # that has seen 1 is for no other number.
+        growth.scores, growth.tokens, growth.parents = ([table] for table in candidates[:3])
+        earlier = candidates.scores.shape[1] - opened.shape[1] * width
+        growth.deepest = candidates.scores[:, earlier:], candidates.tokens[:, earlier:]
         return growth
 
     def candidates(self) -> Candidates:
@@ -82,6 +109,7 @@ class TreeGrowth:
         self.scores.append(scores.flatten(1))
         self.tokens.append(tokens.flatten(1))
         self.parents.append(self.opened[..., None].expand_as(tokens).flatten(1))
+        self.deepest = self.scores[-1], self.tokens[-1]
 
     def open_best(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Open the F most valuable nodes of the deepest level, for `slots` [F], the numbers from 0.
@@ -89,45 +117,20 @@ class TreeGrowth:
         Returns their tokens [B, F] and the places [B, F] of their parents among the nodes that
         were open until now.
         """
-        width = self.scores[-1].shape[1] // self.opened.shape[1]
-        order = self.scores[-1].sort(dim=1, descending=True, stable=True).indices
-        order = order.index_select(1, slots)
-        before = sum(level.shape[1] for level in self.scores[:-1])
+        scores, tokens = self.deepest
+        width = scores.shape[1] // self.opened.shape[1]
+        order = scores.sort(dim=1, descending=True, stable=True).indices.index_select(1, slots)
+        before = sum(part.shape[1] for part in self.scores) - scores.shape[1]
         self.opened = order + before
-        self.opened_scores = self.scores[-1].gather(1, order)
-        return self.tokens[-1].gather(1, order), order // width
-
-    def best(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, parents and scores [B, N] of the most valuable candidates, for `slots` [N], the
-        numbers from 0 on.
-
-        Of equals the one with the lower number comes first. A child is never more valuable than its
-        parent and has a higher number, so no node is chosen without its parent. With candidates 1
-        and 2 under the root of values .6 and .4, and 3 and 4 under candidate 1 of values .6 and 0,
-        three nodes are the root, 1 and 3, with parents (-1, 0, 1).
-        """
-        scores, tokens, parents, _ = self.candidates()
-        order = scores.sort(dim=1, descending=True, stable=True).indices
-        # Not cut: a compiled graph for any N knows nothing of how many candidates there are.
-        chosen = order.index_select(1, slots).sort(dim=1).values  # [B, N] candidate numbers
-        node = torch.zeros_like(parents)  # that each candidate became
-        node.scatter_(1, chosen, slots.expand_as(chosen))
-        above = node.gather(1, parents.gather(1, chosen).clamp_min(0))
-        above = above.masked_fill(slots == 0, -1)
-        return tokens.gather(1, chosen), above, scores.gather(1, chosen)
-
-    def tables(self, slots: torch.Tensor, levels: int) -> TreeTables:
-        """The trees of the N most valuable candidates, for `slots` as for `best`; no candidate is
-        deeper than `levels`.
-        """
-        return TreeTables.of(*self.best(slots), levels)
+        self.opened_scores = scores.gather(1, order)
+        return tokens.gather(1, order), order // width
 
     def tree(self, num_nodes: int) -> TokenTree:
         """The trees of the most valuable candidates, at most `num_nodes` nodes with the root."""
         available = sum(level.shape[1] for level in self.scores)
         slots = torch.arange(min(num_nodes, available), device=self.opened.device)
         levels, width = len(self.scores) - 1, self.scores[1].shape[1]
-        return self.tables(slots, levels).tree(levels, width)
+        return self.candidates().tables(slots, levels).tree(levels, width)
 
 
 def num_opened(nodes: int, depth: int, width: int, available: int) -> int:

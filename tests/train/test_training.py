@@ -617,6 +617,22 @@ def test_a_run_can_begin_with_the_weights_of_another(family: str, configure, tar
         torch.testing.assert_close(continued[name], tensor, msg=name)
 
 
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "parallel"])
+def test_layers_that_the_other_head_lacks_change_nothing_at_first(family: str, configure):
+    first = run(configure("first", family), "head.num_layers=1")
+    same, deeper = (
+        losses(
+            run(
+                configure(f"of-{layers}", family, max_steps=2, init_from=str(first)),
+                f"head.num_layers={layers}",
+            )
+        )
+        for layers in (1, 2)
+    )
+    assert deeper[0] == pytest.approx(same[0], rel=1e-5)
+    assert deeper[1] != pytest.approx(same[1], rel=1e-5), "the new layer learns"
+
+
 def test_weights_of_another_shape_or_family_are_refused(configure):
     first = run(configure("first", "medusa", max_steps=1))
     other = configure("second", "medusa", max_steps=1, init_from=str(first))

@@ -137,6 +137,22 @@ def test_a_compiled_recurrent_head_knows_its_draft_vocabulary(target, make_head)
     assert results[0].stats.accept_lengths == results[1].stats.accept_lengths
 
 
+def test_a_compiled_recurrent_head_may_draft_the_smallest_trees_of_a_batch_first(
+    target, make_head
+) -> None:
+    """The children of the root alone, then trees with more levels: the same graph finishes both."""
+    head = make_head("eagle3", target)
+    eager, compiled = (drafter_for(head, target) for _ in range(2))
+    compiled.compile()
+    for budget in (Budget(2, 1), Budget(8, 3)):
+        results = [
+            Decoder(target, drafter, budget).generate(prompts(3), max_new_tokens=6)
+            for drafter in (eager, compiled)
+        ]
+        assert results[0].sequences == results[1].sequences
+        assert results[0].stats.accept_lengths == results[1].stats.accept_lengths
+
+
 DRAWN = {"temperature": 1.3}
 FILTERED = {"temperature": 0.9, "top_k": 20, "top_p": 0.8}
 
