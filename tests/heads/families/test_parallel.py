@@ -299,7 +299,7 @@ def test_candidates_that_find_no_room_change_nothing(target, make_head, kind, no
         scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
     needed = exact(Budget(nodes, min(4, nodes - 1)))
     trees = [
-        best_first_growth(ROOTS, scorer, *growing).best(torch.arange(nodes))
+        best_first_growth(ROOTS, scorer, *growing).candidates().best(torch.arange(nodes))
         for growing in (needed, Growing(4, needed.frontier + 9))
     ]
     (*tables, scores), (*others, other_scores) = trees
