@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import DatasetDict, load_from_disk
 from pyarrow import parquet
 
 from drafthead.heads.errors import UserError
 from drafthead.train.data.answer_tokens import WEIGHTS_COLUMN, StoredTokens, stored_tokens
+from drafthead.train.data.hub_data import HubData
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +127,13 @@ def iter_conversations(
 
 
 def source_digest(source: str) -> str:
-    """A hash of what a source holds: of the content of files, or `datasets`' own of its data sets.
+    """What a source holds: a hash of the content of files, or the revision of a hub data set.
 
     Raises UserError as `iter_conversations` does.
     """
     path = Path(source).expanduser()
     if not path.exists():
-        return str(_hub_data(source)._fingerprint) if _may_be_hub(source) else source
+        return HubData.named(source).digest if _may_be_hub(source) else source
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
@@ -206,22 +207,8 @@ def _saved_rows(folder: Path) -> Iterator[_Row]:
 
 
 def _hub_rows(source: str) -> Iterator[_Row]:
-    for number, values in enumerate(_hub_data(source), start=1):
+    for number, values in enumerate(HubData.named(source).rows(), start=1):
         yield _Row(source, number, "row", values)
-
-
-def _hub_data(source: str) -> Dataset:
-    """The data set of a name; UserError when it cannot be loaded."""
-    name, *selection = source.split(":")
-    split = selection.pop() if selection else "train"
-    try:
-        return load_dataset(name, *selection, split=split)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{source} is neither a file nor a data set that can be loaded ({reason}); "
-            "data sets are written NAME, NAME:SPLIT or NAME:CONFIG:SPLIT"
-        ) from error
 
 
 def _file_rows(path: Path) -> Iterator[_Row]:

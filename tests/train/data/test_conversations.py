@@ -17,7 +17,6 @@ from drafthead.heads.target.base_model import tell_of_base_model
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer.request.prompts import encode
 from drafthead.scripts.data import inspect_data
-from drafthead.train.data import conversations as module
 from drafthead.train.data.conversations import (
     Conversation,
     Message,
@@ -403,34 +402,6 @@ def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
 def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
     Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "saved")
     assert read_conversations(tmp_path / "saved")[0].messages == [USER_A]
-
-
-def test_hub_names_carry_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
-
-    def load(*names: str, split: str) -> list[dict[str, str]]:
-        asked.append((*names, split))
-        return [{"question": "a", "answer": "b"}]
-
-    monkeypatch.setattr(module, "load_dataset", load)
-    for source in ("org/name", "org/name:test", "org/name:main:test"):
-        assert read_conversations(source)[0].messages == [USER_A, ASSISTANT_B]
-    assert asked == [
-        ("org/name", "train"),
-        ("org/name", "test"),
-        ("org/name", "main", "test"),
-    ]
-
-
-def test_a_name_that_cannot_be_loaded_says_how_to_write_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(*names: str, split: str) -> None:
-        raise ConnectionError("offline\nsecond line")
-
-    monkeypatch.setattr(module, "load_dataset", load)
-    with pytest.raises(UserError, match=r"org/name is neither a file .*\(offline\).*NAME:SPLIT"):
-        read_conversations("org/name")
 
 
 FAULTS = {
