@@ -65,6 +65,7 @@ from drafthead.infer.timing.step_timing import (
     TIMING_SETTINGS,
     Round,
     make_steps,
+    sizes_to_make,
     time_steps,
 )
 from drafthead.infer.timing.stored_costs import StepKind
@@ -266,12 +267,14 @@ class Decoder:
     ) -> None:
         """Do before serving what the first answers would do: learn what steps cost, make graphs.
 
-        For batches of each size, answered with the same options. Steps of every size of tree are
-        timed, for 2 to 10 seconds and longer where steps are slow, and the times are kept on disk.
+        For batches of each size, answered with the same options. Steps of each size of tree that
+        may pay are timed, for 2 to 10 seconds, longer where steps are slow, and the times are kept.
         What was timed earlier is timed again only if `fresh`. Raises what `generate` raises.
         """
         settings = read_options(options)
         refuse_in_pieces(settings)
+        if isinstance(self.target, CompiledTarget):  # the last row of a batch has graphs of its own
+            batch_sizes = list(dict.fromkeys([*batch_sizes, 1]))
         for rows in batch_sizes:
             if len(batch_sizes) > 1:
                 logger.info("warming up for %d prompts at a time", rows)
@@ -296,8 +299,8 @@ class Decoder:
             if fresh or not plans.costs(kind).was_timed:
                 plans.set_timed(kind, time_steps(*steps))
             else:
-                # Each size of tree may have a graph of its own.
-                make_steps(*steps, Round(plans.drafter.budgets, ONE_STEP_EACH))
+                sizes = sizes_to_make(plans.drafter, plans.costs(kind))
+                make_steps(*steps, Round(sizes, ONE_STEP_EACH))
 
     def serve(
         self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]

@@ -36,11 +36,12 @@ class StepCosts:
         self.guess = guessed_covariance(self.sizes, settings)  # [S, S]
         self.covariance = self.guess  # [S, S]
         # Of the logarithms of seconds.
-        self.mean: Table = np.log([guessed_ratio(s, settings) for s in self.sizes])  # [S]
+        self.guessed: Table = np.log([guessed_ratio(s, settings) for s in self.sizes])  # [S]
+        self.mean = self.guessed
         self.drift = settings.first_drift**2  # variance of the machine's speed from run to run
         self.speed_known = False  # else `mean` is known up to a common term only
         self.is_guess = True  # nothing is known about any size
-        self.was_timed = False  # every size was timed on purpose, and not only met while decoding
+        self.was_timed = False  # sizes were timed on purpose, and not only met while decoding
         self.lock = RLock()
 
     @property
@@ -92,11 +93,20 @@ class StepCosts:
         return np.abs(shared) / np.sqrt(variances)
 
     def set_timed(self, seconds: Mapping[Size, float]) -> None:
-        """Believe what every size was timed at."""
-        self.mean = np.log([seconds[size] for size in self.sizes])
-        known = self.settings.size_deviation**2 * np.eye(len(self.sizes))
+        """Believe what sizes were timed at, plain steps among them.
+
+        Of the others, what the guess makes of these: where 8 nodes are twice as dear as guessed, so
+        are 64 nodes.
+        """
+        timed = [self.places[size] for size in seconds]
+        plain = math.log(seconds[None])
+        surprise = np.log(list(seconds.values())) - plain - self.guessed[timed]
+        gain = np.linalg.solve(self.guess[np.ix_(timed, timed)], self.guess[timed]).T
+        self.mean = plain + self.guessed + gain @ surprise
+        untimed = self.guess - gain @ self.guess[timed]  # 0 for what was timed
         # The machine may have another speed when decoding begins.
-        self.covariance = known + self.settings.all_deviation**2
+        known = self.settings.size_deviation**2 * np.eye(len(self.sizes))
+        self.covariance = untimed + known + self.settings.all_deviation**2
         self.speed_known = self.was_timed = True
         self.is_guess = False
 

@@ -9,6 +9,7 @@ none takes longer than a larger one.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import median
 
 from tqdm import trange
@@ -20,6 +21,7 @@ from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.graph_stepper import stepper_for
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import Planner
+from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import Verifier
 
@@ -33,7 +35,8 @@ class TimingSettings:
     prompt_tokens: int = 64
     # Largest number of visits to a size. They lie some time apart, as other load comes in bursts.
     rounds: int = 10
-    # Seconds of timed steps after which no further round begins.
+    # Seconds of timed steps after which no further round begins, and the first one goes on only
+    # with sizes that could still win.
     enough_seconds: float = 6
     # Share of the best size's tokens per second that a size must promise to be visited again.
     contender_share: float = 0.8
@@ -97,19 +100,68 @@ def time_in_rounds(
 ) -> list[Visit]:
     """All visits of `settings.rounds` rounds, or of fewer once enough was timed.
 
-    `tokens[budget]` is the expected yield per step, and `run_round` makes a round's steps. Every
-    budget is timed once; later rounds time only those that could still win.
+    `tokens[budget]` is the expected yield per step, and `run_round` makes a round's steps. Later
+    rounds time only budgets that could still win.
     """
-    order, budgets, visits = random.Random(0), list(tokens), list[Visit]()
-    for _ in range(settings.rounds):
-        this_round = Round(budgets, settings)
-        run_round(this_round)
-        visits += this_round.visits
-        if sum(sum(visit.seconds) for visit in visits) >= settings.enough_seconds:
+    order, visits = random.Random(0), first_visits(tokens, run_round, settings)
+    for _ in range(settings.rounds - 1):
+        if timed_seconds(visits) >= settings.enough_seconds:
             break
         budgets = contenders(tokens, ratios_to_plain(visits), settings.contender_share)
         order.shuffle(budgets)  # load that comes at intervals does not hit the same ones
+        visits += visits_to(budgets, run_round, settings)
     return visits
+
+
+def first_visits(
+    tokens: Mapping[Budget, float],
+    run_round: Callable[[Round], object],
+    settings: TimingSettings,
+) -> list[Visit]:
+    """A visit to every budget, from small to large; once enough was timed, to those that may win.
+
+    With 16 rows a pass over 64 nodes each takes a second, and trees of 8 were too dear already.
+    """
+    visits: list[Visit] = []
+    for _, same_size in groupby(sorted(tokens, key=doublings), key=doublings):
+        budgets = list(same_size)
+        if timed_seconds(visits) >= settings.enough_seconds:
+            ratios = ratios_to_plain(visits)
+            budgets = [b for b in budgets if may_win(b, tokens, ratios, settings.contender_share)]
+        if budgets:
+            visits += visits_to(budgets, run_round, settings)
+    return visits
+
+
+def visits_to(
+    budgets: Sequence[Budget], run_round: Callable[[Round], object], settings: TimingSettings
+) -> list[Visit]:
+    """The visits of one round."""
+    this_round = Round(budgets, settings)
+    run_round(this_round)
+    return this_round.visits
+
+
+def timed_seconds(visits: Sequence[Visit]) -> float:
+    """Seconds of all timed steps."""
+    return sum(sum(visit.seconds) for visit in visits)
+
+
+def doublings(budget: Budget) -> int:
+    """Of the nodes: 2 for 3 and 4 nodes, 3 for 5 to 8."""
+    return (budget.nodes - 1).bit_length()
+
+
+def may_win(
+    budget: Budget, tokens: Mapping[Budget, float], ratios: Mapping[Budget, float], share: float
+) -> bool:
+    """Whether a budget would promise enough if it took no longer than smaller ones that were timed.
+
+    Where 8 nodes bring 2 tokens in twice a plain step's time, 64 nodes that bring 1.5 cannot win.
+    """
+    at_least = max((ratio for small, ratio in ratios.items() if _within(small, budget)), default=1)
+    best = max(tokens[timed] / ratio for timed, ratio in ratios.items())
+    return tokens[budget] / at_least >= share * max(1.0, best)
 
 
 def contenders(
@@ -125,8 +177,26 @@ def contenders(
     return [budget for budget, promise in promised.items() if promise >= enough] or [best]
 
 
+def sizes_to_make(drafter: Drafter, costs: StepCosts) -> list[Budget]:
+    """Sizes that a process makes a step of before it serves, so that their graphs are there.
+
+    All of them, or those that could win where all of them would take longer than timing does.
+    """
+    tokens = expected_tokens(drafter)
+    seconds = {budget: costs.seconds(budget) for budget in tokens}
+    if sum(seconds.values()) < TIMING_SETTINGS.enough_seconds:
+        return list(tokens)
+    ratios = {budget: took / costs.seconds(None) for budget, took in seconds.items()}
+    return contenders(tokens, ratios, TIMING_SETTINGS.contender_share)
+
+
+def expected_tokens(drafter: Drafter) -> dict[Budget, float]:
+    """What a step of each size brings by the acceptance that the drafter expects."""
+    return {budget: 1 + sum(drafter.chances(budget)) for budget in drafter.budgets}
+
+
 def seconds_by_budget(visits: Sequence[Visit]) -> StepSeconds:
-    """Seconds of a plain step, and of each budget's: its ratio to plain steps times these."""
+    """Seconds of a plain step, and of each budget visited: its ratio to plain ones times these."""
     plain = median(seconds for visit in visits if visit.budget is None for seconds in visit.seconds)
     ratios = monotone(ratios_to_plain(visits))
     return {None: plain} | {budget: ratio * plain for budget, ratio in ratios.items()}
@@ -170,13 +240,13 @@ def _within(small: Budget, large: Budget) -> bool:
 
 
 def time_steps(target: Target, drafter: Drafter, request: Request, rule: Verifier) -> StepSeconds:
-    """Seconds of a step under `rule`, plain and for each of the drafter's budgets.
+    """Seconds of a step under `rule`, plain and for those of the drafter's budgets that may win.
 
-    `request` is what the steps serve; its answers must not end. Takes 2 to 10 seconds, more only if
-    one round does. Most of the time goes to tree sizes that could still win, by the acceptance that
-    the drafter expects.
+    `request` is what the steps serve; its answers must not end. Takes 2 to 10 seconds, more where
+    single steps are slow. Most of the time goes to tree sizes that could still win, by the
+    acceptance that the drafter expects.
     """
-    tokens = {budget: 1 + sum(drafter.chances(budget)) for budget in drafter.budgets}
+    tokens = expected_tokens(drafter)
 
     def run_round(this_round: Round) -> None:
         """Each round after the same prompts, in a fresh cache."""

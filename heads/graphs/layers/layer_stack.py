@@ -168,11 +168,17 @@ def dims_of(tensors: LayerTensors) -> tuple[int, tuple[str, ...]]:
 
 
 def check_output(output: torch.Tensor, call: LayerCall) -> None:
-    """Raise UnlikeError where a layer's code gives an output [B, T, D] that the layer did not."""
+    """Raise UnlikeError where a layer's code gives an output [B, T, D] that the layer did not.
+
+    Each number may be rounded otherwise. Some are so large that their last bit is more than what a
+    layer adds (massive activations, Sun et al., 2024, arXiv 2402.17762).
+    """
     if not output.is_contiguous() or output.dtype != call.tensors.hidden.dtype:
         raise UnlikeError("a layer's output is of another form than its input")
     before, after = call.tensors.hidden.float(), call.output.float()
-    added, error = (after - before).norm(), (output.float() - after).norm()
+    rounding = torch.finfo(output.dtype).eps * after.abs()
+    added = (after - before).norm()
+    error = ((output.float() - after).abs() - rounding).relu().norm()
     if not error <= TOLERATED * added:
         share = float(error / added)
         raise UnlikeError(f"a layer's output differs by {share:.0%} of what it adds")

@@ -16,8 +16,18 @@ from drafthead.heads.graphs.compiled import Compiled, Made
 from drafthead.heads.graphs.layers import layer_code
 from drafthead.heads.graphs.layers.callable_code import ENTRY, RELEASE, for_calls
 from drafthead.heads.graphs.layers.layer_code import LayerTable
-from drafthead.heads.graphs.layers.layer_stack import FEWEST, LayerStack, without_numbers
-from drafthead.heads.graphs.layers.recorded_calls import UnlikeError, recorded
+from drafthead.heads.graphs.layers.layer_stack import (
+    FEWEST,
+    LayerStack,
+    check_output,
+    without_numbers,
+)
+from drafthead.heads.graphs.layers.recorded_calls import (
+    LayerCall,
+    LayerTensors,
+    UnlikeError,
+    recorded,
+)
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
@@ -97,6 +107,21 @@ def test_a_layer_that_computes_something_else_is_noticed(stacks, caplog) -> None
     assert Decoder(CompiledTarget(target)).generate([TEXT], max_new_tokens=40).sequences == plain
     assert stacks == [None]
     assert "all layers are compiled, which takes longer: a layer's output differs" in caplog.text
+
+
+def test_the_last_bit_of_large_numbers_is_no_error_of_a_layer() -> None:
+    """In bfloat16 the number after 1,024 is 1,032; the layer adds 1 to the other numbers."""
+    hidden = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    hidden[..., 0] = 1024
+    output = hidden + torch.tensor([0.0] + 7 * [1.0], dtype=torch.bfloat16)
+    none = torch.empty(0)
+    call = LayerCall((), LayerTensors(hidden, none, none, none, ()), output, in_tuple=False)
+    rounded = output.clone()
+    rounded[..., 0] = 1032
+    check_output(rounded, call)
+    rounded[..., 3] = 0.5
+    with pytest.raises(UnlikeError, match="differs by"):
+        check_output(rounded, call)
 
 
 def test_a_pass_that_cannot_call_its_layers_is_compiled_whole(stacks, caplog, monkeypatch) -> None:

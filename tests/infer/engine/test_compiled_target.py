@@ -19,6 +19,7 @@ from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.measuring.oracle import OracleDecoder
+from drafthead.infer.serving.serve_request import ServeRequest
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,25 @@ def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
             assert found == expected
             assert steps[0] == steps[1], "the same proposals are accepted"
     assert before > 0 and graphs() == before
+
+
+@pytest.mark.parametrize(
+    "drafter", [PromptLookup(depth=4), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_after_a_warm_up_the_last_row_of_a_batch_makes_no_graph(make_target, drafter) -> None:
+    """Two rows end after 3 tokens, the third goes on alone."""
+    decoder = Decoder(CompiledTarget(make_target(seed=1)), drafter, adaptive=drafter is not None)
+    decoder.warm_up([3])
+    before = graphs()
+    decoder.end_ids = frozenset()
+    first, *others = prompts(3)
+    answers = decoder.serve(
+        [ServeRequest(first, max_new_tokens=30)]
+        + [ServeRequest(other, max_new_tokens=3) for other in others],
+        max_rows=3,
+    )
+    assert sorted(len(answer.tokens) for answer in answers) == [3, 3, 30]
+    assert graphs() == before
 
 
 def test_a_compiled_recurrent_head_knows_its_draft_vocabulary(target, make_head) -> None:

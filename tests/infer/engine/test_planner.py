@@ -341,6 +341,20 @@ def test_the_first_step_gives_the_speed_and_the_next_ones_the_ratios() -> None:
     assert known < 0.15 < unknown
 
 
+def test_sizes_that_were_not_timed_are_believed_to_be_as_dear_as_those_that_were() -> None:
+    """Trees of up to 8 nodes take three times as long as is guessed of them."""
+    costs = StepCosts(BUDGETS)
+    guessed = {size: costs.seconds(size) for size in costs.sizes}
+    timed = {size: 0.3 * guessed[size] for size in costs.sizes if size and size.nodes <= 8}
+    costs.set_timed({None: 0.1} | timed)
+    for size in costs.sizes[1:]:
+        if size in timed:
+            assert costs.seconds(size) == pytest.approx(timed[size])
+        else:
+            assert 0.25 < costs.seconds(size) / guessed[size] <= 0.3
+    assert costs.deviations_from(None)[-1] > 2 * costs.deviations_from(None)[1]
+
+
 def test_a_machine_that_becomes_slower_for_all_changes_no_ratio() -> None:
     costs = StepCosts(BUDGETS)
     costs.set_timed(seconds(0.02))

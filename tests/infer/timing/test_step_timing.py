@@ -55,6 +55,22 @@ def test_where_no_size_comes_near_to_plain_decoding_the_best_is_timed_all_the_sa
     assert Counter(visit.budget for visit in visits)[small] == TIMING.rounds
 
 
+def test_trees_that_cannot_win_are_passed_over_where_steps_are_slow() -> None:
+    """The larger trees bring too little even in the time of 4 nodes, which was enough to time."""
+    small, large, other = Budget(4, 2), Budget(64, 2), Budget(64, 2, source="lookup")
+    took = {None: TIMING.enough_seconds / 10, small: TIMING.enough_seconds / 2}
+    tokens = {large: 3.0, small: 2.0, other: 1.2}
+    visits = timed_visits(tokens, lambda budget, step: took.get(budget, 0.1))
+    assert Counter(visit.budget for visit in visits) == {None: 2, small: 1, other: 1}
+
+
+def test_trees_that_may_win_are_timed_however_slow_steps_are() -> None:
+    small, large = Budget(4, 2), Budget(64, 2)
+    plain = TIMING.enough_seconds / 2
+    visits = timed_visits({small: 1.5, large: 1.9}, lambda budget, step: plain)
+    assert Counter(visit.budget for visit in visits) == {None: 2, small: 1, large: 1}
+
+
 def test_slow_models_are_timed_for_as_many_rounds_as_there_is_time_for() -> None:
     small, large = Budget(2, 1), Budget(4, 2)
     seconds = {
