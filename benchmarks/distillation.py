@@ -18,7 +18,7 @@ import typer
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions

@@ -18,7 +18,7 @@ import typer
 from tqdm import trange
 from transformers import T5Config, T5ForConditionalGeneration
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.any_target import target_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget

@@ -23,10 +23,10 @@ import typer
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafthead.heads.checkpoint import load_head
 from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.files import write_text
+from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.loading import device_named
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.train.run.summary import summarize
 

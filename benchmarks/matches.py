@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.drafters.past import LONGEST, Past
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.scripts.data.inspect_data import load_tokenizer

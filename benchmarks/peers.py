@@ -28,7 +28,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import load_tokenizer
 from drafthead.infer.machine import describe_machine, describe_versions

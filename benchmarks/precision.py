@@ -15,7 +15,7 @@ import torch
 import typer
 from tqdm import tqdm
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.scripts.reports.tables import number, print_table

@@ -14,7 +14,7 @@ import torch
 import typer
 from tqdm import tqdm
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.checkpoint import load_head
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.vocabulary import vocabulary_of

@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
+from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.tree_cache import TreeCache

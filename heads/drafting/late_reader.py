@@ -10,9 +10,9 @@ from typing import ClassVar, Self
 
 import torch
 
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.host import to_host
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.features import Features
 
 # Positions that are not worth cutting off: to read them all costs as much as to read one.

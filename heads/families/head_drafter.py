@@ -6,12 +6,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import drafting_fields

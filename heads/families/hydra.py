@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.heads.base import register_head
-from drafthead.heads.cache import CacheColumns
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.cache import CacheColumns, move_columns, visible_columns
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
@@ -16,6 +14,8 @@ from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.graphs.substitutions import replacement_of
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig

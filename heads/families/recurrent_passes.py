@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.cache import CacheColumns, visible_columns
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import DRAWS, NextDraws
 from drafthead.heads.drafting.drafter import at_last
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import (

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 
 from drafthead.heads.base import HeadBatch
-from drafthead.heads.cache import CacheColumns
-from drafthead.heads.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.objectives.anchored_head import AnchoredHead
 from drafthead.heads.objectives.anchors import tokens_at

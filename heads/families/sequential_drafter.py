@@ -5,13 +5,13 @@ from functools import partial
 
 import torch
 
-from drafthead.heads.cache import CacheColumns
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target

@@ -1,4 +1,4 @@
-"""Our own format, as `heads.checkpoint.save_head` writes it."""
+"""Our own format, as `heads.formats.checkpoint.save_head` writes it."""
 
 from typing import Annotated, Any, Literal
 

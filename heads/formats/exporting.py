@@ -10,10 +10,10 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.files import fresh_folder
 from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFormat
 from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.storage.files import fresh_folder
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TokenTree, TreeShape

@@ -27,7 +27,6 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from drafthead.heads.disk_cache import reason_against, usable_cache_folder
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.graphs.direct_call import OtherLayoutError, Recorder, direct_call
@@ -42,6 +41,7 @@ from drafthead.heads.graphs.layers.layer_stack import (
 from drafthead.heads.graphs.recipes import Recipes
 from drafthead.heads.graphs.recordings import Recordings
 from drafthead.heads.graphs.substitutions import CpuKernels
+from drafthead.heads.storage.disk_cache import reason_against, usable_cache_folder
 
 CPU_OPTIONS: dict[str, Any] = {
     "freezing": True,

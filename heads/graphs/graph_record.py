@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._inductor import config
 
-from drafthead.heads.disk_cache import cache_folder, read_cached, write_cached
 from drafthead.heads.graphs.layouts import Layout
 from drafthead.heads.graphs.recipes import Recipe, cooked, has_gap
+from drafthead.heads.storage.disk_cache import cache_folder, read_cached, write_cached
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from drafthead.heads import sampling
-from drafthead.heads.cache import additive, move_columns
+from drafthead.heads.kv_cache.column_cache import additive, move_columns
 from drafthead.heads.seven_bits import MULTIPLE
 from drafthead.heads.substitution import Substituting, Substitution
 

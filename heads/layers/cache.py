@@ -6,9 +6,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from drafthead.heads.cache import ColumnCache
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.host import to_host
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import ColumnCache
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
 

@@ -17,8 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from drafthead.heads.disk_cache import cache_folder, cache_or_scratch
 from drafthead.heads.errors import UserError
+from drafthead.heads.storage.disk_cache import cache_folder, cache_or_scratch
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from drafthead.heads.cache import ColumnCache, additive
+from drafthead.heads.kv_cache.column_cache import ColumnCache, additive
 from drafthead.heads.target.tree_cache import TreeCache
 
 

@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.errors import UserError
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.seven_bits import round_matrices
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.architecture import (

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from drafthead.heads.cache import (
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import (
     CacheColumns,
     ColumnCache,
     Mover,
     additive,
     move_columns,
 )
-from drafthead.heads.cache_memory import CacheMemory
 
 
 class StepCache(CacheColumns, Cache):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 
 SEPARATOR = -1  # between texts, and after the last
 FACTOR, OFFSET = np.uint64(1_000_003), np.uint64(7)

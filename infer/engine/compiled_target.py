@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from transformers.cache_utils import Cache
 
-from drafthead.heads.cache import move_columns
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.fingerprint import state_of
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Taps, Target, TargetOutput
 from drafthead.heads.target.tree_cache import StepCache, TreeCache

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.host import to_host
+from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.target.encoder_decoder import EncoderDecoderTarget
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.source_cache import SourceCache

@@ -13,8 +13,8 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.heads.cache import READ_CHUNK
 from drafthead.heads.errors import UserError
+from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.beam_options import BeamOptions, EarlyStopping, read_beams
 from drafthead.infer.request.generation_config import given_options, sampling_from

@@ -6,7 +6,7 @@ from typing import Literal
 
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.cache import READ_CHUNK
+from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.beam_options import BeamOptions
 from drafthead.infer.request.stopping import Stop

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from drafthead.heads.disk_cache import cache_folder, read_cached, write_cached
 from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.storage.disk_cache import cache_folder, read_cached, write_cached
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.step_costs import StepCosts

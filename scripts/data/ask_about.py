@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.scripts import options
 from drafthead.train.data.conversations import iter_conversations
 from drafthead.train.prompts.tasks import FEWEST_PASSAGES, Tasks, prompts_about, texts_of

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer import Decoder
 from drafthead.infer.engine.tracing import Trace
 from drafthead.scripts import options

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import repeated_ngram_share

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.scripts.demo.training import Recipe
 
 HEADER = """---

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.scripts.demo.corpus import Pair, read_corpus
 
 

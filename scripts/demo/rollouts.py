@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import repeats

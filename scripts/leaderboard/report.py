@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.comparison import PLAIN, ComparisonRow
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.speedup_model import speedup_bound

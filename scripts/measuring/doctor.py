@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from drafthead.heads.files import write_text
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import decoder_for, head_drafter
 from drafthead.scripts import options

@@ -8,8 +8,8 @@ import typer
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from drafthead.heads.checkpoint import load_head
-from drafthead.heads.files import write_text
+from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.scripts import options
 from drafthead.scripts.measuring.record import describe_run, read_answers

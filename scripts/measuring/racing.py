@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from drafthead.heads.checkpoint import load_head
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for, head_drafter

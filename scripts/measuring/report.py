@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
 from drafthead.heads.formats.files import read_json
+from drafthead.heads.storage.files import write_text
 from drafthead.scripts.reports.run_page import (
     comparison_section,
     doctor_section,

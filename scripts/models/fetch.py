@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.disk_cache import cache_folder
 from drafthead.heads.errors import UserError
+from drafthead.heads.storage.disk_cache import cache_folder
 from drafthead.scripts.models.packaged_models import MODELS, PackagedModel, Wheel
 
 logger = logging.getLogger(__name__)

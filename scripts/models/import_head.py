@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.checkpoint import save_head
-from drafthead.heads.files import fresh_folder
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.formats.checkpoint import save_head
 from drafthead.heads.formats.printing import printable
+from drafthead.heads.storage.files import fresh_folder
 from drafthead.heads.target.target import Target
 from drafthead.scripts import options
 

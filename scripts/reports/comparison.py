@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.comparison import ComparisonRow
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.scripts.reports.figures import BASELINE, OURS, THEIRS, save_figure

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from drafthead.heads.files import write_text
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.comparison import Divergence
 from drafthead.infer.measuring.exactness import Evidence, LaterTokens, is_near_tie, rounding_doubt
 from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, detectable, freedom

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.plan_table import PlanRow
 from drafthead.scripts.reports.figures import BASELINE, OURS, save_figure
 from drafthead.scripts.reports.tables import print_table

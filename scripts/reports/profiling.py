@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.bandwidth import BandwidthBound
 from drafthead.infer.measuring.ledger import HOST, STEP_PHASES, StepLedger
 from drafthead.infer.measuring.pass_times import PassTimes, StepOverhead

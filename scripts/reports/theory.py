@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.acceptance import Share
 from drafthead.infer.measuring.theory import Theory
 from drafthead.scripts.reports.figures import BASELINE, save_figure

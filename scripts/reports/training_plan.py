@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.scripts.reports.tables import print_table
 from drafthead.train.learning.duration import Duration

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny import SPECIALS, byte_tokenizer, write_conversations
 
-from drafthead.heads.checkpoint import load_head, save_head
 from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner_settings import PlannerSettings

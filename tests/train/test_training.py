@@ -25,8 +25,8 @@ from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
-from drafthead.heads.checkpoint import load_head
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.layers import tiled_attention
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target

@@ -24,8 +24,8 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.disk_cache import cache_or_scratch
-from drafthead.heads.files import fresh_folder, write_text
+from drafthead.heads.storage.disk_cache import cache_or_scratch
+from drafthead.heads.storage.files import fresh_folder, write_text
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.train.data.conversations import (
     Conversation,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.train.distillation.manifest import (
     REMEDY,
     first_difference,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from drafthead.heads.files import write_text
 from drafthead.heads.layers.draft_vocabulary import tables_of
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.frequent_tokens import (
     DRAFT_IDS,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.cache import additive
+from drafthead.heads.kv_cache.column_cache import additive
 from drafthead.heads.sampling import most_probable
 from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
 from drafthead.heads.formats.files import read_json
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.drafters.layer_choice import LAYERS, OF
 from drafthead.train.draft_models.layer_search import LayerSet
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
 from drafthead.heads.formats.files import read_json
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.train.features.int8_rows import from_int8, to_int8
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.train.jobs.console import AnswerBar
 from drafthead.train.jobs.full_disk import full_disk_named
 from drafthead.train.jobs.locks import only_writer

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
 from drafthead.heads.formats.files import read_json
+from drafthead.heads.storage.files import write_text
 from drafthead.train.jobs.locks import only_writer
 from drafthead.train.run.saved_states import Progress, SavedStates
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 
 logger = logging.getLogger(__name__)
 

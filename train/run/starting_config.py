@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoConfig
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import refuse_missing_folder
 from drafthead.heads.target.target import Target

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.checkpoint import load_head, save_head
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.target.target import Target
 from drafthead.train.draft_models.folder import draft_model_weights, save_draft_model
 from drafthead.train.draft_models.student import FAMILY, Student

@@ -11,8 +11,8 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from drafthead.heads.cache import move_columns
 from drafthead.heads.graphs.kernels.template import KernelTemplate, Node
+from drafthead.heads.kv_cache.column_cache import move_columns
 
 CALL = """
     for_moves({{start(source)}}, {{start(destination)}}, {{size(source, 0)}}, {{size(source, 1)}},

@@ -10,7 +10,6 @@ from tiny import HIDDEN, VOCAB
 from written import EAGLE3, LAYERS, TARGET, Outputs, Written, random_head
 
 from drafthead.heads.base import HeadBatch
-from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families import recurrent_passes
@@ -21,6 +20,7 @@ from drafthead.heads.families.recurrent_session import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
+from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec

@@ -32,11 +32,11 @@ from damaged import (
 )
 from safetensors.torch import load_file, save_file
 
-from drafthead.heads.checkpoint import save_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats import build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.formats.checkpoint import save_head
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder

@@ -9,7 +9,6 @@ from golden import Case, cases, loaded, name_of
 from tiny import HIDDEN, VOCAB
 from written import Outputs, Written
 
-from drafthead.heads.cache import CacheColumns
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.hydra import HydraHeads
@@ -20,6 +19,7 @@ from drafthead.heads.families.recurrent_session import DraftReader
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
+from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafthead.heads.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 
 

@@ -12,12 +12,12 @@ import torch
 from rehearsal import Rehearsal
 from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 
-from drafthead.heads.cache_memory import CacheMemory
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.graphs.compiled import Compiled, Made, within
 from drafthead.heads.graphs.recordings import Recordings
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import chi2, ncx2
 
-from drafthead.heads.cache import ColumnCache
 from drafthead.heads.errors import UserError
+from drafthead.heads.kv_cache.column_cache import ColumnCache
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.measuring.divergence import Divergence, rounding_step

@@ -12,8 +12,8 @@ import torch
 from tiny import END, VOCAB, random_prompts
 from transformers import GenerationConfig
 
-from drafthead.heads.cache import BLOCK, ColumnCache
 from drafthead.heads.errors import UserError
+from drafthead.heads.kv_cache.column_cache import BLOCK, ColumnCache
 from drafthead.infer import Decoder
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import read_options

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafthead.heads import disk_cache
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
+from drafthead.heads.storage import disk_cache
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from drafthead.heads.cache import move_columns
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.kernels import linear
 from drafthead.heads.graphs.substitutions import replacement_of
+from drafthead.heads.kv_cache.column_cache import move_columns
 
 pytestmark = pytest.mark.skipif(
     not linear.has_kernel(), reason="this processor does not compute in bfloat16 by AVX512"

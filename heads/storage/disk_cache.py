@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 
 logger = logging.getLogger(__name__)
 

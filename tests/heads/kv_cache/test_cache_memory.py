@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drafthead.heads.cache_memory import MOST_UNUSED, CacheMemory, Lease
 from drafthead.heads.few_sizes import in_steps, power_of_two
+from drafthead.heads.kv_cache.cache_memory import MOST_UNUSED, CacheMemory, Lease
 
 LIKE = torch.zeros(1)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafthead.heads.checkpoint import load_head, save_head
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.checkpoint import load_head, save_head
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.files import write_text
 from drafthead.heads.formats import load_head
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import ACCEPTANCE_FILE, TAP_CONVENTION, VERSION
 from drafthead.heads.formats.files import CONFIG_FILE
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 
 __all__ = ["load_head", "save_head"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.heads.files import write_text
+from drafthead.heads.storage.files import write_text
 
 
 def test_writers_at_once_do_not_disturb_each_other(tmp_path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.heads import disk_cache
-from drafthead.heads.disk_cache import (
+from drafthead.heads.storage import disk_cache
+from drafthead.heads.storage.disk_cache import (
     cache_folder,
     read_cached,
     usable_cache_folder,
