@@ -22,8 +22,9 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.layers.decoder_layer import DecoderLayer
 from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
-from drafthead.train.data.checks import check_held_out, check_writers
-from drafthead.train.data.packing import PackedData, load_packed
+from drafthead.train.data.checks import check_writers
+from drafthead.train.data.held_out import training_data
+from drafthead.train.data.packing import PackedData
 from drafthead.train.features.kept import FeatureSource, KeptFeatures, feature_bytes
 from drafthead.train.features.reading import load_target
 from drafthead.train.jobs.full_disk import full_disk_named
@@ -71,7 +72,7 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     )
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
-    rows = load_packed(data.sources, tokenizer, data, config.train.seed)
+    rows, held_out = training_data(data, tokenizer, config.train.seed)
     table = rows.sequences
     sources = Sources(rows.fingerprint(), weights_fingerprint(target))
     check_writers(", ".join(data.sources), table.writers, config.target.name, sources.target)
@@ -79,10 +80,6 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     head = new_head(config.family, config.head, target, counts)
     if config.train.init_from is not None:
         begin_with(head, config.train.init_from, target)
-    held_out = None
-    if data.validation is not None:
-        held_out = load_packed({data.validation: 1.0}, tokenizer, data, 0, data.max_validation)
-        check_held_out(rows, held_out, data.validation)
     kept = kept_features(config, head, target, rows, sources)
     task = TrainingTask(target, config.target.name, head, sources, rows, held_out, kept)
     return Trainer(accelerator, task, config.train, config.optimizer, folder, memory)

@@ -1,6 +1,5 @@
 """`drafthead build-datastore`: an index of what a target has written, for lookup while decoding."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -30,8 +29,8 @@ from drafthead.scripts.data.inspect_data import load_tokenizer
 from drafthead.train.data.token_table import Reading, TokenSequence, token_table
 
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
-HELD_OUT = 50  # the answers to one prompt of so many are left out
-MEASURED = 64  # of these are measured on, at most
+HELD_OUT = 0.02  # share of the conversations that is left out, to measure on
+MEASURED = 64  # of them, at most
 
 # What steps are told apart by, where it is not the number of tokens that were found.
 OUTLOOKS = {
@@ -75,13 +74,12 @@ def main(
     with fresh_folder(output) as folder:
         loaded = load_tokenizer(tokenizer)
         table = token_table(Reading(data, None, WHOLE, None), loaded)
-        left: list[list[int]] = []
-        held_out: list[list[int]] = []
-        for sequence in table:
-            (held_out if is_held_out(sequence) else left).extend(answers(sequence))
+        left, held_out = (
+            [answer for sequence in part for answer in answers(sequence)]
+            for part in table.parted(HELD_OUT, MEASURED)
+        )
         if not left:
             raise UserError(f"{data} holds no answers to index: add some")
-        held_out = held_out[:MEASURED]
         vocabulary = vocabulary_of(loaded)
         stored = (
             NgramTable.of(left, vocabulary, ngrams) if ngrams else Datastore.of(left, vocabulary)
@@ -110,16 +108,6 @@ def answers(sequence: TokenSequence) -> Iterator[list[int]]:
     borders = np.flatnonzero(np.diff(learnt, prepend=0, append=0)).tolist()
     for start, end in list(pairwise(borders))[::2]:
         yield sequence.input_ids[start:end].tolist()
-
-
-def is_held_out(sequence: TokenSequence) -> bool:
-    """Whether a conversation is left out, to measure on; so are all others with the same prompt.
-
-    Another answer to the same prompt would tell too much.
-    """
-    prompt = sequence.input_ids[: int(sequence.supervised.int().argmax())]
-    digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT == 0
 
 
 def show(record: Record, texts: int, held_out: list[list[int]], output: Path) -> None:

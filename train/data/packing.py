@@ -25,7 +25,10 @@ class DataConfig:
     """The conversations, and the length of packed rows."""
 
     train: str | dict[str, float]  # a source, or several with their weights
-    validation: str | None = None  # held-out conversations; without them the head is not evaluated
+    # Conversations to measure the head on: a source or, without one, a share of those in `train`,
+    # which are then not trained on. Without either it is not evaluated.
+    validation: str | None = None
+    validation_share: float | None = None
     prompt_column: str | None = None
     max_length: int = 512  # tokens in a row
     max_validation: int = 500  # conversations
@@ -43,6 +46,13 @@ class DataConfig:
             raise ValueError(f"feature_budget_gb must be above 0, got {self.feature_budget_gb}")
         if not self.sources or min(self.sources.values()) <= 0:
             raise ValueError("data.train needs a source, and weights above 0")
+        if self.validation_share is not None and not 0 < self.validation_share < 1:
+            raise ValueError(f"validation_share is between 0 and 1, got {self.validation_share}")
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether there is something to measure the head on."""
+        return self.validation is not None or self.validation_share is not None
 
     @property
     def sources(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ ROWS, RECORD = "rows.arrow", "record.json"
 BATCH = 1024  # sequences that are written at a time
 # Of the files; raise it when other tokens are made of a conversation, or the record has other
 # fields.
-VERSION = 3
+VERSION = 4
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -50,6 +50,7 @@ SCHEMA = pa.schema(
         "length": pa.int32(),
         "num_supervised": pa.int32(),
         "digest": pa.uint64(),  # of the tokens
+        "prompt_digest": pa.uint64(),  # of those before the first supervised one
     }
 )
 
@@ -129,8 +130,31 @@ class TokenTable(Sequence[TokenSequence]):
         """A hash of the tokens of each sequence, [n]."""
         return self._column("digest")
 
+    @cached_property
+    def prompt_digests(self) -> np.ndarray:
+        """A hash of the tokens before the first supervised one, [n]."""
+        return self._column("prompt_digest")
+
     def _column(self, name: str) -> np.ndarray:
         return self.data.data.column(name).to_numpy()[self.chosen]
+
+    def parted(self, share: float, most: int) -> "tuple[TokenTable, TokenTable]":
+        """The table in two: about `share` of the sequences, at most `most`, are in the second.
+
+        Each is there once. All answers to one prompt go together: another answer to it would tell
+        too much.
+        """
+        once, first = np.unique(self.chosen, return_index=True)
+        digests = self.prompt_digests[first]
+        limit = np.uint64(share * float(2**64))
+        if np.count_nonzero(digests < limit) > most:
+            limit = np.partition(digests, most)[most]
+        left = self.chosen[self.prompt_digests >= limit]
+        return self._part(left), self._part(once[digests < limit])
+
+    def _part(self, chosen: np.ndarray) -> "TokenTable":
+        digest = hashlib.sha256(self.digest.encode() + chosen.astype("<i8").tobytes()).hexdigest()
+        return TokenTable(self.data, digest, self.writers, chosen)
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """How often each token is supervised, [V]."""
@@ -240,15 +264,22 @@ def record_batch(rows: Sequence[SupervisedTokens]) -> pa.RecordBatch:
     """Sequences as Arrow has them."""
     ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
     masks = [np.asarray(row.mask, dtype=bool) for row in rows]
-    hashes = [hashlib.blake2b(tokens.tobytes(), digest_size=8).digest() for tokens in ids]
+    prompts = [tokens[: int(mask.argmax())] for tokens, mask in zip(ids, masks, strict=True)]
     columns = {
         "input_ids": ids,
         "supervised": masks,
         "length": [len(tokens) for tokens in ids],
         "num_supervised": [int(mask.sum()) for mask in masks],
-        "digest": np.frombuffer(b"".join(hashes), dtype=np.uint64),
+        "digest": hashes(ids),
+        "prompt_digest": hashes(prompts),
     }
     return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+
+
+def hashes(sequences: Sequence[np.ndarray]) -> np.ndarray:
+    """A hash of each sequence of tokens, [n] uint64."""
+    digests = [hashlib.blake2b(tokens.tobytes(), digest_size=8).digest() for tokens in sequences]
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
 def digest_of(batches: Iterable[pa.RecordBatch]) -> str:

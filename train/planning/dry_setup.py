@@ -15,7 +15,8 @@ from drafthead.heads.graphs.dry_run import DryRun, Ledger
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import BITSANDBYTES, dtype_named, has_encoder, load_tokenizer
 from drafthead.heads.target.target import Target
-from drafthead.train.data.packing import PackedData, RowOrder, TokenBatch, load_packed
+from drafthead.train.data.held_out import training_data
+from drafthead.train.data.packing import PackedData, RowOrder, TokenBatch
 from drafthead.train.features.reading import TargetConfig, check_row_length, dtype_for
 from drafthead.train.learning.duration import Duration
 from drafthead.train.run.config import RunConfig
@@ -81,10 +82,10 @@ def dry_target(config: TargetConfig, mixed_precision: str) -> Target:
 
 
 def read_rows(config: RunConfig, target: Target) -> PackedData | None:
-    """The rows that training reads; None without a tokenizer, UserError as `load_packed`."""
+    """The rows that training reads; None without a tokenizer, UserError as `training_data`."""
     if target.tokenizer is None:
         return None
-    return load_packed(config.data.sources, target.tokenizer, config.data, config.train.seed)
+    return training_data(config.data, target.tokenizer, config.train.seed)[0]
 
 
 def full_rows(config: RunConfig, target: Target) -> TokenBatch:

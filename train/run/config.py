@@ -92,8 +92,11 @@ class RunConfig:
                 f"target.dtype={self.target.dtype} needs train.mixed_precision=bf16; "
                 "without it the target has to be float32"
             )
-        if self.data.validation is None and self.train.eval_every is not None:
-            raise UserError("train.eval_every needs held-out conversations in data.validation")
+        if not self.data.is_validated and self.train.eval_every is not None:
+            raise UserError(
+                "train.eval_every needs held-out conversations: data.validation or "
+                "data.validation_share"
+            )
         if self.data.validation in self.data.sources:
             raise UserError(f"data.validation is training data itself: {self.data.validation}")
 

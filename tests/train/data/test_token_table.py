@@ -162,6 +162,33 @@ def table_of(*numbers: int) -> TokenTable:
     return TokenTable.of(TokenSequence(pair, learnt) for pair in pairs)
 
 
+def two_answers_each(prompts: int) -> TokenTable:
+    """Sequences of a prompt's token and its answer's, 500 or 501."""
+    learnt = torch.tensor([False, True])
+    pairs = [(prompt, 500 + answer) for answer in range(2) for prompt in range(prompts)]
+    return TokenTable.of(TokenSequence(torch.tensor(p, dtype=torch.int32), learnt) for p in pairs)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.1, 1000), (0.5, 1000), (0.5, 21)])
+def test_a_share_is_held_out_with_all_answers_to_its_prompts(share: float, most: int) -> None:
+    table = two_answers_each(200)
+    left, apart = table.parted(share, most)
+    assert len(left) + len(apart) == 400 and len(apart) <= most
+    assert len(apart) == pytest.approx(min(400 * share, most), rel=0.25)
+    prompts = [{int(one.input_ids[0]) for one in part} for part in (left, apart)]
+    assert not prompts[0] & prompts[1] and len(prompts[1]) == len(apart) / 2
+    again = table.parted(share, most)
+    assert (left.digest, apart.digest) == (again[0].digest, again[1].digest)
+    assert len({table.digest, left.digest, apart.digest}) == 3
+
+
+def test_what_is_held_out_is_measured_once_however_often_it_would_be_learnt() -> None:
+    table = mixed([two_answers_each(200)], [2.0], seed=0)
+    left, apart = table.parted(0.2, 1000)
+    assert len(left) + 2 * len(apart) == 800
+    assert len({tuple(one.input_ids.tolist()) for one in apart}) == len(apart)
+
+
 def test_weights_say_how_often_a_source_is_read() -> None:
     table = mixed([table_of(5, 6), table_of(*range(10, 20)), table_of(7)], [2, 0.3, 1.0], seed=4)
     found = [int(one.input_ids[1]) for one in table]
