@@ -11,6 +11,7 @@ from rich.text import Text
 from drafthead.heads.formats.printing import visible
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.request.decode_options import DecodeOptions
 from drafthead.infer.request.text_pieces import GrowingAnswer
 from drafthead.infer.serving.chat_session import ChatSession
 from drafthead.scripts import options
@@ -52,22 +53,16 @@ def main(
         datastore=datastore, draft_layers=draft_layers,
     )  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
-
-    def begin() -> ChatSession:
-        """A new conversation."""
-        return decoder.chat(
-            system,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-        )
-
-    session = begin()
+    how: DecodeOptions = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature,
+        "top_k": top_k, "top_p": top_p, "seed": seed,
+    }  # fmt: skip
+    if compile:  # before the first answer, not in the middle of it
+        decoder.warm_up(**how)
+    session = decoder.chat(system, **how)
     for message in messages():
         if message == NEW:
-            session = begin()
+            session = decoder.chat(system, **how)
         else:
             answer(session, message, console, show_drafts)
 

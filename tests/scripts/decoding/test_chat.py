@@ -1,6 +1,7 @@
 """`drafthead chat`: what it prints, and how a conversation goes on."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,11 @@ def decoder(folder: Path) -> Decoder:
     return Decoder.from_pretrained(folder, prompt_lookup=True, dtype="float32", device="cpu")
 
 
-def talk(folder: Path, *lines: str) -> str:
+def talk(folder: Path, *lines: str, more: Sequence[str] = ()) -> str:
     """What the verb prints for lines of standard input."""
     app = Typer()
     app.command()(chat.main)
-    options = ["--target", str(folder), "--prompt-lookup", "--max-new-tokens", "40"]
+    options = ["--target", str(folder), "--prompt-lookup", "--max-new-tokens", "40", *more]
     result = CliRunner().invoke(app, [*options, "--dtype", "float32"], "\n".join(lines))
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -46,6 +47,18 @@ def test_answers_are_those_of_generate_each_with_its_speed(folder: Path):
         figures, _, printed = printed.partition("]\n")
         assert "tokens/s, tau" in figures and f"{session.reused} positions" in figures
     assert printed == ""
+
+
+def test_graphs_are_made_before_the_first_answer(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    uncompiled, made = decoder(folder), []
+    monkeypatch.setattr(Decoder, "from_pretrained", lambda *_, **how: uncompiled)
+    monkeypatch.setattr(Decoder, "warm_up", lambda self, **how: made.append(how))
+    monkeypatch.setattr(chat, "answer", lambda *_: made.append("answer"))
+    talk(folder, "hello")
+    assert made == ["answer"]
+    talk(folder, "hello", more=["--compile", "--temperature", "0.7"])
+    assert made[1]["temperature"] == 0.7 and made[1]["max_new_tokens"] == 40
+    assert made[2:] == ["answer"]
 
 
 def test_a_new_conversation_knows_nothing_of_the_old_one(folder: Path):
