@@ -1,7 +1,7 @@
 """The interface of drafters: they propose token trees and learn what the target committed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -79,6 +79,14 @@ class Committed:
     def counts(self) -> list[int]:
         """`lengths` as the host knows them."""
         return [len(tokens) for tokens in self.new_tokens]
+
+    def of_rows(self, rows: Sequence[int]) -> "Committed":
+        """That of some rows only, in that order."""
+        places = torch.tensor(rows, device=self.tokens.device)
+        new = [self.new_tokens[row] for row in rows]
+        features = self.features.map(lambda table: table[places])
+        lengths = self.lengths[places]
+        return Committed(self.tokens[places], features, lengths, max(map(len, new)), None, new)
 
     def cut(self) -> "Committed":
         """The same without the positions that are padding in every row."""

@@ -46,16 +46,7 @@ class Unread:
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows [R] only, in that order."""
         places = to_host(rows)
-        self.parts = [
-            Committed(
-                part.tokens[rows],
-                part.features.map(lambda table: table[rows]),
-                part.lengths[rows],
-                part.width,
-                host_tokens=[part.new_tokens[place] for place in places],
-            )
-            for part in self.parts
-        ]
+        self.parts = [part.of_rows(places) for part in self.parts]
 
 
 class LateReader(DraftSession):

@@ -15,6 +15,7 @@ from transformers import (
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families.recurrent_session import RecurrentSession
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
@@ -106,6 +107,21 @@ def test_a_pass_reads_no_more_positions_than_its_group_has(
     monkeypatch.setattr(Target, "read", watched)
     Decoder(target).generate([[9] * 6, [9] * 2, [9] * 6], max_new_tokens=1)
     assert shapes == [(1, 2), (2, 6)]
+
+
+def test_a_head_reads_no_more_positions_than_its_group_has(
+    target, make_drafter, many_groups, monkeypatch
+) -> None:
+    read, shapes = RecurrentSession.read, []
+
+    def watched(self: RecurrentSession, committed: Committed) -> None:
+        shapes.append(tuple(committed.tokens.shape))
+        read(self, committed)
+
+    monkeypatch.setattr(RecurrentSession, "read", watched)
+    decoder = Decoder(target, make_drafter("eagle3:chain", target))
+    decoder.generate([[9] * 20, [9] * 12, [9] * 20], max_new_tokens=1)
+    assert shapes == [(1, 12), (2, 20)]
 
 
 def test_what_is_known_of_prompts_is_read_in_no_group(target, many_groups) -> None:
