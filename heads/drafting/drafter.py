@@ -83,10 +83,14 @@ class Committed:
     def of_rows(self, rows: Sequence[int]) -> "Committed":
         """That of some rows only, in that order."""
         places = torch.tensor(rows, device=self.tokens.device)
-        new = [self.new_tokens[row] for row in rows]
-        features = self.features.map(lambda table: table[places])
-        lengths = self.lengths[places]
-        return Committed(self.tokens[places], features, lengths, max(map(len, new)), None, new)
+        new_tokens = [self.new_tokens[row] for row in rows]
+        return Committed(
+            self.tokens[places],
+            self.features.map(lambda table: table[places]),
+            self.lengths[places],
+            width=max(map(len, new_tokens)),
+            host_tokens=new_tokens,
+        )
 
     def cut(self) -> "Committed":
         """The same without the positions that are padding in every row."""
