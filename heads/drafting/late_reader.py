@@ -6,6 +6,7 @@ committed, and read all of it in one pass before their next proposal.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
@@ -46,7 +47,8 @@ class Unread:
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows [R] only, in that order."""
         places = to_host(rows)
-        self.parts = [part.of_rows(places) for part in self.parts]
+        # Other widths would be other graphs.
+        self.parts = [replace(part.of_rows(places), width=part.width) for part in self.parts]
 
 
 class LateReader(DraftSession):
