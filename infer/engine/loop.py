@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Drafter, DraftSession
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.past import Past
 from drafthead.infer.engine.planner import Planner
-from drafthead.infer.engine.prompt_groups import rows_of_passes
+from drafthead.infer.engine.prefill import prefill_drafter
 from drafthead.infer.engine.stepper import Stepper
 
 
@@ -42,39 +42,11 @@ def read_prompts(
             session = past.session
             session.commit(committed)
         else:
-            session = started(drafter, stepper.prompt_ids, stepper.prompt_lengths, committed)
+            session = prefill_drafter(
+                drafter, stepper.prompt_ids, stepper.prompt_lengths, committed
+            )
         stepper.keep_active(session)
     return session, emitted
-
-
-def started(
-    drafter: Drafter,
-    ids: torch.Tensor,  # [B, T] right-padded prompts
-    lengths: torch.Tensor,  # [B]
-    committed: Committed,  # of the pass over them
-) -> DraftSession:
-    """A session that has read the prompts, those of similar length together.
-
-    Where one prompt has 900 tokens and fifteen have 100, a drafter would read 14,400 positions with
-    padding, and 2,400 so.
-    """
-    groups = rows_of_passes(lengths, alone=False)
-    if len(groups) == 1:
-        session = drafter.start(ids, lengths)
-        session.commit(committed)
-        return session
-    parts = []
-    for group in groups:
-        part = committed.of_rows(group)
-        assert part.width is not None
-        parts.append(drafter.start(ids[group, : part.width], lengths[group]))
-        parts[-1].commit(part)
-    session, *others = parts
-    for number, other in enumerate(others, start=1):
-        session.join_rows(other, range(sum(map(len, groups[: number + 1]))))
-    back = torch.tensor([row for group in groups for row in group]).argsort()
-    session.keep_rows(back.to(lengths.device))
-    return session
 
 
 def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emitted:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.target.encoder_decoder import EncoderDecoderTarget
@@ -12,7 +13,7 @@ from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.source_cache import SourceCache
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.infer.engine.prompt_groups import rows_of_passes
+from drafthead.infer.engine.prompt_groups import places_of_rows, rows_of_passes
 
 
 def prefill(
@@ -42,10 +43,39 @@ def prefill(
         parts.append(cache.part(group))
         found.append(read_rows(target, prompts, own, features, parts[-1], 0, chunk))
     cache.collect(parts, groups, room)
-    back = torch.tensor([row for group in groups for row in group]).argsort()
+    back = places_of_rows(groups)
     wide = [part.map(lambda states: padded_to(width, states)) for part, _ in found]
     hidden = torch.cat([hidden for _, hidden in found])
     return concatenated(wide, dim=0).map(lambda states: states[back]), hidden[back]
+
+
+def prefill_drafter(
+    drafter: Drafter,
+    ids: torch.Tensor,  # [B, T] right-padded prompts
+    lengths: torch.Tensor,  # [B]
+    committed: Committed,  # of the pass over them
+) -> DraftSession:
+    """A session that has read the prompts, those of similar length together.
+
+    Where one prompt has 900 tokens and fifteen have 100, padding would make them 14,400 positions,
+    and groups make them 2,400.
+    """
+    groups = rows_of_passes(lengths, alone=False)
+    if len(groups) == 1:
+        session = drafter.start(ids, lengths)
+        session.commit(committed)
+        return session
+    sessions = []
+    for group in groups:
+        part = committed.of_rows(group)
+        assert part.width is not None
+        sessions.append(drafter.start(ids[group, : part.width], lengths[group]))
+        sessions[-1].commit(part)
+    joined, *others = sessions
+    for number, other in enumerate(others, start=1):
+        joined.join_rows(other, range(sum(map(len, groups[: number + 1]))))
+    joined.keep_rows(places_of_rows(groups).to(lengths.device))
+    return joined
 
 
 def read_rows(

@@ -52,3 +52,8 @@ def rows_of_passes(unread: torch.Tensor, alone: bool) -> list[list[int]]:
     if len(rows) == 1 or unread.device.type not in PASS_COST:
         return [[*rows]]
     return prompt_groups(to_host(unread), PASS_COST[unread.device.type])
+
+
+def places_of_rows(groups: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Where each row is once the groups follow each other [B]: after 2 0 and 1, row 0 is at 1."""
+    return torch.tensor([row for group in groups for row in group]).argsort()

@@ -38,6 +38,5 @@ def parted(
             f"data.validation_share={share} leaves {len(left)} conversations to train on and "
             f"{len(apart)} to measure on, of {len(rows.sequences)}: choose another share"
         )
-    return pack_sequences(left, config.max_length, seed), pack_sequences(
-        apart, config.max_length, 0
-    )
+    held_out = pack_sequences(apart, config.max_length, 0)
+    return pack_sequences(left, config.max_length, seed), held_out

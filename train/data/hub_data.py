@@ -1,12 +1,12 @@
 """Data sets of the hub, read as they arrive: a limit of rows needs no download of the others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetBuilder, IterableDataset, load_dataset_builder
+from datasets import DatasetBuilder, load_dataset_builder
 from huggingface_hub.errors import HTTPError
 
 from drafthead.heads.errors import UserError
@@ -46,7 +46,7 @@ class HubData:
         with _readable(self.source):
             yield from self._data()
 
-    def _data(self) -> IterableDataset:
+    def _data(self) -> Iterable[Values]:
         if Path(self.builder.cache_dir).exists():
             return self.builder.as_dataset(self.split)
         return self.builder.as_streaming_dataset(self.split)
