@@ -99,5 +99,8 @@ def timing_note(timed: int, batch: int, is_stored: bool, file: Path) -> str:
     if timed != batch:
         rows += f" (the planner's choice for a batch of {batch})"
     when = "timed by an earlier run, --fresh times again" if is_stored else "timed now"
-    tokens = TIMING_SETTINGS.prompt_tokens
-    return f"steps of {rows} after {tokens} prompt tokens, {when}: {file}"
+    tokens, enough = TIMING_SETTINGS.prompt_tokens, TIMING_SETTINGS.enough_seconds
+    return (
+        f"steps of {rows} after {tokens} prompt tokens, {when}: {file}; where that takes more than "
+        f"{enough:g} s, the times of large trees that cannot win follow from those of smaller ones"
+    )
