@@ -313,7 +313,7 @@ def has_kernels() -> bool:
     """Whether our own kernels can be compiled for this processor, by this version of torch."""
     try:
         # Importing them takes seconds, is needed only here, and makes them known to torch.
-        from drafthead.heads.graphs.kernels import linear
+        from drafthead.heads.graphs.kernels.instructions import instructions
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "
@@ -321,7 +321,7 @@ def has_kernels() -> bool:
             stacklevel=2,
         )
         return False
-    return linear.has_kernel()
+    return instructions() is not None
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

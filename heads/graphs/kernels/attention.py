@@ -1,4 +1,4 @@
-"""Attention of few queries over a long cache, for processors with AVX512-BF16.
+"""Attention of few queries over a long cache.
 
 torch's kernel for CPUs is made for blocks of queries: for a token tree it spends most of its time
 on setting up small matrix products. Here one function works through the queries that share a head
@@ -8,8 +8,9 @@ of keys sixteen at a time::
     weights[r]    = exp(scores[r] - max_s scores[r, s])        float32
     output[r]     = sum_s bfloat16(weights[r, s]) value[s] / sum_s weights[r, s]
 
-As in torch's kernel, weights are rounded to bfloat16 before they are multiplied with the values. A
-query's sums are taken in the order of the columns and do not depend on the other queries.
+As in torch's kernel, weights are rounded to bfloat16 before they are multiplied with the values;
+with AVX2 they stay in float32, and four keys are multiplied at once. A query's sums are taken in
+the order of the columns and do not depend on the other queries.
 """
 
 import torch

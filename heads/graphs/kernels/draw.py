@@ -1,4 +1,4 @@
-"""Drawing the target's own tokens along a tree, for processors with AVX512.
+"""Drawing the target's own tokens along a tree.
 
 torch writes out the probabilities, random numbers of the whole vocabulary and, for top-p, a sorted
 copy, for every node of the tree. Here only the nodes on the accepted path are drawn. The largest

@@ -1,9 +1,10 @@
-"""Matrix products of few bfloat16 rows, for processors with AVX512-BF16.
+"""Matrix products of few bfloat16 rows.
 
 Decoding multiplies each weight matrix with one row, or with one row a tree node, so a pass is as
 fast as weights come from memory. oneDNN, which torch calls by default, spends about 20 us on each
 call and reads at half of the memory's speed. Here weights are packed once in the order in which
-they are read, and one function multiplies up to twelve rows at a time with a block of 32 columns.
+they are read, and one function multiplies up to twelve rows at a time with a block of 32 columns;
+with AVX2, which has half as many registers of half the width, six rows with 16 columns, in float32.
 
 Weights of drafts, and of targets of the type int7, are packed in bytes: seven bits each, and a
 scale for each column. Half as much is read; what a draft guesses changes no answer.
@@ -15,7 +16,6 @@ bits in a pass over one token as in a pass over a tree.
 from collections.abc import Sequence
 
 import torch
-from torch._inductor.cpu_vec_isa import VecAVX512VNNI, pick_vec_isa
 from torch._inductor.lowering import register_lowering
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,14 +34,6 @@ CALL = """
 # Packed weights by the first of them: the graphs of a model share one copy.
 packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 memory = HugePages()
-
-
-def has_kernel() -> bool:
-    """Whether this processor runs the kernel below and has nothing better (such as AMX)."""
-    return (
-        torch.cpu.get_capabilities().get("avx512_bf16", False)
-        and type(pick_vec_isa()) is VecAVX512VNNI
-    )
 
 
 @torch.library.custom_op("drafthead::pack", mutates_args=())

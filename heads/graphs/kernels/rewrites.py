@@ -49,7 +49,7 @@ class Rewrites(CustomGraphPass):
     def uuid(self) -> Any:
         """Compiled code of another version of the kernels is not to be taken from torch's cache."""
         folder = Path(__file__).parent
-        files = *folder.glob("*.py"), *folder.glob("source/*.h")
+        files = *folder.glob("*.py"), *folder.glob("source/**/*.h")
         return get_hash_for_files(tuple(sorted(map(str, files))))
 
 

@@ -13,6 +13,8 @@ from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.lowering import lowerings
 from torch._inductor.utils import parallel_num_threads
 
+from drafthead.heads.graphs.kernels.instructions import instructions
+
 SOURCE = Path(__file__).parent / "source"
 KERNEL = """
 {{template.header().getvalue()}}
@@ -76,9 +78,15 @@ class KernelTemplate(CppTemplate):
 
 
 def text_of(name: str) -> str:
-    """The text of a file of `source/`, with that of the files that it includes."""
+    """The text of a file of `source/`, with that of the files that it includes.
+
+    Those that are not there are in a folder for the processor's instructions.
+    """
     # Not the path of a header: torch's cache of compiled code would not notice that it changes.
-    text = (SOURCE / name).read_text()
+    path = SOURCE / name
+    if not path.exists():
+        path = SOURCE / str(instructions()) / name
+    text = path.read_text()
     return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
 
 

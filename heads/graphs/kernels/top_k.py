@@ -1,8 +1,8 @@
-"""The few largest of many numbers, for processors with AVX512.
+"""The few largest of many numbers.
 
 torch sorts a good part of a row to find its eight best of thousands, and prepares for longer than
-it sorts. Here a row is compared with the last of its best so far, sixteen numbers at a time, and
-hardly any is larger.
+it sorts. Here a row is compared with the last of its best so far, eight or sixteen numbers at a
+time, and hardly any is larger.
 """
 
 import torch

@@ -25,7 +25,7 @@ def exact(make_target) -> Target:
 def compiled(exact) -> CompiledTarget:
     found = CompiledTarget(Target(copy.deepcopy(exact.model).to(torch.bfloat16)))
     if not found.reads_rows_alone:
-        pytest.skip("this processor does not compute in bfloat16 by AVX512")
+        pytest.skip("there are no kernels for this processor")
     return found
 
 

@@ -1,45 +1,12 @@
 #ifndef DRAFTHEAD_DRAW
 #define DRAFTHEAD_DRAW
-#include "common.h"
-#include <cmath>
+#include "masses.h"
+#include "race.h"
+#include <algorithm>
+#include <limits>
 #include <vector>
 
 namespace {
-// See `arrival_times` and `race` in heads/sampling.py.
-constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9,
-                   MIX_2 = 0x94D049BB133111EB;
-
-inline float uniform(uint64_t key, int64_t token) {
-    uint64_t bits = (key + uint64_t(token) + 1) * GOLDEN;
-    bits = (bits ^ (bits >> 30)) * MIX_1;
-    bits = (bits ^ (bits >> 27)) * MIX_2;
-    bits ^= bits >> 31;
-    return float(int64_t(bits >> 1)) * 0x1p-63f + 0x1p-64f;
-}
-
-// Those of eight tokens; `bits` is that of the scalar version before it is mixed.
-inline __m256 uniforms(__m512i bits) {
-    bits = _mm512_xor_si512(bits, _mm512_srli_epi64(bits, 30));
-    bits = _mm512_mullo_epi64(bits, _mm512_set1_epi64(int64_t(MIX_1)));
-    bits = _mm512_xor_si512(bits, _mm512_srli_epi64(bits, 27));
-    bits = _mm512_mullo_epi64(bits, _mm512_set1_epi64(int64_t(MIX_2)));
-    bits = _mm512_xor_si512(bits, _mm512_srli_epi64(bits, 31));
-    const __m256 numbers = _mm512_cvtepi64_ps(_mm512_srli_epi64(bits, 1));
-    return _mm256_add_ps(_mm256_mul_ps(numbers, _mm256_set1_ps(0x1p-63f)),
-                         _mm256_set1_ps(0x1p-64f));
-}
-
-// The token that is fastest so far.
-struct Race {
-    float speed = 0;
-    int64_t token = -1;
-
-    void enter(int64_t other, float mass, float uniform) {
-        const float time = -std::log1p(-std::min(uniform, 1 - 0x1p-24f));
-        if (mass / time > speed) speed = mass / time, token = other;
-    }
-};
-
 struct Candidate {
     float logit, mass;
     int64_t token;
@@ -65,25 +32,7 @@ struct Row {
 
     Row(const logit_t* logits, int64_t size, const Settings& settings, std::vector<float>& masses)
         : logits(logits), size(size), settings(settings), masses(masses) {
-        __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        for (int64_t start = 0; start < size; start += 16) {
-            const auto some = first(size - start);
-            most = _mm512_mask_max_ps(most, some, most, load(logits + start, some));
-        }
-        const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-        const __m512 temperature = _mm512_set1_ps(settings.temperature);
-        __m512d low = _mm512_setzero_pd(), high = low;
-        masses.resize((size + 15) / 16 * 16);
-        for (int64_t start = 0; start < size; start += 16) {
-            const auto some = first(size - start);
-            const __m512 below = _mm512_sub_ps(load(logits + start, some), largest);
-            const at::vec::Vectorized<float> scaled = _mm512_div_ps(below, temperature);
-            const __m512 mass = _mm512_maskz_mov_ps(some, scaled.exp());
-            _mm512_storeu_ps(&masses[start], mass);
-            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(mass)));
-            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(mass, 1)));
-        }
-        total = _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+        total = weigh_all(logits, size, settings.temperature, masses);
     }
 
     // The token that wins the race; -1, which is NO_TOKEN, where the logits describe no
@@ -98,31 +47,7 @@ struct Row {
             }
             return race.token;
         }
-        return winner(key);
-    }
-
-    // Of all tokens.
-    int64_t winner(uint64_t key) const {
-        Race race;
-        const __m512i step = _mm512_set1_epi64(int64_t(8 * GOLDEN));
-        const __m512i numbers = _mm512_set_epi64(8, 7, 6, 5, 4, 3, 2, 1);
-        __m512i bits = _mm512_add_epi64(
-            _mm512_set1_epi64(int64_t(key * GOLDEN)),
-            _mm512_mullo_epi64(numbers, _mm512_set1_epi64(int64_t(GOLDEN))));
-        for (int64_t start = 0; start < size; start += 8, bits = _mm512_add_epi64(bits, step)) {
-            const __m256 mass = _mm256_loadu_ps(&masses[start]), u = uniforms(bits);
-            // No time is shorter than its uniform number.
-            const __m256 bound = _mm256_mul_ps(u, _mm256_set1_ps(race.speed));
-            unsigned faster = _mm256_cmp_ps_mask(mass, bound, _CMP_GT_OQ);
-            if (!faster) continue;
-            alignas(32) float eight[8];
-            _mm256_store_ps(eight, u);
-            for (; faster; faster &= faster - 1) {
-                const int64_t i = __builtin_ctz(faster);
-                race.enter(start + i, masses[start + i], eight[i]);
-            }
-        }
-        return race.token;
+        return winner(masses, size, key);
     }
 
     // The tokens that top-k, then top-p and then min-p leave; see `kept_of_sorted`.
@@ -154,8 +79,8 @@ struct Row {
         float bound = 1;  // the mass of the largest
         while (bound > 0 && !reaches(bound)) bound /= 2;
         std::vector<Candidate> found;
-        for (int64_t start = 0; start < size; start += 16) {
-            unsigned above = within(start, bound);
+        for (int64_t start = 0; start < size; start += LANES) {
+            unsigned above = within(masses, size, start, bound);
             for (; above; above &= above - 1) {
                 const int64_t token = start + __builtin_ctz(above);
                 found.push_back({float(logits[token]), masses[token], token});
@@ -164,27 +89,14 @@ struct Row {
         return found;
     }
 
-    // Which of sixteen tokens have at least the mass `bound`.
-    __mmask16 within(int64_t start, float bound) const {
-        const __m512 sixteen = _mm512_loadu_ps(&masses[start]);
-        return _mm512_mask_cmp_ps_mask(first(size - start), sixteen, _mm512_set1_ps(bound),
-                                       _CMP_GE_OQ);
-    }
-
     // Whether no filter keeps a token of less mass than `bound`.
     bool reaches(float bound) const {
         const bool has_top_k = settings.top_k < size;
         if (!has_top_k && settings.top_p >= 1) return bound <= settings.min_p;
-        int64_t count = 0;
-        __m512 mass = _mm512_setzero_ps();
-        for (int64_t start = 0; start < size; start += 16) {
-            const auto some = within(start, bound);
-            count += __builtin_popcount(some);
-            mass = _mm512_mask_add_ps(mass, some, mass, _mm512_loadu_ps(&masses[start]));
-        }
-        if (has_top_k) return count >= settings.top_k;
+        const Within kept = all_within(masses, size, bound);
+        if (has_top_k) return kept.count >= settings.top_k;
         // Rounding of the sum must not end the search too early.
-        return _mm512_reduce_add_ps(mass) > settings.top_p * total * (1 + 1e-4);
+        return kept.mass > settings.top_p * total * (1 + 1e-4);
     }
 };
 

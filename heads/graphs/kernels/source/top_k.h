@@ -1,6 +1,6 @@
 #ifndef DRAFTHEAD_TOP_K
 #define DRAFTHEAD_TOP_K
-#include "common.h"
+#include "numbers.h"
 
 namespace {
 // places [rows, count] of the largest of each row of x [rows, size], for up to MOST of them
@@ -22,11 +22,8 @@ void top(const float* x, int64_t rows, int64_t size, int64_t* places, int64_t co
             best[rank] = place;
         };
         for (int64_t place = 0; place < count; ++place) insert(place, place);
-        for (int64_t start = count; start < size; start += 16) {
-            const auto some = first(size - start);
-            const __m512 last = _mm512_set1_ps(values[count - 1]);
-            const __m512 numbers = load(row + start, some);
-            for (unsigned larger = _mm512_mask_cmp_ps_mask(some, numbers, last, _CMP_GT_OQ); larger;
+        for (int64_t start = count; start < size; start += LANES) {
+            for (unsigned larger = above(row + start, size - start, values[count - 1]); larger;
                  larger &= larger - 1) {
                 const int64_t place = start + __builtin_ctz(larger);
                 // Of several larger numbers, the first may have raised the bar for the others.

@@ -3,7 +3,9 @@
 // for all; then 32 scales in float32. A weight is scale * (128 + v - ZERO).
 #ifndef DRAFTHEAD_MULTIPLY
 #define DRAFTHEAD_MULTIPLY
-#include "common.h"
+#include "ahead.h"
+#include "numbers.h"
+#include <vector>
 
 namespace {
 // Few rows wait for memory, which the processor then reads ahead by itself: asking as well takes a
@@ -11,10 +13,11 @@ namespace {
 template <bool IN_BYTES>
 constexpr int FEW = IN_BYTES ? 2 : 6;
 constexpr float ZERO = 192;
+// Sums of 12 rows and 32 columns fill 24 of the 32 registers.
+constexpr int MOST_ROWS = 12, GROUP_ROWS = 8;
 
-// Values of one block of 32 columns, counted in bfloat16.
-template <bool IN_BYTES>
-inline int64_t block_size(int64_t inner) { return IN_BYTES ? 16 * inner + 64 : 32 * inner; }
+// How far before they are needed weights are fetched.
+inline int64_t distance_of(int64_t) { return 128 * 32; }
 
 // Sums over each row of x [rows, inner], which blocks in bytes need.
 inline std::vector<float> sums_of(const at::BFloat16* x, int64_t rows, int64_t inner) {
@@ -29,14 +32,19 @@ inline std::vector<float> sums_of(const at::BFloat16* x, int64_t rows, int64_t i
     return sums;
 }
 
-// What products fetch for those that follow: `lines` cache lines from `start` on for every eight
-// values of x, of which there is one line each.
-struct Ahead {
-    const at::BFloat16* start;
-    int lines;
+// Rows of x [rows, inner] and, for blocks in bytes, their sums.
+template <bool IN_BYTES>
+struct Factors {
+    const at::BFloat16* x;
+    int64_t inner;
+    std::vector<float> sums;
 
-    // What the next product goes on with, after one of `inner` values of x.
-    Ahead after(int64_t inner) const { return {start + inner / 8 * lines * 32, lines}; }
+    Factors(const at::BFloat16* x, int64_t rows, int64_t inner) : x(x), inner(inner) {
+        if constexpr (IN_BYTES) sums = sums_of(x, rows, inner);
+    }
+
+    const at::BFloat16* row(int64_t r) const { return x + r * inner; }
+    const float* totals(int64_t r) const { return sums.data() + r; }
 };
 
 // out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. For blocks in bytes,
@@ -98,28 +106,6 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const float* totals,
     }
     c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
         store(sums[i], out + i / 2 * size + i % 2 * 16, some[i % 2]);
-    });
-}
-
-// f(first row, number of rows as a constant, what to fetch) for groups of rows that are multiplied
-// with `values` weights together.
-template <bool IN_BYTES, typename F>
-inline void in_groups_ahead(int64_t rows, const at::BFloat16* weights, int64_t values, const F& f) {
-    // Sums of 12 rows and 32 columns fill 24 of the 32 registers.
-    constexpr int MOST = 12, GROUP = 8, DISTANCE = 128 * 32, LINES = IN_BYTES ? 4 : 8;
-    if (rows <= MOST) {
-        with_rows<MOST>(rows, [&](auto count) { f(0, count, Ahead{weights + DISTANCE, LINES}); });
-        return;
-    }
-    // The first group finds the weights in the cache. All groups fetch a part of the next weights,
-    // so that memory is read all the time.
-    const int64_t groups = (rows + GROUP - 1) / GROUP;
-    const int parts = std::min(LINES, groups >= 8 ? 8 : groups >= 4 ? 4 : 2);
-    int group = 0;
-    in_groups<GROUP>(rows, [&](int64_t r, auto count) {
-        const int lines = group < parts ? LINES / parts : 0;
-        f(r, count, Ahead{weights + values + group * (values / parts), lines});
-        ++group;
     });
 }
 }  // namespace
