@@ -6,7 +6,7 @@ before the whole configuration is checked.
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from drafthead.train.data.packing import DataConfig
 from drafthead.train.features.reading import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.folder import RunFolder, Settings
+from drafthead.train.run.precision import precision_here
 from drafthead.train.run.trainables import trainable
 
 DEFAULT_FAMILY = "medusa"
@@ -37,9 +38,9 @@ class TrainConfig:
     batch_rows: int = 16  # rows of an optimiser step, over all processes
     micro_batch_rows: int = 4  # rows that a process computes at a time
     mixed_precision: Annotated[
-        Literal["no", "bf16"],
+        Literal["auto", "no", "bf16"],
         BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
-    ] = "no"
+    ] = "no"  # `auto`: bf16 where this machine is faster in it
     seed: int = 0
     ema: float | None = None  # evaluate and write an average of weights, with this decay a step
     init_from: str | None = None  # a head of the same family and shape, whose weights to start with
@@ -152,7 +153,16 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     }
     check_names(given, sections, ["head.family"])
     built = {name: build_section(name, cls, given, path) for name, cls in sections.items()}
+    built["train"] = with_precision(built["train"], built["target"])
     return RunConfig(family=family, **built)
+
+
+def with_precision(train: TrainConfig, target: TargetConfig) -> TrainConfig:
+    """The section with `bf16` or `no` where it has `auto`; a target of 16 bits needs `bf16`."""
+    if train.mixed_precision != "auto":
+        return train
+    chosen = "bf16" if target.dtype in NARROW else precision_here(train.cpu)
+    return replace(train, mixed_precision=chosen)
 
 
 def read_yaml(path: Path) -> dict[str, Given]:

@@ -70,6 +70,15 @@ def test_an_override_replaces_one_budget_by_another(load):
     assert (config.train.max_steps, config.train.max_minutes) == (None, 1.5)
 
 
+@pytest.mark.parametrize(("dtype", "chosen"), [("auto", "no"), ("bfloat16", "bf16")])
+def test_auto_precision_is_that_of_the_machine_or_of_a_narrow_target(
+    load, monkeypatch, dtype: str, chosen: str
+):
+    monkeypatch.setattr("drafthead.train.run.config.precision_here", lambda cpu: "no")
+    found = load(RUN, "train.mixed_precision=auto", f"target.dtype={dtype}")
+    assert found.train.mixed_precision == chosen
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

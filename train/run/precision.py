@@ -1,7 +1,8 @@
-"""Whether a processor is faster in bfloat16, as training takes it to be."""
+"""Whether a processor is faster in bfloat16: `train.mixed_precision=auto` asks, and a warning."""
 
 import logging
 import time
+from typing import Literal
 
 import torch
 
@@ -9,6 +10,21 @@ logger = logging.getLogger(__name__)
 
 SIZE, REPEATS = 1024, 3
 WORTH_SAYING = 1.3
+# torch's names of instructions that multiply bfloat16 numbers: of x86, and of Arm.
+INSTRUCTIONS = "avx512_bf16", "amx_bf16", "bf16"
+
+
+def precision_here(cpu: bool) -> Literal["no", "bf16"]:
+    """`bf16` where a run computes faster in it, else `no`; with `cpu` it uses no GPU.
+
+    GPUs do, and processors with instructions for it. Others convert each number, which takes many
+    times as long. What is measured could differ between the processes of a run, or from the run
+    that it continues.
+    """
+    if torch.accelerator.is_available() and not cpu:
+        return "bf16"
+    found = torch.cpu.get_capabilities()
+    return "bf16" if any(found.get(name, False) for name in INSTRUCTIONS) else "no"
 
 
 def product_seconds(dtype: torch.dtype) -> float:

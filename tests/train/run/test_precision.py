@@ -1,9 +1,9 @@
-"""The warning about a processor that is slower in bfloat16."""
+"""Which numbers a run computes with, and what is said where bfloat16 is slower."""
 
 import pytest
 import torch
 
-from drafthead.train.learning import precision
+from drafthead.train.run import precision
 
 CPU = torch.device("cpu")
 
@@ -27,3 +27,21 @@ def test_nothing_is_said_where_it_would_not_help(monkeypatch, caplog, bfloat16: 
 
 def test_a_product_takes_time():
     assert 0 < precision.product_seconds(torch.float32) < 60
+
+
+@pytest.mark.parametrize(
+    ("instructions", "chosen"),
+    [({"avx512_bf16": True}, "bf16"), ({"avx2": True, "amx_bf16": False}, "no"), ({}, "no")],
+)
+def test_auto_is_bf16_on_processors_that_have_instructions_for_it(
+    monkeypatch, instructions: dict[str, bool], chosen: str
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    assert precision.precision_here(cpu=True) == chosen
+
+
+def test_auto_is_bf16_on_gpus_unless_none_is_to_be_used(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert precision.precision_here(cpu=False) == "bf16"
+    assert precision.precision_here(cpu=True) == "no"
