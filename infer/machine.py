@@ -11,15 +11,26 @@ import torch
 
 
 def processor_name() -> str:
-    """The GPU's name if there is one, else the CPU's."""
+    """The GPU's name if there is one, else the CPU's and its instructions.
+
+    One name may stand for several generations: an "AMD EPYC" may multiply bfloat16 numbers or not.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
         if model:
-            return model.group(1).strip()
-    return platform.processor() or platform.machine()
+            return f"{model.group(1).strip()} ({instructions()})"
+    return f"{platform.processor() or platform.machine()} ({instructions()})"
+
+
+def instructions() -> str:
+    """The widest instructions that torch uses on this CPU, as `AVX512-BF16`."""
+    found = torch.cpu.get_capabilities()
+    extensions = {"amx_bf16": "AMX", "avx512_bf16": "BF16"}
+    best = [name for key, name in extensions.items() if found.get(key, False)]
+    return "-".join([torch.backends.cpu.get_cpu_capability(), *best[:1]])
 
 
 def describe_machine() -> dict[str, str | int]:
