@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("--draft-model")
     parser.add_argument("--lookup", action="store_true")
     parser.add_argument("--datastore")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
     decoder = Decoder.from_pretrained(
@@ -23,7 +24,7 @@ def main() -> None:
         options.head,
         options.draft_model,
         options.lookup,
-        dtype="bfloat16",
+        dtype=options.dtype,
         compile=not options.eager,
         datastore=options.datastore,
     )

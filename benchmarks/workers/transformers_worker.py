@@ -13,12 +13,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--assistant")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lookup", action="store_true")
     options = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype)
     speculation = {"prompt_lookup_num_tokens": 4} if options.lookup else {}
     if options.assistant:
-        assistant = AutoModelForCausalLM.from_pretrained(options.assistant, dtype=torch.bfloat16)
+        assistant = AutoModelForCausalLM.from_pretrained(options.assistant, dtype=options.dtype)
         speculation = {"assistant_model": assistant}
     ends = torch.tensor(model.generation_config.eos_token_id).view(-1).tolist()
 

@@ -11,12 +11,13 @@ def main() -> None:
     """Load the model and answer jobs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--speculative", help="JSON, such as the method and the head's folder")
     options = parser.parse_args()
     speculative = json.loads(options.speculative) if options.speculative else None
     model = vllm.LLM(
         options.target,
-        dtype="bfloat16",
+        dtype=options.dtype,
         max_model_len=2048,
         max_num_seqs=64,
         gpu_memory_utilization=0.2,  # of all memory, without a GPU too: others run beside it

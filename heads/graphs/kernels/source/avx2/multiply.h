@@ -125,11 +125,12 @@ inline void multiply(const float* x, int64_t inner, const float* totals,
                      const at::BFloat16* block, const at::BFloat16* bias, at::BFloat16* out,
                      int64_t size, int columns, Ahead ahead) {
     constexpr int C = R <= 2 ? 4 : 2;
-    if constexpr (C == 2) ahead.lines /= 2;  // at each time
     for (int first = 0; first < 32; first += 8 * C) {
+        const int left = (32 - first) / (8 * C);  // times, each of which fetches its share
+        const Ahead now{ahead.start, (ahead.lines + left - 1) / left};
         multiply_columns<R, C, IN_BYTES>(first, x, inner, totals, block, bias, out, size, columns,
-                                         ahead);
-        ahead = ahead.after(inner);
+                                         now);
+        ahead = {now.after(inner).start, ahead.lines - now.lines};
     }
 }
 }  // namespace
