@@ -18,6 +18,7 @@ from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.processor import tell_of_slow_bfloat16
 from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.vocabulary import vocabulary_of
@@ -515,6 +516,8 @@ def decoder_for(
     if compile:
         target.refuse_encoder("compile")
         target.check_compilable()
+    else:
+        tell_of_slow_bfloat16(target.device, target.dtype)
     if compile and not isinstance(target, CompiledTarget):
         target = CompiledTarget(target)
     if drafter is None:

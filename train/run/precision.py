@@ -6,25 +6,22 @@ from typing import Literal
 
 import torch
 
+from drafthead.heads.processor import multiplies_bfloat16
+
 logger = logging.getLogger(__name__)
 
 SIZE, REPEATS = 1024, 3
 WORTH_SAYING = 1.3
-# torch's names of instructions that multiply bfloat16 numbers: of x86, and of Arm.
-INSTRUCTIONS = "avx512_bf16", "amx_bf16", "bf16"
 
 
 def precision_here(cpu: bool) -> Literal["no", "bf16"]:
     """`bf16` where a run computes faster in it, else `no`; with `cpu` it uses no GPU.
 
-    GPUs do, and processors with instructions for it. Others convert each number, which takes many
-    times as long. What is measured could differ between the processes of a run, or from the run
-    that it continues.
+    GPUs do, and processors with instructions for it. What is measured could differ between the
+    processes of a run, or from the run that it continues.
     """
-    if torch.accelerator.is_available() and not cpu:
-        return "bf16"
-    found = torch.cpu.get_capabilities()
-    return "bf16" if any(found.get(name, False) for name in INSTRUCTIONS) else "no"
+    on_gpu = torch.accelerator.is_available() and not cpu
+    return "bf16" if on_gpu or multiplies_bfloat16() else "no"
 
 
 def product_seconds(dtype: torch.dtype) -> float:

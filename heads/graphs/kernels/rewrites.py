@@ -26,6 +26,7 @@ from drafthead.heads.graphs.kernels import (  # noqa: F401
     move_columns,
     top_k,
 )
+from drafthead.heads.graphs.kernels.instructions import instructions
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.drafthead
 # torch's code generator takes sines and cosines for cheap and computes them wherever they are read:
@@ -47,10 +48,12 @@ class Rewrites(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        """Compiled code of another version of the kernels is not to be taken from torch's cache."""
+        """Compiled code of other kernels is not to be taken from torch's cache: of another version,
+        or for another processor that reads the same folder.
+        """
         folder = Path(__file__).parent
         files = *folder.glob("*.py"), *folder.glob("source/**/*.h")
-        return get_hash_for_files(tuple(sorted(map(str, files))))
+        return get_hash_for_files(tuple(sorted(map(str, files))), extra=str(instructions()))
 
 
 def join_products(graph: torch.fx.Graph) -> None:

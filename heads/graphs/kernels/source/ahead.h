@@ -19,10 +19,10 @@ struct Ahead {
 };
 
 // f(first row, number of rows as a constant, what to fetch) for groups of rows that are multiplied
-// with `values` weights together.
+// with `values` weights together. Where one group is all, it fetches what is `distance` values away.
 template <bool IN_BYTES, int MOST, int GROUP, typename F>
-inline void in_groups_ahead(int64_t rows, const at::BFloat16* weights, int64_t values, int64_t distance,
-                            const F& f) {
+inline void in_groups_ahead(int64_t rows, const at::BFloat16* weights, int64_t values,
+                            int64_t distance, const F& f) {
     constexpr int LINES = IN_BYTES ? 4 : 8;
     if (rows <= MOST) {
         const Ahead ahead{weights + distance, LINES};

@@ -14,7 +14,8 @@ void gated(const at::BFloat16* x, const at::BFloat16* packed, at::BFloat16* out,
     for (int64_t start = 0; start < size; start += 32) {
         const auto* block = packed + start / 16 * values;
         in_groups_ahead<IN_BYTES, MOST_ROWS, GROUP_ROWS>(
-            rows, block, 2 * values, distance_of(2 * values), [&](int64_t r, auto count, Ahead ahead) {
+            rows, block, 2 * values, distance_of(2 * values),
+            [&](int64_t r, auto count, Ahead ahead) {
                 at::BFloat16 gate[count() * 32], up[count() * 32];
                 multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r), block,
                                             nullptr, gate, 32, 32, ahead);
