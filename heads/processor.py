@@ -7,23 +7,28 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# torch's names of instructions that multiply bfloat16 numbers: of x86, and of Arm.
-INSTRUCTIONS = "avx512_bf16", "amx_bf16", "bf16"
+# Instructions that multiply bfloat16 numbers, by torch's name, the best first: of x86, and of Arm.
+BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "BF16", "bf16": "BF16"}
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16 numbers.
+def instructions() -> str:
+    """The widest instructions that torch uses, and those for bfloat16, as `AVX512-BF16`."""
+    return "-".join([torch.backends.cpu.get_cpu_capability(), *bfloat16_instructions()[:1]])
 
-    Without them torch converts each number, which takes about ten times as long as float32.
+
+def bfloat16_instructions() -> list[str]:
+    """Those that multiply bfloat16 numbers, the best first.
+
+    Without any torch converts each number, so that products take many times as long as in float32.
     """
     found = torch.cpu.get_capabilities()
-    return any(found.get(name, False) for name in INSTRUCTIONS)
+    return [label for name, label in BFLOAT16.items() if found.get(name, False)]
 
 
 @cache
 def tell_of_slow_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
     """Say, once in a process, that uncompiled a model of this type takes long to read prompts."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16():
+    if device.type == "cpu" and dtype == torch.bfloat16 and not bfloat16_instructions():
         logger.warning(
             "this processor has no instructions for bfloat16, so prompts are read many times more "
             "slowly than in float32: compile (--compile), which has kernels for it, or use float32 "

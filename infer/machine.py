@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from drafthead.heads.processor import instructions
+
 
 def processor_name() -> str:
     """The GPU's name if there is one, else the CPU's and its instructions.
@@ -23,14 +25,6 @@ def processor_name() -> str:
         if model:
             return f"{model.group(1).strip()} ({instructions()})"
     return f"{platform.processor() or platform.machine()} ({instructions()})"
-
-
-def instructions() -> str:
-    """The widest instructions that torch uses on this CPU, as `AVX512-BF16`."""
-    found = torch.cpu.get_capabilities()
-    extensions = {"amx_bf16": "AMX", "avx512_bf16": "BF16"}
-    best = [name for key, name in extensions.items() if found.get(key, False)]
-    return "-".join([torch.backends.cpu.get_cpu_capability(), *best[:1]])
 
 
 def describe_machine() -> dict[str, str | int]:

@@ -3,10 +3,15 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from drafthead.heads.graphs.substitutions import always
+from drafthead.heads.processor import bfloat16_instructions
+from drafthead.heads.substitution import Substituting, Substitution
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,31 @@ class OptimizerConfig:
             raise ValueError(f"warmup_ratio must lie in [0, 1], got {self.warmup_ratio}")
 
 
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon, which orthogonalises in bfloat16, in float32 instead.
+
+    For processors without instructions for bfloat16: there the optimizer took nine tenths of a
+    step.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        """One step, with arguments and value as torch has them."""
+        with Substituting([IN_FLOAT32]):
+            return super().step(closure)
+
+
+# What torch's Muon does with a gradient first; the copy is changed in place.
+IN_FLOAT32 = Substitution(
+    torch.Tensor.bfloat16, partial(torch.Tensor.to, dtype=torch.float32, copy=True), always
+)
+
+
+def muon_for(device: torch.device) -> type[torch.optim.Muon]:
+    """The Muon for parameters on a device."""
+    is_slow = device.type == "cpu" and not bfloat16_instructions()
+    return Float32Muon if is_slow else torch.optim.Muon
+
+
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether Muon applies: a matrix that is neither an embedding nor an output projection."""
     is_table = any(part in name for part in ("embed", "lm_head", "output"))
@@ -56,7 +86,8 @@ def build_optimizers(
     decay = config.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=decay))
+        muon = muon_for(matrices[0].device)
+        optimizers.append(muon(matrices, lr=config.muon_lr, weight_decay=decay))
     if rest:
         optimizers.append(
             torch.optim.AdamW(rest, lr=config.lr, betas=config.betas, weight_decay=decay)

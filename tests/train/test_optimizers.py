@@ -6,9 +6,11 @@ from torch import nn
 
 from drafthead.train.learning.duration import Duration
 from drafthead.train.optimizers import (
+    Float32Muon,
     OptimizerConfig,
     build_optimizers,
     lr_share,
+    muon_for,
     set_learning_rates,
 )
 from drafthead.train.run.config import TrainConfig
@@ -36,11 +38,46 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     owners = trained_by(build_optimizers(net.named_parameters(), OptimizerConfig("muon")), net)
     assert owners == {
         "embed.weight": "AdamW",
-        "block.weight": "Muon",
+        "block.weight": muon_for(torch.device("cpu")).__name__,
         "block.bias": "AdamW",
         "output.weight": "AdamW",
         "output.bias": "AdamW",
     }
+
+
+@pytest.mark.parametrize(
+    ("device", "instructions", "expected"),
+    [
+        ("cpu", {"avx2": True}, Float32Muon),
+        ("cpu", {"avx512_bf16": True}, torch.optim.Muon),
+        ("cuda", {"avx2": True}, torch.optim.Muon),
+    ],
+)
+def test_muon_is_that_of_the_processor(monkeypatch, device: str, instructions, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    assert muon_for(torch.device(device)) is expected
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6)])
+def test_muon_in_float32_makes_the_update_of_muon_without_its_rounding(shape: tuple[int, int]):
+    """Beside torch's formula in float64."""
+    torch.manual_seed(0)
+    gradient = torch.randn(shape)
+    steps = {}
+    for kind in (torch.optim.Muon, Float32Muon):
+        weight = nn.Parameter(torch.zeros(shape))
+        weight.grad = gradient.clone()
+        kind([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+        steps[kind] = -weight.detach() / (0.2 * 40**0.5)
+        assert torch.equal(weight.grad, gradient)
+    x = gradient.double() if shape[0] < shape[1] else gradient.double().T
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    exact = x if shape[0] < shape[1] else x.T
+    errors = {kind: float((step - exact).abs().max()) for kind, step in steps.items()}
+    assert errors[Float32Muon] < 1e-4 < errors[torch.optim.Muon] < 0.1
 
 
 def test_adamw_takes_everything_that_is_trained():

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from drafthead.heads.processor import multiplies_bfloat16
+from drafthead.heads.processor import bfloat16_instructions
 
 logger = logging.getLogger(__name__)
 
@@ -15,13 +15,13 @@ WORTH_SAYING = 1.3
 
 
 def precision_here(cpu: bool) -> Literal["no", "bf16"]:
-    """`bf16` where a run computes faster in it, else `no`; with `cpu` it uses no GPU.
+    """`bf16` on GPUs and on processors with instructions for it, else `no`; `cpu`: uses no GPU.
 
-    GPUs do, and processors with instructions for it. What is measured could differ between the
-    processes of a run, or from the run that it continues.
+    Not by measuring: that could differ between the processes of a run, or from the run that it
+    continues.
     """
     on_gpu = torch.accelerator.is_available() and not cpu
-    return "bf16" if on_gpu or multiplies_bfloat16() else "no"
+    return "bf16" if on_gpu or bfloat16_instructions() else "no"
 
 
 def product_seconds(dtype: torch.dtype) -> float:
