@@ -516,10 +516,10 @@ def decoder_for(
     if compile:
         target.refuse_encoder("compile")
         target.check_compilable()
-    else:
-        tell_of_slow_bfloat16(target.device, target.dtype)
     if compile and not isinstance(target, CompiledTarget):
         target = CompiledTarget(target)
+    if not isinstance(target, CompiledTarget):
+        tell_of_slow_bfloat16(target.device, target.dtype)
     if drafter is None:
         for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
             if value is not None:
