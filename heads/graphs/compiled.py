@@ -313,15 +313,15 @@ def has_kernels() -> bool:
     """Whether our own kernels can be compiled for this processor, by this version of torch."""
     try:
         # Importing them takes seconds, is needed only here, and makes them known to torch.
-        from drafthead.heads.graphs.kernels.instructions import instructions
+        from drafthead.heads.graphs.kernels.kernel_set import kernel_set
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "
-            "passes work, but at about half of the speed",
+            "passes work, but more slowly",
             stacklevel=2,
         )
         return False
-    return instructions() is not None
+    return kernel_set() is not None
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

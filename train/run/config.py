@@ -40,7 +40,7 @@ class TrainConfig:
     mixed_precision: Annotated[
         Literal["auto", "no", "bf16"],
         BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
-    ] = "no"  # `auto`: bf16 where this machine is faster in it
+    ] = "no"  # `auto`: bf16 on GPUs and on processors with instructions for it
     seed: int = 0
     ema: float | None = None  # evaluate and write an average of weights, with this decay a step
     init_from: str | None = None  # a head of the same family and shape, whose weights to start with

@@ -26,7 +26,7 @@ from drafthead.heads.graphs.kernels import (  # noqa: F401
     move_columns,
     top_k,
 )
-from drafthead.heads.graphs.kernels.instructions import instructions
+from drafthead.heads.graphs.kernels.kernel_set import kernel_set
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.drafthead
 # torch's code generator takes sines and cosines for cheap and computes them wherever they are read:
@@ -53,7 +53,7 @@ class Rewrites(CustomGraphPass):
         """
         folder = Path(__file__).parent
         files = *folder.glob("*.py"), *folder.glob("source/**/*.h")
-        return get_hash_for_files(tuple(sorted(map(str, files))), extra=str(instructions()))
+        return get_hash_for_files(tuple(sorted(map(str, files))), extra=str(kernel_set()))
 
 
 def join_products(graph: torch.fx.Graph) -> None:

@@ -13,7 +13,7 @@ from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.lowering import lowerings
 from torch._inductor.utils import parallel_num_threads
 
-from drafthead.heads.graphs.kernels.instructions import instructions
+from drafthead.heads.graphs.kernels.kernel_set import kernel_set
 
 SOURCE = Path(__file__).parent / "source"
 KERNEL = """
@@ -85,7 +85,7 @@ def text_of(name: str) -> str:
     # Not the path of a header: torch's cache of compiled code would not notice that it changes.
     path = SOURCE / name
     if not path.exists():
-        path = SOURCE / str(instructions()) / name
+        path = SOURCE / str(kernel_set()) / name
     text = path.read_text()
     return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
 

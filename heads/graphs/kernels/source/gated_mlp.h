@@ -1,6 +1,6 @@
 #ifndef DRAFTHEAD_GATED_MLP
 #define DRAFTHEAD_GATED_MLP
-#include "multiply.h"
+#include "products.h"
 #include "silu.h"
 
 namespace {
@@ -13,19 +13,16 @@ void gated(const at::BFloat16* x, const at::BFloat16* packed, at::BFloat16* out,
     #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t start = 0; start < size; start += 32) {
         const auto* block = packed + start / 16 * values;
-        in_groups_ahead<IN_BYTES, MOST_ROWS, GROUP_ROWS>(
-            rows, block, 2 * values, distance_of(2 * values),
-            [&](int64_t r, auto count, Ahead ahead) {
-                at::BFloat16 gate[count() * 32], up[count() * 32];
-                multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r), block,
-                                            nullptr, gate, 32, 32, ahead);
-                multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r),
-                                            block + values, nullptr, up, 32, 32,
-                                            ahead.after(inner));
-                for (int i = 0; i < 32 * count(); i += LANES) {
-                    silu_times(gate + i, up + i, out + (r + i / 32) * size + start + i % 32);
-                }
-            });
+        in_groups_ahead<IN_BYTES>(rows, block, 2 * values, [&](int64_t r, auto count, Ahead ahead) {
+            at::BFloat16 gate[count() * 32], up[count() * 32];
+            multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r), block, nullptr,
+                                        gate, 32, 32, ahead);
+            multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r), block + values,
+                                        nullptr, up, 32, 32, ahead.after(inner));
+            for (int i = 0; i < 32 * count(); i += LANES) {
+                silu_times(gate + i, up + i, out + (r + i / 32) * size + start + i % 32);
+            }
+        });
     }
 }
 }  // namespace

@@ -1,6 +1,6 @@
 #ifndef DRAFTHEAD_LINEAR
 #define DRAFTHEAD_LINEAR
-#include "multiply.h"
+#include "products.h"
 
 namespace {
 // out [rows, size] = x [rows, inner] weight^T + bias
@@ -14,11 +14,10 @@ void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat1
         const auto* block = packed + start / 32 * values;
         const auto* biases = bias ? bias + start : nullptr;
         const int columns = std::min<int64_t>(32, size - start);
-        in_groups_ahead<IN_BYTES, MOST_ROWS, GROUP_ROWS>(
-            rows, block, values, distance_of(values), [&](int64_t r, auto count, Ahead ahead) {
-                multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r), block, biases,
-                                            out + r * size + start, size, columns, ahead);
-            });
+        in_groups_ahead<IN_BYTES>(rows, block, values, [&](int64_t r, auto count, Ahead ahead) {
+            multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r), block, biases,
+                                        out + r * size + start, size, columns, ahead);
+        });
     }
 }
 }  // namespace

@@ -1,8 +1,7 @@
 #ifndef DRAFTHEAD_RACE
 #define DRAFTHEAD_RACE
-#include "numbers.h"
+#include "common.h"
 #include <cmath>
-#include <vector>
 
 namespace {
 // See `arrival_times` and `race` in heads/sampling.py.
@@ -26,6 +25,17 @@ struct Race {
         const float time = -std::log1p(-std::min(uniform, 1 - 0x1p-24f));
         if (mass / time > speed) speed = mass / time, token = other;
     }
+
+    // Those of eight tokens from `start` on whose bit is set.
+    void enter_some(unsigned some, int64_t start, const float* masses, const float* uniforms) {
+        for (; some; some &= some - 1) {
+            const int64_t i = __builtin_ctz(some);
+            enter(start + i, masses[i], uniforms[i]);
+        }
+    }
 };
+
+// How many tokens have at least some mass, and the sum of their masses.
+struct Within { int64_t count; float mass; };
 }  // namespace
 #endif

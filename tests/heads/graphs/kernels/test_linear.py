@@ -118,6 +118,21 @@ def test_products_equal_float64_up_to_the_rounding_of_the_result(layers, product
         torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_none_or_infinite_reaches_its_own_row_alone(
+    layers, products, value
+) -> None:
+    x = inputs(layers, 3)
+    for rows in x:
+        rows[1, 5] = value
+    with torch.inference_mode():
+        found = products(x)
+    for layer, rows, result in zip(layers, x, found, strict=True):
+        assert not result[1].isfinite().any()
+        assert torch.equal(result[1].isnan(), layer(rows)[1].isnan())
+        assert result[::2].isfinite().all()
+
+
 def test_a_row_has_the_same_bits_in_a_product_of_any_number_of_rows(layers, products) -> None:
     x = inputs(layers, 21)
     with torch.inference_mode():

@@ -39,12 +39,9 @@ inline int64_t winner(const std::vector<float>& masses, int64_t size, uint64_t k
         for (int i = 0; i < 8; ++i) eight[i] = uniform(key, start + i);
         // No time is shorter than its uniform number.
         const __m256 bound = _mm256_mul_ps(_mm256_load_ps(eight), _mm256_set1_ps(race.speed));
-        unsigned faster = _mm256_movemask_ps(
+        const unsigned faster = _mm256_movemask_ps(
             _mm256_cmp_ps(_mm256_loadu_ps(&masses[start]), bound, _CMP_GT_OQ));
-        for (; faster; faster &= faster - 1) {
-            const int64_t i = __builtin_ctz(faster);
-            race.enter(start + i, masses[start + i], eight[i]);
-        }
+        race.enter_some(faster, start, &masses[start], eight);
     }
     return race.token;
 }
@@ -57,9 +54,7 @@ inline unsigned within(const std::vector<float>& masses, int64_t size, int64_t s
     return _mm256_movemask_ps(enough) & (size - start < 8 ? (1u << (size - start)) - 1 : 0xff);
 }
 
-// How many tokens have at least the mass `bound`, and the sum of their masses.
-struct Within { int64_t count; float mass; };
-
+// Those of all tokens that have at least the mass `bound`.
 inline Within all_within(const std::vector<float>& masses, int64_t size, float bound) {
     int64_t count = 0;
     __m256 mass = _mm256_setzero_ps();

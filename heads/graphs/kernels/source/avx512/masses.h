@@ -54,14 +54,11 @@ inline int64_t winner(const std::vector<float>& masses, int64_t size, uint64_t k
         const __m256 mass = _mm256_loadu_ps(&masses[start]), u = uniforms(bits);
         // No time is shorter than its uniform number.
         const __m256 bound = _mm256_mul_ps(u, _mm256_set1_ps(race.speed));
-        unsigned faster = _mm256_cmp_ps_mask(mass, bound, _CMP_GT_OQ);
+        const unsigned faster = _mm256_cmp_ps_mask(mass, bound, _CMP_GT_OQ);
         if (!faster) continue;
         alignas(32) float eight[8];
         _mm256_store_ps(eight, u);
-        for (; faster; faster &= faster - 1) {
-            const int64_t i = __builtin_ctz(faster);
-            race.enter(start + i, masses[start + i], eight[i]);
-        }
+        race.enter_some(faster, start, &masses[start], eight);
     }
     return race.token;
 }
@@ -74,9 +71,7 @@ inline unsigned within(const std::vector<float>& masses, int64_t size, int64_t s
                                    _CMP_GE_OQ);
 }
 
-// How many tokens have at least the mass `bound`, and the sum of their masses.
-struct Within { int64_t count; float mass; };
-
+// Those of all tokens that have at least the mass `bound`.
 inline Within all_within(const std::vector<float>& masses, int64_t size, float bound) {
     int64_t count = 0;
     __m512 mass = _mm512_setzero_ps();

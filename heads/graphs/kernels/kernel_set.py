@@ -1,16 +1,16 @@
-"""For which processors there are kernels: those with AVX512-BF16, and others with AVX2."""
+"""The sets of kernels: for processors with AVX512-BF16, and for others with AVX2."""
 
 from functools import cache
 
 import torch
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecAVX512VNNI, pick_vec_isa
 
-AVX512, AVX2 = "avx512", "avx2"  # folders of `source/`
+AVX512, AVX2 = "avx512", "avx2"
 
 
 @cache
-def instructions() -> str | None:
-    """The instructions that kernels for this processor use.
+def kernel_set() -> str | None:
+    """The folder of `source/` with what is written for this processor.
 
     None where torch generates no code for x86, and where torch itself has something better (AMX).
     Processors with AVX512 that cannot multiply bfloat16 numbers get the kernels for AVX2: these
