@@ -39,6 +39,7 @@ from transformers.generation.utils import (
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.cache_argument import cache_argument
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.beam_search import BeamAnswer, beam_answers
@@ -54,11 +55,12 @@ from drafthead.infer.request.stopping import Stop, token_ids
 
 Output = GenerateBeamDecoderOnlyOutput | GenerateDecoderOnlyOutput | torch.Tensor
 Begin = Callable[[Request], tuple[BatchRun, Iterator[Emitted]]]
+# The input in which `model.generate` hands over a cache, whatever the model calls it.
+CACHE_INPUT = cache_argument(GenerationMixin.prepare_inputs_for_generation)
 # What `model.generate` adds to every call; the rest of a call's inputs is refused by name.
 # Token types number the segments of an encoder's input; decoders of texts do not read them.
 PREPARED_INPUTS = {
-    "attention_mask", "logits_to_keep", "past_key_values", "position_ids", "token_type_ids",
-    "use_cache",
+    CACHE_INPUT, "attention_mask", "logits_to_keep", "position_ids", "token_type_ids", "use_cache",
 }  # fmt: skip
 # The filters of `SamplingConfig` in their order, with the attribute that holds the setting.
 FILTERS: dict[type[LogitsProcessor], tuple[str, str]] = {
@@ -242,9 +244,9 @@ def prompts_of(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[list[
     for name, value in inputs.items():
         if value is not None and name not in PREPARED_INPUTS:
             raise UserError(f"{name} is not supported with custom_generate: leave it out")
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE_INPUT)
     if cache is not None and cache.get_seq_length() > 0:
-        raise UserError("past_key_values that hold tokens are not supported with custom_generate")
+        raise UserError(f"tokens in {CACHE_INPUT} are not supported with custom_generate")
     mask = inputs.get("attention_mask")
     positions = inputs.get("position_ids")
     if positions is not None:

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForSeq2SeqLM
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.host import to_host
+from drafthead.heads.target.cache_argument import cache_argument
 from drafthead.heads.target.decoder_positions import (
     DecoderPositions,
     biased_attention,
@@ -54,8 +55,9 @@ class EncoderDecoderTarget(Target):
         implementation = self.config._attn_implementation
         takes = inspect.signature(type(self.model).forward).parameters
         reasons = {
-            "it takes no encoder_outputs, decoder_attention_mask and past_key_values": not (
-                {"encoder_outputs", "decoder_attention_mask", "past_key_values"} <= takes.keys()
+            "it takes no encoder_outputs, decoder_attention_mask and cache": not (
+                {"encoder_outputs", "decoder_attention_mask"} <= takes.keys()
+                and cache_argument(type(self.model).forward)
             ),
             "its decoder counts positions by itself, and the nodes of a token tree share some": (
                 biased_attention(decoder) is None and position_table(decoder) is None
@@ -112,13 +114,15 @@ class EncoderDecoderTarget(Target):
         sources = ids[:, : bounds[1]]
         there = (torch.arange(bounds[1], device=ids.device) < lengths[:, None]).long()
         # The decoder's pass over one token makes the keys and values of its cross-attention.
-        output = self.model(
+        read = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        self.model(
             encoder_outputs=self.encoder(input_ids=sources, attention_mask=there),
             attention_mask=there,
             decoder_input_ids=sources.new_full((len(ids), 1), self.decoder_prompt[0]),
             use_cache=True,
+            **{self.cache_name: read},
         )
-        layers = output.past_key_values.cross_attention_cache.layers
+        layers = read.cross_attention_cache.layers
         states = [SourceStates(layer.keys, layer.values) for layer in layers]
         cache.commit_sources(states, lengths, bounds, room)
 
@@ -144,8 +148,8 @@ class EncoderDecoderTarget(Target):
                 attention_mask=cache.source_mask(input_ids.shape[1], self.dtype),
                 decoder_input_ids=input_ids,
                 decoder_attention_mask=mask,
-                past_key_values=for_decoder(cache),
                 use_cache=True,
+                **{self.cache_name: for_decoder(cache)},
             )
         return output.logits
 

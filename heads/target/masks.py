@@ -17,6 +17,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.cache_argument import cache_argument
 
 # Names that transformers gives layers in a configuration's `layer_types`.
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -102,7 +103,9 @@ def check_forward(
     maskable = {"sdpa"} if alibi and config.model_type == "falcon" else MASKED_ATTENTION
     has_unrotated_layers = 0 in (getattr(config, "no_rope_layers", None) or ())
     reasons = {
-        "it keeps no key-value cache": "past_key_values" not in takes,
+        "it keeps no key-value cache": not all(
+            cache_argument(type(each).forward) for each in (model, decoder)
+        ),
         "it counts positions by itself, and the nodes of a token tree share some": (
             "position_ids" not in takes and not alibi
         ),

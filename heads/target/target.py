@@ -33,6 +33,7 @@ from drafthead.heads.target.architecture import (
     find_module,
     without_wrapper,
 )
+from drafthead.heads.target.cache_argument import cache_argument
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
@@ -113,6 +114,7 @@ class Target:
         self.output_head: nn.Module = output_head
         self.has_alibi = uses_alibi(self.config)
         self.skips_logits = can_skip_logits(model, decoder)
+        self.cache_name = cache_argument(type(model).forward)
         scale = getattr(self.config, "logit_scale", None) or 1.0  # Cohere
         divisor = getattr(self.config, "logits_scaling", None) or 1.0  # Granite
         self.logit_scale: float = scale / divisor
@@ -390,14 +392,15 @@ class Target:
         """The forward pass of `run` without features: logits [B, T, V], or those to keep alone
         where the model can skip the others.
         """
-        options = {"logits_to_keep": logits_to_keep} if self.skips_logits else {}
+        options: dict[str, Any] = {self.cache_name: cache}
+        if self.skips_logits:
+            options["logits_to_keep"] = logits_to_keep
         masks, alibi = self._layer_masks(attention_mask)
         with alibi:
             output = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 attention_mask=masks,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 **options,
             )

@@ -24,7 +24,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.custom_generate import without_filters
+from drafthead.infer.custom_generate import CACHE_INPUT, without_filters
 
 WAYS = ["plain", "medusa:tree", "draft-model", "self"]
 PROMPTS = random_prompts(3)  # of different lengths
@@ -255,7 +255,7 @@ def test_beams_are_those_of_transformers(target, callables, way, options) -> Non
 
 def full_cache(model) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([[9, 8]]), past_key_values=cache)
+    model(torch.tensor([[9, 8]]), **{CACHE_INPUT: cache})
     return cache
 
 
@@ -271,7 +271,7 @@ def full_cache(model) -> DynamicCache:
         (lambda t: {"assistant_model": t.model}, "assistant_model"),
         (lambda t: {"output_hidden_states": True}, "output_hidden_states"),
         (lambda t: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance.* remembers"),
-        (lambda t: {"past_key_values": full_cache(t.model)}, "past_key_values"),
+        (lambda t: {CACHE_INPUT: full_cache(t.model)}, f"tokens in {CACHE_INPUT}"),
         (lambda t: {"position_ids": torch.arange(3, 3 + LONGEST)[None]}, "position_ids must count"),
         (lambda t: {"streamer": Listener()}, "a streamer takes one answer, got 3"),
         (lambda t: {"attention_mask": torch.zeros(3, LONGEST).long()}, "prompt 0 is empty"),
