@@ -122,7 +122,7 @@ class EncoderDecoderTarget(Target):
             use_cache=True,
             **{self.cache_name: read},
         )
-        layers = read.cross_attention_cache.layers
+        layers: Sequence[Any] = read.cross_attention_cache.layers  # the pass has written them
         states = [SourceStates(layer.keys, layer.values) for layer in layers]
         cache.commit_sources(states, lengths, bounds, room)
 

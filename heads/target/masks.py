@@ -115,6 +115,9 @@ def check_forward(
         "it scales attention by columns of the cache, not by positions": (
             has_unrotated_layers and getattr(config, "attn_temperature_tuning", False)  # Llama 4
         ),
+        "its loops share the keys of the last one, which a tree's cache cannot give them": (
+            getattr(config, "recurrent_kv_cache_mode", None) == "last_loop"  # Dory
+        ),
         f"its {implementation} attention takes no tree mask; load it with "
         "attn_implementation='sdpa'": implementation not in maskable,
     }

@@ -123,6 +123,7 @@ REFUSED = {
     "falcon_h1": ({}, "hybrid layers.*running state"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "conv layers.*running state"),
     "rwkv": ({}, "keeps no key-value cache"),
+    "xlm": ({}, "no decoder layers"),
     "deepseek_v32": ({}, "indexed_attention layers.*no tree mask"),
     "mpt": ({}, "MptForCausalLM.*counts positions by itself"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "columns of the cache"),
@@ -139,6 +140,13 @@ def test_targets_that_cannot_hold_a_tree_are_refused_with_the_reason(name: str) 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=reason):
+        Target(model)
+
+
+def test_loops_that_share_keys_are_refused(make_target) -> None:
+    model = make_target().model
+    model.config.recurrent_kv_cache_mode = "last_loop"  # of Dory, which transformers 5.23 lacks
+    with pytest.raises(UserError, match="loops share the keys of the last one"):
         Target(model)
 
 
