@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 
@@ -164,3 +165,16 @@ def tiny_encoder_decoder(name: str, seed: int = 0, **settings: Any) -> PreTraine
     model.generation_config.forced_bos_token_id = FORCED.get(name)
     model.generation_config.forced_eos_token_id = None
     return model
+
+
+def placed(drafter: Drafter, device: torch.device) -> Drafter:
+    """The drafter with all of its weights and tables on a device."""
+    for name, part in [*vars(drafter).items()]:
+        if torch.is_tensor(part):
+            setattr(drafter, name, part.to(device))
+        if isinstance(part, Drafter):
+            placed(part, device)
+        model = part.model if isinstance(part, Target) else part
+        if isinstance(model, torch.nn.Module):
+            model.to(device)
+    return drafter

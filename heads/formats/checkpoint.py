@@ -6,6 +6,7 @@ other software, see `heads.formats`.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.formats import load_head
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import ACCEPTANCE_FILE, TAP_CONVENTION, VERSION
-from drafthead.heads.formats.files import CONFIG_FILE
+from drafthead.heads.formats.files import CONFIG_FILE, read_json
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Path as TreePath
 
-__all__ = ["load_head", "save_head"]
+__all__ = ["is_own_folder", "load_head", "save_head", "write_acceptance"]
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -50,8 +52,7 @@ def save_head(
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.replace(folder / WEIGHTS_FILE)
     if head.path_counts is not None:
-        counts = [[list(path), count] for path, count in head.path_counts.items()]
-        write_text(folder / ACCEPTANCE_FILE, json.dumps({"path_counts": counts}) + "\n")
+        write_acceptance(folder, head.path_counts)
     description = {
         "drafthead_format": VERSION,
         "family": head.family,
@@ -70,3 +71,15 @@ def save_head(
         "provenance": provenance,
     }
     write_text(folder / CONFIG_FILE, json.dumps(description, indent=2) + "\n")
+
+
+def write_acceptance(folder: Path, path_counts: Mapping[TreePath, int]) -> None:
+    """Write how often each path of guesses was right; see `heads.trees.static.grow_tree`."""
+    counts = [[list(path), count] for path, count in path_counts.items()]
+    write_text(folder / ACCEPTANCE_FILE, json.dumps({"path_counts": counts}) + "\n")
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether a path is a folder on this machine that holds a head of our format."""
+    config = path / CONFIG_FILE
+    return config.is_file() and "drafthead_format" in read_json(config)

@@ -1,6 +1,8 @@
 """`drafthead evaluate`: how well a head drafts given answers, by file and by depth."""
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -8,9 +10,11 @@ import typer
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.checkpoint import is_own_folder, load_head, write_acceptance
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Path as TreePath
 from drafthead.scripts import options
 from drafthead.scripts.measuring.record import describe_run, read_answers
 from drafthead.scripts.reports.tables import number, print_table
@@ -44,6 +48,14 @@ def main(
         ),
     ] = 200,
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    save_acceptance: Annotated[
+        bool,
+        typer.Option(
+            "--save-acceptance",
+            help="Write what was accepted into the head's folder: decoding then begins with "
+            "trees for it. Training does so with its held-out answers.",
+        ),
+    ] = False,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
 ) -> None:
@@ -55,6 +67,11 @@ def main(
     answers that the head was not trained on, one file for each kind of request: a head that drafts
     one kind well and another badly lacks training data of the other.
     """
+    if save_acceptance and not is_own_folder(head):
+        raise UserError(
+            f"--save-acceptance writes into a folder that holds a head of our format, and {head} "
+            "is none: make one of it with drafthead import-head"
+        )
     model = Target.from_pretrained(target, dtype, device)
     trained = load_head(head, model)
     tables = {source: read_answers(source, limit, model) for source in data}
@@ -68,10 +85,20 @@ def main(
         with tqdm(total=len(packed.rows), desc=source, unit="row", leave=False) as bar:
             found[source] = evaluate(accelerator, module, trained, model, packed, 1, bar.update)
     print_evaluations(found, tables)
+    if save_acceptance:
+        write_acceptance(head, summed(evaluation.path_counts for evaluation in found.values()))
     if output is not None:
         summaries = {source: evaluation.summary() for source, evaluation in found.items()}
         record = describe_run(target, model) | {"head": str(head), "data": summaries}
         write_text(output, json.dumps(record, indent=2) + "\n")
+
+
+def summed(path_counts: Iterable[Mapping[TreePath, int]]) -> dict[TreePath, int]:
+    """How often each path was right in all files together."""
+    total: Counter[TreePath] = Counter()
+    for counts in path_counts:
+        total.update(counts)
+    return dict(total)
 
 
 def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable]) -> None:

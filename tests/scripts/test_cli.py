@@ -1,6 +1,7 @@
 """The command line as a user meets it: answers, and one clear sentence for bad input."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,39 @@ def test_evaluate_measures_the_tau_of_decoding(run, models_folder, tmp_path) -> 
     assert found["tau_chain"] == pytest.approx(stats.tau)
     assert f"{stats.tau:.2f}" in out
     assert found["tau_tree"]["64"] >= found["tau_chain"] >= 1
+
+
+def test_evaluate_writes_what_was_accepted_into_the_head(run, models_folder, tmp_path) -> None:
+    answers, head = tmp_path / "answers.jsonl", tmp_path / "head"
+    common = "--target", "@target"
+    run(
+        "distill", *common, "--prompts", "@prompts.jsonl", "--output", str(answers),
+        "--max-new-tokens", "40",
+    )  # fmt: skip
+    shutil.copytree(models_folder / "head", head)
+    target = Decoder.from_pretrained(str(models_folder / "target")).target
+
+    def accepted_after(*data: str) -> dict[tuple[int, ...], int]:
+        files = [word for name in data for word in ("--data", name)]
+        status, _, _ = run("evaluate", *common, "--head", str(head), *files, "--save-acceptance")
+        assert status == 0
+        return load_head(head, target).path_counts
+
+    assert load_head(head, target).path_counts is None
+    once = accepted_after(str(answers))
+    twice = tmp_path / "twice.jsonl"
+    shutil.copy(answers, twice)
+    assert once[()] > 0, "the positions that were drafted from"
+    assert accepted_after(str(answers), str(twice)) == {p: 2 * n for p, n in once.items()}
+
+
+def test_evaluate_writes_into_heads_of_our_format_only(run, tmp_path) -> None:
+    for head in ("OWNER/NAME", str(tmp_path)):
+        status, _, error = run(
+            "evaluate", "--target", "@target", "--head", head, "--data", "@prompts.jsonl",
+            "--save-acceptance",
+        )  # fmt: skip
+        assert status == 2 and f"{head} is none" in error
 
 
 def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:

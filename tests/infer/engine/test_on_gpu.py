@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tiny import random_prompts, tiny_llama
+from tiny import placed, random_prompts, tiny_llama
 
 from drafthead.heads import host
 from drafthead.heads.drafting.drafter import Drafter
@@ -26,15 +26,6 @@ def gpu_target() -> Target:
     """The target of most tests, on the GPU."""
     model = tiny_llama(0, eos_token_id=7, pad_token_id=0)
     return Target(model.cuda())
-
-
-def on_gpu(drafter: Drafter) -> Drafter:
-    """The drafter with all of its weights on the GPU."""
-    for part in vars(drafter).values():
-        model = part.model if isinstance(part, Target) else part
-        if isinstance(model, torch.nn.Module):
-            model.cuda()
-    return drafter
 
 
 @pytest.fixture
@@ -64,7 +55,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     make_target: Callable[..., Target],
     make_drafter: Callable[[str, Target], Drafter],
 ) -> None:
-    drafter = on_gpu(make_drafter(drafter_name, make_target(seed=0)))
+    drafter = placed(make_drafter(drafter_name, make_target(seed=0)), torch.device("cuda"))
     prompts = random_prompts(5)
     expected = OracleDecoder(gpu_target).generate(prompts, max_new_tokens=24).sequences
     target = CompiledTarget(gpu_target) if compiled else gpu_target

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiny import placed
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,19 +61,6 @@ class Makings(TorchFunctionMode):
         return result
 
 
-def on_meta(drafter: Drafter) -> Drafter:
-    """The drafter with all of its weights and tables on the meta device."""
-    for name, part in [*vars(drafter).items()]:
-        if torch.is_tensor(part):
-            setattr(drafter, name, part.to(META))
-        if isinstance(part, Drafter):
-            on_meta(part)
-        model = part.model if isinstance(part, Target) else part
-        if isinstance(model, torch.nn.Module):
-            model.to(META)
-    return drafter
-
-
 @pytest.fixture
 def reads(monkeypatch) -> Counter[str]:
     """How often anything was read from the device since the fixture was made."""
@@ -97,7 +85,7 @@ def test_a_step_reads_once_and_uploads_nothing(
     target = make_target(seed=0)
     drafter = make_drafter(drafter_name, target)
     target.model.to(META)
-    decoder = Decoder(Target(target.model), on_meta(drafter))
+    decoder = Decoder(Target(target.model), placed(drafter, META))
 
     def counted(tokens: int) -> tuple[int, int]:
         """Reads and uploads of two answers of so many tokens, of which a step gives one."""
