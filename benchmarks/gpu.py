@@ -21,6 +21,7 @@ from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.train.run.summary import summarize
 
 FAMILIES = ("medusa", "eagle3", "parallel")
+TESTERS = "8"  # processes: what takes time is compiling
 LINES_KEPT = 30  # of the output of a stage that failed
 
 
@@ -100,7 +101,7 @@ def main(
     """Run all stages; exit 1 if one of them failed."""
     report = Report(output / "gpu.json")
     output.mkdir(parents=True, exist_ok=True)
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--numprocesses", TESTERS, "tests"]
     succeeded = [report.run("tests", tests), report.run("distill", distill(run, limit))]
     for family in FAMILIES:
         command = training(run, family, minutes)
