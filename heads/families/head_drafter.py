@@ -20,6 +20,7 @@ from drafthead.heads.trees.static import StaticTrees
 from drafthead.heads.trees.tree import Budget, TreeShape
 
 Head = TypeVar("Head", bound=DraftHead)
+Value = TypeVar("Value")
 
 
 class HeadDrafter(Drafter, Generic[Head]):
@@ -66,6 +67,17 @@ class HeadDrafter(Drafter, Generic[Head]):
         made_for = self.target.device, self.target.dtype
         read = *self.read_by_graphs, *reads
         return Compiled(function, *made_for, dims, reads=read, in_bytes=True)
+
+    def compiled_readers(
+        self, function: Callable[..., Value], dims: Mapping[str, Spec]
+    ) -> tuple[Callable[..., Value], Callable[..., Value]]:
+        """A compiled pass over committed positions, and how a prompt is read.
+
+        Prompts are seldom of one length: where calls are recorded, each would be recorded once and
+        used once. Our kernels serve all lengths with one graph.
+        """
+        compiled = self.compiled(function, dims)
+        return compiled, compiled if compiled.has_kernels else function
 
     def slots(self, count: int) -> torch.Tensor:
         """The numbers [count] from 0 on, made once."""

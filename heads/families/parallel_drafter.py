@@ -89,6 +89,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """Raises UserError when the tree is deeper than the block."""
         super().__init__(head, target, shape, tree_budgets(head.depth))
         self.read: Callable[..., torch.Tensor] = self.read_eagerly
+        self.read_prompt = self.read
         self.block: Callable[..., Tensors] = self.block_eagerly
         self.draft: Callable[..., Drafted] = self._draft
         self.move, self.is_compiled = move_columns, False
@@ -206,7 +207,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
     def compile(self) -> None:
         """Compile the passes."""
         self.memory, self.is_compiled = CacheMemory.where_recorded(self.target.device), True
-        self.read = self.compiled(self.read_eagerly, READING)
+        self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.block = self.compiled(self.block_eagerly, PASSING)
         draft = self.compiled(self._draft, DRAFTING)
         self.draft, self.move = draft, replacement_of(move_columns, draft.has_kernels)
@@ -231,8 +232,7 @@ class ParallelSession(LateReader):
     def read(self, committed: Committed) -> None:
         """Add what was committed to the context."""
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
-        # Prompts are seldom of one length, so a graph for each would be used once.
-        read = self.drafter.read_eagerly if cache.is_empty else self.drafter.read
+        read = self.drafter.read_prompt if cache.is_empty else self.drafter.read
         positions, columns = cache.positions(tokens.shape[1]), cache.make_room(tokens.shape[1])[1]
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
         cache.keep_pending(tokens.shape[1])

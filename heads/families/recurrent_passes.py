@@ -109,6 +109,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         super().__init__(head, target, shape, dynamic_budgets(head.depth))
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
+        self.read_prompt = self.read
         self.draft: Callable[..., Guess] = self._draft
         self.start_growth: Callable[..., Candidates] = self._start_growth
         self.grow: Callable[..., Grown] = self._grow
@@ -222,7 +223,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
         self.memory = CacheMemory.where_recorded(self.target.device)
-        self.read = self.compiled(self.read_eagerly, READING)
+        self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
         self.start_growth = self.compiled(self._start_growth, STARTING)
         self.grow = self.compiled(self._grow, GROWING)

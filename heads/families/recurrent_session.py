@@ -27,8 +27,7 @@ class DraftReader(RowState):
         """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         tokens, cache, drafter = committed.tokens, self.cache, self.drafter
         assert cache.lengths is not None
-        # Prompts are seldom of one length, so a graph for each would be used once.
-        read = drafter.read_eagerly if cache.is_empty else drafter.read
+        read = drafter.read_prompt if cache.is_empty else drafter.read
         guess = read(
             committed.features.last,
             committed.features.taps,

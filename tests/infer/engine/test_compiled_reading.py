@@ -6,9 +6,12 @@ import pytest
 import torch
 from tiny import random_prompts
 
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.prefill import padded, prefill
 
@@ -63,4 +66,15 @@ def test_prompts_of_other_lengths_need_no_other_graph(compiled) -> None:
     for chunk in (3, 1024):
         read(compiled, random_prompts(9), chunk)
         read(compiled, [[9] * 300], chunk)
+    assert Compiled.made == before
+
+
+def test_a_head_reads_prompts_of_other_lengths_with_the_same_graph(compiled, make_head) -> None:
+    drafter = drafter_for(make_head("eagle3", compiled).to(torch.bfloat16), compiled, None)
+    drafter.compile()
+    decoder = Decoder(compiled, drafter, Budget(3, 2))
+    decoder.generate([[9, 10, 11]], max_new_tokens=8)
+    before = Compiled.made
+    for length in (5, 60, 200):
+        decoder.generate([[9 + n % 40 for n in range(length)]], max_new_tokens=8)
     assert Compiled.made == before
