@@ -70,7 +70,7 @@ def main(
     if save_acceptance and not is_own_folder(head):
         raise UserError(
             f"--save-acceptance writes into a folder that holds a head of our format, and {head} "
-            "is none: make one of it with drafthead import-head"
+            "is none: make one of it with drafthead import"
         )
     model = Target.from_pretrained(target, dtype, device)
     trained = load_head(head, model)
