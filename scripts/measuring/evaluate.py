@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -86,19 +85,14 @@ def main(
             found[source] = evaluate(accelerator, module, trained, model, packed, 1, bar.update)
     print_evaluations(found, tables)
     if save_acceptance:
-        write_acceptance(head, summed(evaluation.path_counts for evaluation in found.values()))
+        everywhere: Counter[TreePath] = Counter()
+        for evaluation in found.values():
+            everywhere.update(evaluation.path_counts)
+        write_acceptance(head, everywhere)
     if output is not None:
         summaries = {source: evaluation.summary() for source, evaluation in found.items()}
         record = describe_run(target, model) | {"head": str(head), "data": summaries}
         write_text(output, json.dumps(record, indent=2) + "\n")
-
-
-def summed(path_counts: Iterable[Mapping[TreePath, int]]) -> dict[TreePath, int]:
-    """How often each path was right in all files together."""
-    total: Counter[TreePath] = Counter()
-    for counts in path_counts:
-        total.update(counts)
-    return dict(total)
 
 
 def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable]) -> None:
