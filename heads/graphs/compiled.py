@@ -118,8 +118,10 @@ class Compiled:
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else {}
         if self.has_kernels:
+            from drafthead.heads.graphs.kernels import library
             from drafthead.heads.graphs.kernels.rewrites import Rewrites
 
+            library.begun()
             self.options = self.options | {
                 REWRITES: Rewrites(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
@@ -222,6 +224,7 @@ class Compiled:
         for path, record in records(key):
             try:
                 if record.is_met(arguments):
+                    self._load_library()
                     graph = direct_call(record, record.load(reads), arguments)
                     return Made(graph, graph(*arguments), record)
             except Exception as error:  # whatever the code of a file raises that does not fit
@@ -229,6 +232,13 @@ class Compiled:
                 # torch would take from its own cache what has just failed.
                 self.options = self.options | {"force_disable_caches": True}
         return None
+
+    def _load_library(self) -> None:
+        """Make the kernels known that the code of a graph may call."""
+        if self.has_kernels:
+            from drafthead.heads.graphs.kernels import library
+
+            library.load()
 
     def forget(self) -> None:
         """Make all graphs again when they are needed, for what the function reads has changed."""
@@ -246,7 +256,11 @@ class Compiled:
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
-        recorder = Recorder(self.options, Recipes(reads), self.in_code) if self.on_cpu else None
+        recorder = (
+            Recorder(self.options, Recipes(reads), self._load_library, self.in_code)
+            if self.on_cpu
+            else None
+        )
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
         guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}

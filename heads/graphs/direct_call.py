@@ -33,11 +33,19 @@ class OtherLayoutError(Exception):
 class Recorder:
     """A backend of `torch.compile`: Inductor, with a record of the one graph that is made."""
 
-    def __init__(self, options: dict[str, Any], recipes: Recipes, in_code: bool = False):
-        """`options` are Inductor's; `recipes` learn where the graph's constants come from. With
-        `in_code` other compiled code can call the graph.
+    def __init__(
+        self,
+        options: dict[str, Any],
+        recipes: Recipes,
+        before_code: Callable[[], object],
+        in_code: bool = False,
+    ):
+        """`options` are Inductor's; `recipes` learn where the graph's constants come from.
+        `before_code` makes known what the generated code calls. With `in_code` other compiled code
+        can call the graph.
         """
         self.options, self.recipes, self.in_code = options, recipes, in_code
+        self.before_code = before_code
         self.inputs: list[str] = []  # the places of the graph's inputs, as torch's expressions
         self.examples: list[Any] = []  # of the inputs, with symbols for sizes that may change
         self.run: Any  # the graph as torch calls it
@@ -74,6 +82,7 @@ class Recorder:
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.output_code import CompiledFxGraphConstantsWithGm
 
+        self.before_code()
         with callable_in_code() if self.in_code else nullcontext():
             self.code = compile_fx_inner(graph, examples, **options)
         self.constants = CompiledFxGraphConstantsWithGm(graph).unwrap(self.code)

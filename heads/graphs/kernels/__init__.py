@@ -2,7 +2,7 @@
 pass.
 
 A module holds an operation and its place in the generated code; the C++ is in `source/`, where a
-folder holds what is written for some instructions. Importing
-them takes seconds, as they reach into that generator: `heads.graphs.compiled` does it when it needs
-them.
+folder holds what is written for some instructions. What takes longest to compile is in a `library`
+that all graphs share. Importing them takes seconds, as they reach into that generator:
+`heads.graphs.compiled` does it when it needs them.
 """

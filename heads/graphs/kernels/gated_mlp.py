@@ -9,13 +9,14 @@ import torch
 from torch._inductor.lowering import register_lowering
 from torch.nn import functional
 
+from drafthead.heads.graphs.kernels.library import declarations
 from drafthead.heads.graphs.kernels.linear import form_of, unpacked
 from drafthead.heads.graphs.kernels.template import Node, call_by_rows
 
 CALL = """
-    gated<{{in_bytes}}>(
+    DRAFTHEAD_LIBRARY::gated(
         {{start(x)}}, {{start(packed)}}, {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}},
-        {{size(output, 1)}}, {{threads}});
+        {{size(output, 1)}}, {{in_bytes}}, {{threads}});
 """
 
 
@@ -40,4 +41,4 @@ def _(x: torch.Tensor, packed: torch.Tensor, size: int) -> torch.Tensor:
 def _lower(x: Node, packed: Node, size: int) -> Node:
     """The operation in the code generator's graph."""
     inputs, form = {"x": x, "packed": packed}, form_of(x, packed)
-    return call_by_rows("gated_mlp", CALL, inputs, [size], x.get_dtype(), form)
+    return call_by_rows("gated_mlp", CALL, inputs, [size], x.get_dtype(), form, declarations())

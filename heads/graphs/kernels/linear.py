@@ -21,14 +21,16 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drafthead.heads.graphs.kernels.huge_pages import HugePages
+from drafthead.heads.graphs.kernels.library import declarations
 from drafthead.heads.graphs.kernels.template import Node, call_by_rows
 from drafthead.heads.seven_bits import LEVELS, rounded
 
 COLUMNS = 32  # of the product, in a block of packed weights
 CALL = """
-    linear<{{in_bytes}}>(
+    DRAFTHEAD_LIBRARY::linear(
         {{start(x)}}, {{start(packed)}}, {{start(bias) if bias is defined else "nullptr"}},
-        {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}}, {{size(output, 1)}}, {{threads}});
+        {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}}, {{size(output, 1)}},
+        {{in_bytes}}, {{threads}});
 """
 
 # Packed weights by the first of them: the graphs of a model share one copy.
@@ -129,7 +131,8 @@ def _(x: torch.Tensor, packed: torch.Tensor, size: int, bias: torch.Tensor | Non
 def _lower(x: Node, packed: Node, size: int, bias: Node | None) -> Node:
     """The operation in the code generator's graph."""
     inputs = {"x": x, "packed": packed} | ({} if bias is None else {"bias": bias})
-    return call_by_rows("linear", CALL, inputs, [size], x.get_dtype(), form_of(x, packed))
+    form = form_of(x, packed)
+    return call_by_rows("linear", CALL, inputs, [size], x.get_dtype(), form, declarations())
 
 
 def form_of(x: Node, packed: Node) -> dict[str, str]:

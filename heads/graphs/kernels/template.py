@@ -31,7 +31,7 @@ Node = Any  # a tensor in the code generator's graph
 
 
 class KernelTemplate(CppTemplate):
-    """A kernel: the text of `source/NAME.h`, and a statement that calls a function of it."""
+    """A kernel: C++ functions, and a statement that calls one of them."""
 
     def __init__(
         self,
@@ -40,13 +40,17 @@ class KernelTemplate(CppTemplate):
         inputs: dict[str, Node],
         layout: ir.Layout,
         values: dict[str, Any] | None = None,
+        functions: str | None = None,
     ):
-        """`call` is a Jinja template of C++, which reads the `inputs` and the `values` by name,
+        """`functions` is their text or declarations, by default the text of `source/NAME.h`.
+
+        `call` is a Jinja template of C++, which reads the `inputs` and the `values` by name,
         `output`, the number of `threads` at the time of the call, and of a tensor x `start(x)`, a
         pointer to its first value, `size(x, dim)` and `stride(x, dim)`.
         """
         super().__init__(name, list(inputs.values()), layout, parallel_num_threads())
         self.call, self.names, self.values = call, list(inputs), values or {}
+        self.functions = text_of(f"{name}.h") if functions is None else functions
 
     def render(self, **given: Any) -> str:
         """The code for the inputs at hand."""
@@ -59,7 +63,7 @@ class KernelTemplate(CppTemplate):
 
         return self._template_from_string(KERNEL % self.call).render(
             template=self,
-            functions=text_of(f"{self.name}.h"),
+            functions=self.functions,
             kernel=kernel,
             inputs=inputs,
             outputs=self.outputs(output),
@@ -97,6 +101,7 @@ def call_by_rows(
     size: Sequence[int],
     dtype: torch.dtype,
     values: dict[str, Any] | None = None,
+    functions: str | None = None,
 ) -> Node:
     """The output [..., *size] of a kernel, from the first of its inputs, [..., K].
 
@@ -108,5 +113,5 @@ def call_by_rows(
     nodes = {first: view(x, [prod(outer), inner]), **dict(others)}
     nodes = {key: ir.ExternKernel.require_contiguous(node) for key, node in nodes.items()}
     layout = ir.FixedLayout(x.get_device(), dtype, [prod(outer), *size], [*size, 1])
-    template = KernelTemplate(name, call, nodes, layout, values)
+    template = KernelTemplate(name, call, nodes, layout, values, functions)
     return view(template.generate().output_node(), [*outer, *size])
