@@ -55,7 +55,8 @@ class HeadDrafter(Drafter, Generic[Head]):
     @property
     def read_by_graphs(self) -> tuple[object, ...]:
         """What compiled drafting reads beside its arguments, see `heads.graphs.compiled`."""
-        return self.head, self.target.model
+        rotary = (part.rotary for part in self.head.modules() if hasattr(part, "rotary"))
+        return self.head, self.target.model, *(each.frequencies for each in rotary)
 
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object

@@ -88,7 +88,7 @@ class PrefixLayer(nn.Module):
         super().__init__()
         self.layer = DecoderLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary.of(config)
         for output in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
             nn.init.zeros_(output.weight)  # a fresh layer passes on its input
 

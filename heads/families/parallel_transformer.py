@@ -92,7 +92,7 @@ class BlockTransformer(nn.Module):
         layers = [DecoderLayer(config, qk_norm=True) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(size, eps=eps)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary.of(config)
 
     @torch.no_grad()
     def begin_like(self, target: Target) -> None:

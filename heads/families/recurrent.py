@@ -60,7 +60,7 @@ class RecurrentHead(DraftVocabulary, DraftHead):
         """`draft_vocab_size` is the number of tokens that the head can guess; 0 for all."""
         super().__init__(config)
         self.add_draft_vocabulary(config.vocab_size, draft_vocab_size)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary.of(config)
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:

@@ -71,13 +71,19 @@ def rope_parameters_of(target: Target) -> dict[str, Any]:
     return {"rope_type": "default", **given, "rope_theta": theta}
 
 
+@dataclass(eq=False)
 class Rotary:
     """Rotary position embedding (Su et al., 2021, arXiv 2104.09864) on explicit positions.
 
     Not a module: casting a head to 16 bits must leave the frequencies in float32.
     """
 
-    def __init__(self, config: LayerConfig):
+    frequencies: torch.Tensor  # [head_dim / 2]
+    scaling: float
+
+    @classmethod
+    def of(cls, config: LayerConfig) -> "Rotary":
+        """The embedding of a layer's positions."""
         shape = LlamaConfig(
             hidden_size=config.num_attention_heads * config.head_dim,
             num_attention_heads=config.num_attention_heads,
@@ -87,8 +93,7 @@ class Rotary:
         )
         with torch.device("cpu"):  # even where a head is laid out on `meta` before it is filled
             rotary = LlamaRotaryEmbedding(shape)
-        self.frequencies = rotary.inv_freq.float()  # [head_dim / 2]
-        self.scaling = float(rotary.attention_scaling)
+        return cls(rotary.inv_freq.float(), float(rotary.attention_scaling))
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """The rotation of positions [B, T]."""

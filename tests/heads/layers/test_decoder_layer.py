@@ -46,7 +46,7 @@ def test_a_layer_equals_transformers_llama_layer(pair) -> None:
     blocked = torch.zeros(1, 1, 9, 9).masked_fill(~causal, torch.finfo(torch.float32).min)
     rotation = LlamaRotaryEmbedding(theirs.self_attn.config)(hidden, positions)
     expected = theirs(hidden, attention_mask=blocked, position_embeddings=rotation)
-    found = ours(hidden, Rotary(shape)(positions), causal)
+    found = ours(hidden, Rotary.of(shape)(positions), causal)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -60,7 +60,7 @@ def test_a_shape_keeps_what_is_given_and_takes_the_rest_from_the_target(target) 
 def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
     """Rows advance by different amounts, drafted nodes come and go, one row is dropped."""
     shape, layer, _ = pair
-    rotary, cache = Rotary(shape), DraftCache([layer], rows=3)
+    rotary, cache = Rotary.of(shape), DraftCache([layer], rows=3)
     length = 300  # past the first capacity
     hidden = torch.randn(3, length, 32)
     causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]

@@ -53,6 +53,10 @@ def graphs() -> int:
     return Compiled.made
 
 
+def not_again(self: Compiled, *_) -> None:
+    raise AssertionError(f"{self.function} is compiled again")
+
+
 def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
     compiled, target, make_drafter
 ) -> None:
@@ -97,9 +101,12 @@ def test_requests_that_come_and_go_get_the_eager_answers(compiled, target, make_
     "kinds", [((1, 0.0), (3, 1.0)), pytest.param(((3, 0.0), (1, 1.0)), marks=pytest.mark.slow)]
 )
 def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
-    target, make_drafter, head, kinds
+    target, make_drafter, head, kinds, monkeypatch
 ) -> None:
-    """Trees of the head's own choice, and static ones where children are drawn."""
+    """Trees of the head's own choice, and static ones where children are drawn.
+
+    The second drafter stands for that of another process, which finds the graphs on the disk.
+    """
     eager, compiled = (make_drafter(f"{head}:own", target) for _ in range(2))
     compiled.compile()
     budget = Budget(8, 3)
@@ -123,6 +130,16 @@ def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
             assert found == expected
             assert steps[0] == steps[1], "the same proposals are accepted"
     assert before > 0 and graphs() == before
+
+    monkeypatch.setattr(Compiled, "_compiled", not_again)
+    another = make_drafter(f"{head}:own", target)
+    another.compile()
+    decoders[1] = Decoder(target, another, budget)
+    for rows, temperature in kinds:
+        verifier = "greedy" if temperature == 0 else "rejection"
+        expected, found = (answers(d, rows, length, temperature) for d in decoders)
+        assert found == expected
+    assert graphs() > before
 
 
 @pytest.mark.parametrize(
