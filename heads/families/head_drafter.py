@@ -12,6 +12,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.layers.decoder_layer import frequencies_in
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import drafting_fields
@@ -55,8 +56,7 @@ class HeadDrafter(Drafter, Generic[Head]):
     @property
     def read_by_graphs(self) -> tuple[object, ...]:
         """What compiled drafting reads beside its arguments, see `heads.graphs.compiled`."""
-        rotary = (part.rotary for part in self.head.modules() if hasattr(part, "rotary"))
-        return self.head, self.target.model, *(each.frequencies for each in rotary)
+        return self.head, self.target.model, *frequencies_in(self.head)
 
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object

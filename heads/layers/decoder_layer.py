@@ -104,6 +104,12 @@ class Rotary:
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
+def frequencies_in(model: nn.Module) -> list[torch.Tensor]:
+    """The frequencies [head_dim / 2] of each rotary embedding in a model, which are no weights."""
+    values = (value for part in model.modules() for value in vars(part).values())
+    return [value.frequencies for value in values if isinstance(value, Rotary)]
+
+
 def rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """States [B, H, T, head_dim] rotated by their positions."""
     cos, sin = (table.to(states.dtype) for table in rotation)

@@ -18,11 +18,11 @@ fi
 drafthead generate --target smollm2 --head $shipped --datastore "$run/datastore" --max-new-tokens 128 \
     --prompt "How do I write a good commit message? Give me an example."
 drafthead distill --target smollm2 --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
-    --max-new-tokens 256 --batch-size 64 --limit 200 --compile
+    --max-new-tokens 160 --batch-size 64 --limit 128 --compile
 drafthead distill --target smollm2 --prompts $prompts/validation.jsonl --output "$run/validation.jsonl" \
-    --max-new-tokens 256 --batch-size 64 --compile
+    --max-new-tokens 160 --batch-size 64 --limit 16 --compile
 accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     train/train_heads.py --config configs/demo_smollm2.yaml \
-    data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" train.output="$run/parallel"
-drafthead compare --target smollm2 --head $shipped --head "$run/parallel" --datastore "$run/datastore" --compile \
+    data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" train.output="$run/eagle3"
+drafthead compare --target smollm2 --head $shipped --head "$run/eagle3" --datastore "$run/datastore" --compile \
     --prompts $prompts/test.jsonl --output "$run/comparison" --limit 6 --rounds 1 --max-new-tokens 96
