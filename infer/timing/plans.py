@@ -11,6 +11,7 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.planner import AdaptivePlan, PlannedDecoding, Planner
+from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS
 from drafthead.infer.engine.step_costs import StepCosts, Table
 from drafthead.infer.timing.step_timing import StepSeconds
 from drafthead.infer.timing.stored_costs import StepKind, costs_file, read_costs, write_costs
@@ -75,7 +76,10 @@ class Plans:
         key = kind, round(temperature, 1)
         with self.lock:
             if key not in self.plans:
-                self.plans[key] = AdaptivePlan(self.costs(kind), self.chances, self.drafter.stops)
+                settings = DEFAULT_SETTINGS.for_rows(kind.rows)
+                self.plans[key] = AdaptivePlan(
+                    self.costs(kind), self.chances, self.drafter.stops, settings
+                )
             return self.plans[key]
 
     def planner(self, kind: StepKind, temperature: float) -> Planner:

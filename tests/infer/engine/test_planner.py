@@ -34,11 +34,14 @@ def seconds(node: float, draft: float = 0.1) -> Seconds:
     return {None: 1.0} | {b: 1 + draft + node * (b.nodes - 1) for b in BUDGETS}
 
 
-def timed_plan(took: Seconds, chances: Mapping[Budget, Sequence[float]]) -> AdaptivePlan:
-    """A plan that knows what steps take."""
+def timed_plan(
+    took: Seconds, chances: Mapping[Budget, Sequence[float]], rows: int = 1
+) -> AdaptivePlan:
+    """A plan that knows what steps of a batch take."""
     costs = StepCosts(tuple(chances))
     costs.set_timed(took)
-    return AdaptivePlan(costs, lambda outlook: chances)
+    settings = DEFAULT_SETTINGS.for_rows(rows)
+    return AdaptivePlan(costs, lambda outlook: chances, settings=settings)
 
 
 def new_plan(chances: Mapping[Budget, Sequence[float]] = CHANCES) -> AdaptivePlan:
@@ -116,6 +119,7 @@ GOOD = {
     b: tuple(alpha_of_tree(b, 1) ** d for d in range(1, b.depth + 1))
     for b in (*BUDGETS, *chain_budgets(4))
 }
+GOOD_TREES = {budget: GOOD[budget] for budget in BUDGETS}
 
 
 # ---- what wrong beliefs may cost ----------------------------------------------------------------
@@ -128,6 +132,23 @@ def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node, is_tim
     took = seconds(node)
     plan = timed_plan(took, CHANCES) if is_timed else new_plan()
     assert Text(plan, took).decode(512, alpha=0.0) > 0.97
+
+
+@pytest.mark.parametrize(("rows", "least"), [(4, 0.94), (16, 0.96)])
+@pytest.mark.parametrize("node", [0.05, 0.2, 0.6])
+def test_a_batch_of_short_answers_loses_little_to_it(node, rows, least) -> None:
+    """A step that is lost is lost in every row, and there are few steps before all have ended."""
+    took = seconds(node)
+    plan = timed_plan(took, CHANCES, rows)
+    assert Text(plan, took).decode(96, alpha=0.0) > least
+
+
+def test_a_good_drafter_is_used_from_the_beginning_of_a_batch() -> None:
+    took = seconds(0.05)
+    plan = timed_plan(took, GOOD_TREES, rows=16)
+    best = best_rate(took, alpha_of_tree)
+    rates = [Text(plan, took, seed=seed).decode(96, alpha_of_tree) for seed in range(8)]
+    assert np.mean(rates) > 0.95 * best
 
 
 def test_on_an_unsteady_machine_as_well() -> None:

@@ -112,6 +112,15 @@ def test_a_new_batch_size_begins_where_the_nearest_one_is(target) -> None:
     assert plans.planner(two, 0.0).choose(NO_OUTLOOK) is None
 
 
+def test_a_batch_may_lose_fewer_steps_to_drafts(target) -> None:
+    plans = Plans(target, PromptLookup(depth=2))
+    first = [
+        plans.plan(StepKind("greedy", rows, False, False), 0.0).settings.first_loss
+        for rows in (1, 4, 16)
+    ]
+    assert first == [8.0, 4.0, 2.0]
+
+
 def test_a_new_rule_begins_with_the_costs_of_the_same_rows() -> None:
     greedy = StepKind("greedy", 4, filters=False, processors=False)
     match = StepKind("match", 4, filters=True, processors=False)
