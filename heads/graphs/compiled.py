@@ -117,11 +117,13 @@ class Compiled:
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
         self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else {}
+        # Makes the kernels known that the code of a graph calls, before it is loaded.
+        self.load_kernels: Callable[[], object] = lambda: None
         if self.has_kernels:
             from drafthead.heads.graphs.kernels import library
             from drafthead.heads.graphs.kernels.rewrites import Rewrites
 
-            library.begun()
+            self.load_kernels = library.begun()
             self.options = self.options | {
                 REWRITES: Rewrites(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
@@ -212,7 +214,8 @@ class Compiled:
         options = {name: value for name, value in self.options.items() if name != REWRITES}
         try:
             return digest([surroundings(), described([*own, options])])
-        except UndescribedError:
+        except UndescribedError as unknown:
+            tell_of_each_process(str(unknown))
             return None
 
     def _stored(
@@ -224,7 +227,7 @@ class Compiled:
         for path, record in records(key):
             try:
                 if record.is_met(arguments):
-                    self._load_library()
+                    self.load_kernels()
                     graph = direct_call(record, record.load(reads), arguments)
                     return Made(graph, graph(*arguments), record)
             except Exception as error:  # whatever the code of a file raises that does not fit
@@ -232,13 +235,6 @@ class Compiled:
                 # torch would take from its own cache what has just failed.
                 self.options = self.options | {"force_disable_caches": True}
         return None
-
-    def _load_library(self) -> None:
-        """Make the kernels known that the code of a graph may call."""
-        if self.has_kernels:
-            from drafthead.heads.graphs.kernels import library
-
-            library.load()
 
     def forget(self) -> None:
         """Make all graphs again when they are needed, for what the function reads has changed."""
@@ -257,7 +253,7 @@ class Compiled:
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
         recorder = (
-            Recorder(self.options, Recipes(reads), self._load_library, self.in_code)
+            Recorder(self.options, Recipes(reads), self.load_kernels, self.in_code)
             if self.on_cpu
             else None
         )
@@ -371,6 +367,14 @@ def warn_of_many(function: Callable[..., Any]) -> None:
 def tell_of_compiling() -> None:
     """Say, once in a process, why nothing else happens."""
     logger.info("compiling the first steps, for a minute or more; later runs find what is kept")
+
+
+@cache
+def tell_of_each_process(unknown: str) -> None:
+    """Say, once for each reason, why graphs are not kept on the disk."""
+    logger.info(
+        "each process compiles what reads %s: it has no description to keep graphs under", unknown
+    )
 
 
 def keep_compiled_code() -> None:

@@ -41,19 +41,13 @@ def declarations() -> str:
 
 @cache
 def begun() -> Callable[[], CDLL]:
-    """Begin to compile the library, where it is not in the cache yet; the result waits for it and
-    loads it.
+    """Begin to compile the library, where it is not in the cache yet.
+
+    The result waits for it, and makes its functions known to code that is loaded from then on; it
+    raises InductorError where they cannot be compiled.
     """
     code = HEADERS + declarations() + text_of("library.h")
     compiling = ThreadPoolExecutor(1)
     load: Callable[[], CDLL] = Library.load_async(code, submit_fn=compiling.submit)
     compiling.shutdown(wait=False)
     return load
-
-
-def load() -> None:
-    """Make the functions known to code that is loaded from now on.
-
-    Raises InductorError where they cannot be compiled.
-    """
-    begun()()

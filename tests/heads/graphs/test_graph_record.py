@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.compiled import Compiled, tell_of_each_process
 from drafthead.heads.graphs.graph_record import GraphRecord
 
 
@@ -99,8 +99,8 @@ def with_buffer() -> Scaled:
     return model
 
 
-def test_graphs_of_another_model_or_under_other_settings_are_not_taken() -> None:
-    """Nor are those of code that is unknown, such as a hook."""
+def test_graphs_of_another_model_or_under_other_settings_are_not_taken(caplog) -> None:
+    """Nor are those of code that is unknown, such as a hook: the log says so."""
     known = Scaler(Scaled()).compiled()._key((X, Y))
     assert known == Scaler(Scaled()).compiled()._key((X[:2], Y))
     others = [Scaled(factor=3), Scaled().train(False), Scaled().double(), with_buffer()]
@@ -109,7 +109,10 @@ def test_graphs_of_another_model_or_under_other_settings_are_not_taken() -> None
     with torch.enable_grad():
         keys.append(Scaler(Scaled()).compiled()._key((X, Y)))
     assert len({known, *keys}) == 1 + len(keys)
-    assert Scaler(with_hook()).compiled()._key((X, Y)) is None
+    tell_of_each_process.cache_clear()
+    with caplog.at_level(logging.INFO, "drafthead"):
+        assert Scaler(with_hook()).compiled()._key((X, Y)) is None
+    assert [r.message for r in caplog.records if "each process compiles" in r.message]
 
 
 @pytest.mark.parametrize("damage", ["changed", "foreign"])
