@@ -197,8 +197,8 @@ FILTERED = {"temperature": 0.9, "top_k": 20, "top_p": 0.8}
 @pytest.mark.parametrize(
     ("rows", "sampling"),
     [
+        (1, {"temperature": 0.0}),
         (3, DRAWN),
-        pytest.param(1, {"temperature": 0.0}, marks=pytest.mark.slow),
         pytest.param(3, {"temperature": 0.0}, marks=pytest.mark.slow),
         pytest.param(1, DRAWN, marks=pytest.mark.slow),
         pytest.param(3, FILTERED, marks=pytest.mark.slow),

@@ -66,10 +66,7 @@ def test_a_single_logit_that_is_no_number_is_an_error_too(target, options) -> No
         Decoder(Target(model)).generate(PROMPTS, **SHORT, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, id="greedy", marks=pytest.mark.slow), pytest.param(SAMPLED, id="drawn")],
-)
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
 def test_a_compiled_step_names_the_row_as_well(target, options) -> None:
     """The prompts are read eagerly; the token after them spoils the first graph's step."""
     decoder = Decoder(CompiledTarget(spoiled(target, second_answer(target, options))))

@@ -86,9 +86,7 @@ def test_eager_answers_do_not_depend_on_other_threads(target, make_drafter, name
     check([answer] * THREADS, greedy(OracleDecoder(target)), PROMPTS[lengths])
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "medusa:tree", pytest.param("draft-model", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["plain", "draft-model", "medusa:tree"])
 def test_compiled_answers_do_not_depend_on_other_threads(
     make_target, make_drafter, target, name
 ) -> None:

@@ -8,15 +8,15 @@ namespace {
 struct Steps { int64_t b, h, t; };
 
 // output [batch, heads, tokens, D]; a task is up to MOST_QUERIES queries of a row that share a head
-// of keys: of 24 queries two tasks have 12 each
+// of keys: 24 queries are two tasks of 12
 template <int D, typename mask_t>
 void attend(const at::BFloat16* query, Steps q, const at::BFloat16* key, Steps k,
             const at::BFloat16* value, Steps v, const mask_t* mask, Steps m,
             at::BFloat16* output, Steps o, int64_t batch, int64_t heads, int64_t kv_heads,
             int64_t tokens, int64_t columns, float scale, int threads) {
     const int64_t sharing = heads / kv_heads, queries = sharing * tokens;  // of a head of keys
-    const int64_t blocks = (queries + MOST_QUERIES - 1) / MOST_QUERIES;
-    const int64_t most = (queries + blocks - 1) / blocks;
+    const int64_t group = group_size(queries, MOST_QUERIES);
+    const int64_t blocks = (queries + group - 1) / group;
     const int64_t tasks = batch * kv_heads * blocks;
     // Tasks that are left when all threads have as many are split: of 5 on 2 threads, the fifth.
     const int64_t whole = tasks / threads * threads, parts = (tasks - whole) * threads;
@@ -24,8 +24,8 @@ void attend(const at::BFloat16* query, Steps q, const at::BFloat16* key, Steps k
     for (int64_t item = 0; item < whole + parts; ++item) {
         const int64_t beyond = std::max<int64_t>(item - whole, 0);
         const int64_t task = item - beyond + beyond / threads;
-        int64_t start = task % blocks * most;
-        int64_t rows = std::min(most, queries - start);
+        int64_t start = task % blocks * group;
+        int64_t rows = std::min(group, queries - start);
         if (item >= whole) {
             const int64_t share = (rows + threads - 1) / threads, before = beyond % threads * share;
             start += before;

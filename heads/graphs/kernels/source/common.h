@@ -18,11 +18,17 @@ inline void with_rows(int64_t rows, const F& f) {
     }
 }
 
-// f(first row, number of rows as a constant) for groups of at most MOST rows, all of nearly the
-// same size: 13 rows in groups of at most 8 are 7 and 6.
+// Rows of each group but the last, where groups have at most `most` rows and nearly the same size:
+// 13 rows in groups of at most 8 are 7 and 6.
+inline int64_t group_size(int64_t rows, int64_t most) {
+    const int64_t groups = (rows + most - 1) / most;
+    return (rows + groups - 1) / groups;
+}
+
+// f(first row, number of rows as a constant) for groups of at most MOST rows, see `group_size`
 template <int MOST, typename F>
 inline void in_groups(int64_t rows, const F& f) {
-    const int64_t groups = (rows + MOST - 1) / MOST, group = (rows + groups - 1) / groups;
+    const int64_t group = group_size(rows, MOST);
     for (int64_t r = 0; r < rows; r += group) {
         with_rows<MOST>(std::min(group, rows - r), [&](auto count) { f(r, count); });
     }
