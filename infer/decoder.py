@@ -127,7 +127,7 @@ class Decoder:
         dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
-        compile: bool = False,
+        compile: bool | None = None,
         draft_temperature: float | None = None,
         datastore: str | Path | None = None,
         learn_answers: bool = False,
@@ -150,7 +150,9 @@ class Decoder:
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
         own layers or prompt lookup propose on a path, by default 4. `compile` makes graphs of the
         passes when they first run, which takes minutes the first time and seconds when the same was
-        compiled before; the output stays the same. `draft_temperature` is explained at the
+        compiled before; the output stays the same. By default passes on a GPU are recorded without
+        compiling anything, which takes as long as a few passes; with False nothing is.
+        `draft_temperature` is explained at the
         constructor. Code that comes with a model runs only with `trust_remote_code`. Raises
         UserError when something cannot be loaded or does not fit the target.
         """
@@ -506,18 +508,20 @@ def decoder_for(
     target: Target,
     drafter: Drafter | None,
     tree_nodes: int | None,
-    compile: bool,
+    compile: bool | None,
     draft_temperature: float | None = None,
 ) -> Decoder:
-    """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None; maybe compiled.
+    """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None.
 
-    Raises UserError for a drafter's settings without a drafter.
+    Compiled, as it is, or for None recorded where that is possible. Raises UserError for a drafter's
+    settings without a drafter, and for `compile` where the target cannot be compiled.
     """
+    is_new = not isinstance(target, CompiledTarget)
     if compile:
         target.refuse_encoder("compile")
         target.check_compilable()
-    if compile and not isinstance(target, CompiledTarget):
-        target = CompiledTarget(target)
+    if is_new and (compile or (compile is None and can_record(target))):
+        target = CompiledTarget(target, compiles_layers=bool(compile))
     if not isinstance(target, CompiledTarget):
         tell_of_slow_bfloat16(target.device, target.dtype)
     if drafter is None:
@@ -525,12 +529,24 @@ def decoder_for(
             if value is not None:
                 raise UserError(f"{name}={value} needs a head, a draft model, own layers or lookup")
         return Decoder(target)
-    if compile:
+    if compile or (compile is None and is_new and isinstance(target, CompiledTarget)):
         drafter.compile()
     budget = None
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
+
+
+def can_record(target: Target) -> bool:
+    """Whether passes of a target are recorded by default: on a GPU, where that works."""
+    if target.device.type != "cuda" or target.has_encoder:
+        return False
+    try:
+        target.check_compilable()
+    except UserError as reason:
+        logger.info("passes are not recorded: %s", reason)
+        return False
+    return True
 
 
 def beam_result(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:

@@ -3,7 +3,7 @@
 import platform
 import re
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -40,4 +40,12 @@ def describe_machine() -> dict[str, str | int]:
 def describe_versions() -> dict[str, str]:
     """Versions of the packages that the speed depends on."""
     names = ("drafthead", "torch", "transformers", "accelerate")
-    return {"python": sys.version.split()[0], **{name: version(name) for name in names}}
+    return {"python": sys.version.split()[0], **{name: version_of(name) for name in names}}
+
+
+def version_of(name: str) -> str:
+    """A package's version; for a checkout that runs without an installation, that."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

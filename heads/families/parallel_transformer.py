@@ -154,7 +154,8 @@ class BlockTransformer(nn.Module):
     def _mask_vector(self, target: Target) -> torch.Tensor:
         if self.mask is not None:
             return self.mask
-        token = torch.tensor(self.config.mask_token, device=self.norm.weight.device)
+        # Filled on the device: a number copied there could not be recorded.
+        token = torch.full((), self.config.mask_token, device=self.norm.weight.device)
         return target.embed(token).to(self.norm.weight.dtype)
 
     def visible(self, num_blocks: int, device: torch.device) -> torch.Tensor:

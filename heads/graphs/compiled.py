@@ -2,8 +2,8 @@
 
 On a CPU the weights are frozen into the graph and packed for the processor once; eagerly they are
 packed again at every call, which for one row costs more than the multiplication. Calls go through
-C++, as a step is many short calls. On a GPU what was compiled is recorded as CUDA graphs, one for
-each shape; see `recordings`.
+C++, as a step is many short calls. On a GPU nothing is compiled here: the function is recorded as
+CUDA graphs, one for each shape, which takes as long as a few calls; see `recordings`.
 """
 
 import logging
@@ -116,7 +116,7 @@ class Compiled:
         self.device, self.dtype, self.layers, self.in_code = device, dtype, layers, in_code
         self.on_cpu = device.type == "cpu"
         self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
-        self.options: dict[str, Any] = CPU_OPTIONS if self.on_cpu else {}
+        self.options: dict[str, Any] = CPU_OPTIONS
         # Makes the kernels known that the code of a graph calls, before it is loaded.
         self.load_kernels: Callable[[], object] = lambda: None
         if self.has_kernels:
@@ -166,8 +166,11 @@ class Compiled:
 
     def make(self, arguments: Sequence[Any]) -> "Made":
         """A graph for calls of the kind of `arguments`, from the disk or compiled."""
+        if not self.on_cpu:
+            recorded = Recordings(within(self.around, self.function), self.dims.held)
+            return Made(recorded, recorded(*arguments), None)
         stack = None
-        if self.on_cpu and len(self.layers) >= FEWEST:
+        if len(self.layers) >= FEWEST:
             stack = stack_for(self.layers, partial(self._uncompiled, arguments), self._layer)
         if stack is not None:
             try:
@@ -181,7 +184,7 @@ class Compiled:
     def _stored_or_compiled(self, arguments: Sequence[Any], stack: LayerStack | None) -> "Made":
         """A graph that calls the layers of `stack`, or that has all layers within."""
         reads = [*(self.reads or ()), *([] if stack is None else [stack.table])]
-        key = self._key(arguments, stack) if self.on_cpu else None
+        key = self._key(arguments, stack)
         with nullcontext() if stack is None else stack.called():
             return self._stored(key, reads, arguments) or self._compiled(key, reads, arguments)
 
@@ -252,19 +255,14 @@ class Compiled:
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
-        recorder = (
-            Recorder(self.options, Recipes(reads), self.load_kernels, self.in_code)
-            if self.on_cpu
-            else None
-        )
+        recorder = Recorder(self.options, Recipes(reads), self.load_kernels, self.in_code)
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
-        guards: dict[str, Any] = {"guard_filter_fn": guards_of_arguments}
         compiled = torch.compile(
             traced,
             fullgraph=True,
-            backend=recorder or "inductor",
-            options=guards if recorder else guards | self.options,
+            backend=recorder,
+            options={"guard_filter_fn": guards_of_arguments},
             **ONE_GRAPH,
         )
         try:
@@ -284,8 +282,6 @@ class Compiled:
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error
-        if recorder is None:  # torch's own entry may trace once more
-            return Made(Recordings(within(self.around, compiled), self.dims.held), result, None)
         graph, record = recorder.finish(result, arguments)
         if key is not None and record is not None:
             keep(key, record)
@@ -297,7 +293,7 @@ class Compiled:
         for first, *others in equal:
             for other in others:
                 torch._check(size_at(arguments, other) == size_at(arguments, first))
-        with CpuKernels(self.has_kernels, self.in_bytes) if self.on_cpu else nullcontext():
+        with CpuKernels(self.has_kernels, self.in_bytes):
             return self.function(*arguments)
 
 

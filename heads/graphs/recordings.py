@@ -1,10 +1,11 @@
 """Recorded calls: a function of tensors as one CUDA graph for each shape of its arguments.
 
-A recording repeats the same kernels at the same addresses. So the arguments of a call are copied
+Recording needs no compiler: it takes as long as a few calls. A recording repeats the same kernels at the same addresses. So the arguments of a call are copied
 to fixed places, but for those that keep their address (a cache, which the function writes into),
 and the values are copied out, because the next call overwrites them.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
 MOST_RECORDINGS = 256
-# Calls before a recording is made, in which libraries choose and load their kernels.
-WARM_UPS = 3
+# Calls before a recording is made: in the first libraries load their kernels, in the second none is
+# left to load.
+WARM_UPS = 2
+
+logger = logging.getLogger(__name__)
+
+
+
+class CaptureError(RuntimeError):
+    """A call that cannot be recorded, and why."""
+
 
 # Of a function and its arguments: how to repeat that call, and the value that each repetition
 # writes again.
@@ -41,12 +51,28 @@ def cuda_graph(
         with torch.cuda.device(device), torch.cuda.stream(aside):
             for _ in range(WARM_UPS):
                 function(*arguments)
-            # What other threads allocate meanwhile is no error of this one's capture.
-            with torch.cuda.graph(graph, pool, aside, capture_error_mode="thread_local"):
-                value = function(*arguments)
+            value = captured(graph, pool, aside, function, arguments)
     finally:
         current.wait_stream(aside)  # which may have written into what is held
     return graph.replay, value
+
+
+def captured(
+    graph: torch.cuda.CUDAGraph,
+    pool: Any,
+    stream: torch.cuda.Stream,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> Any:
+    """The value of the call that becomes the graph; raises CaptureError where it cannot."""
+    try:
+        # What other threads allocate meanwhile is no error of this one's capture.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            return function(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # which names the operation that is not permitted
+        raise CaptureError(str(error).strip().splitlines()[0]) from error
 
 
 @cache
@@ -108,9 +134,28 @@ class Recordings:
         """`held` are the places of arguments, tensors or lists of them, that keep their address."""
         self.function, self.held, self.capture, self.most = function, held, capture, most
         self.recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self.reason_against: str | None = None  # why it cannot be recorded, once that is known
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's value, in tensors of its own."""
+        """The function's value, in tensors of its own.
+
+        A function that cannot be recorded is called instead, which one line in the log says: it
+        asks the device for a number, say, on which its next kernels depend.
+        """
+        if self.reason_against is not None:
+            return self.function(*arguments)
+        try:
+            return self._recorded(arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except CaptureError as error:
+            self.reason_against = str(error)
+            name = getattr(self.function, "__qualname__", repr(self.function))
+            logger.warning("%s runs unrecorded, and slower: %s", name, self.reason_against)
+            return self.function(*arguments)
+
+    def _recorded(self, arguments: Sequence[Any]) -> Any:
+        """The value from a recording; raises CaptureError where none can be made."""
         held = [argument if n in self.held else None for n, argument in enumerate(arguments)]
         given = [None if n in self.held else argument for n, argument in enumerate(arguments)]
         leaves, structure = tree_flatten(given)

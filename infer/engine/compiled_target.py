@@ -1,9 +1,10 @@
 """A target whose passes run compiled: same inputs, same outputs, less time.
 
-Where we have kernels, prompts are read by compiled passes too; elsewhere these stay eager.
+On a GPU passes are recorded, with layers as they are or compiled. Where we have kernels, prompts are read by compiled passes too; elsewhere these stay eager.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
@@ -11,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.fingerprint import state_of
+from drafthead.heads.graphs.gpu.compiled_layers import CompiledLayers, Together
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.features import Features, FeatureSpec
@@ -37,9 +39,14 @@ class CompiledTarget(Target):
     one or several rows. Cache columns, tree nodes and rows change freely within a kind.
     """
 
-    def __init__(self, target: Target, in_bytes: bool = False):
-        """With `in_bytes` passes read the weights as bytes, see `Compiled`: for draft models."""
+    def __init__(self, target: Target, in_bytes: bool = False, compiles_layers: bool = True):
+        """With `in_bytes` passes read the weights as bytes, see `Compiled`: for draft models.
+
+        On a GPU layers are recorded as they are without `compiles_layers`: for first answers.
+        """
         super().__init__(target.model, target.tokenizer)
+        with_code = target.device.type == "cuda" and compiles_layers
+        self.layer_codes = CompiledLayers(list(self.layers.children())) if with_code else None
         self.in_bytes = in_bytes or target.in_bytes
         self.numbers = target.numbers
         self.memory = CacheMemory.where_recorded(target.device)
@@ -47,6 +54,12 @@ class CompiledTarget(Target):
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
         self.state = state_of(self.model)  # that the graphs were made for
         self.move = Compiled(move_columns, target.device, target.dtype, MOVE, reads=())
+
+    def around(self, taps: Taps) -> AbstractContextManager[object]:
+        """What a pass with these taps runs within."""
+        if self.layer_codes is None:
+            return taps
+        return Together(lambda: taps, self.layer_codes.used)
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -172,7 +185,7 @@ class CompiledPass:
             *made_for,
             PASS,
             self._variant,
-            self.taps,
+            target.around(self.taps),
             reads,
             target.in_bytes,
             list(target.layers.children()),

@@ -6,7 +6,7 @@ and `match`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -18,12 +18,15 @@ from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.sampling import draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Taps, Target
+from drafthead.heads.target.target import Taps
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, read_table
 from drafthead.infer.verifiers.base import Acceptance, follow
+
+if TYPE_CHECKING:  # which makes these steps
+    from drafthead.infer.engine.compiled_target import CompiledTarget
 
 
 class StepResult(NamedTuple):
@@ -64,7 +67,7 @@ class Draws(NamedTuple):
 class GraphStep:
     """The steps of a target that keep the same features and fill their trees in the same way."""
 
-    def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
+    def __init__(self, target: "CompiledTarget", features: FeatureSpec, filler: TokenFiller):
         self.target, self.filler = target, filler
         self.few_sizes = target.memory is not None  # trees are filled up to a power of two
         self.taps = Taps(target, features)
@@ -76,7 +79,7 @@ class GraphStep:
             *made_for,
             dims,
             self._variant,
-            self.taps,
+            target.around(self.taps),
             reads,
             target.in_bytes,
             list(target.layers.children()),

@@ -1,0 +1,1 @@
+"""drafthead.heads.graphs.gpu: what recorded passes on a GPU are made of."""

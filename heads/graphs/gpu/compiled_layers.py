@@ -1,0 +1,192 @@
+"""Decoder layers compiled one by one, for recorded passes on a GPU.
+
+A recording of eager layers repeats some 45 kernels a layer, one of compiled layers about half of
+them. Compiling a whole model takes a minute and again for each kind of pass; a layer takes seconds,
+and its code serves all layers that differ in their weights alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx.experimental._config
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
+from torch.func import functional_call
+
+from drafthead.heads.graphs.fingerprint import UndescribedError, described, digest
+from drafthead.heads.graphs.layers.layer_stack import without_numbers
+from drafthead.heads.graphs.layers.recorded_calls import (
+    Form,
+    OneLayer,
+    UnlikeError,
+    filled,
+    form_of,
+    replaced,
+    tensors_of,
+)
+
+# At one row inductor then makes matrix products its own, with norms and residuals fused into them.
+OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
+# One or several rows, one or several nodes, by masks and windows of layers.
+MOST_VARIANTS = 64
+# Why a layer stays uncompiled: what it is, torch's ways, or our reading of these.
+OBSTACLES = (UnlikeError, UndescribedError, TorchDynamoException, InductorError, AttributeError)
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledLayers:
+    """The decoder layers of a model, of which one of each kind is compiled."""
+
+    def __init__(self, layers: Sequence[nn.Module], options: dict[str, Any] | None = None):
+        """`options` are those of torch's code generator, by default `OPTIONS`."""
+        self.layers = layers
+        self.options = OPTIONS if options is None else options
+        self.codes: dict[str, LayerCode] = {}  # by kind
+        self.reason_against: Exception | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, passes of this thread run the compiled layers, or as they are where they cannot
+        be compiled.
+        """
+        self.kinds  # noqa: B018  # described before anything is replaced
+        with replaced(self.layers, self._in_place_of):
+            yield
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """Of each layer; layers of one kind differ in their weights alone."""
+        try:
+            return [digest(without_numbers(described(layer))) for layer in self.layers]
+        except UndescribedError as error:
+            self._give_up(error)
+            return []
+
+    def _give_up(self, reason: Exception) -> None:
+        """Leave the layers uncompiled from now on."""
+        self.reason_against = reason
+        line = (str(reason).strip() or repr(reason)).splitlines()[0]
+        logger.warning("layers are recorded as they are, uncompiled: %s", line)
+
+    def _in_place_of(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        """What layer `number` computes instead of its `own` forward function."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """The layer's value."""
+            if self.reason_against is None:
+                try:
+                    return self._code_of(number)(number, self.layers[number], args, kwargs)
+                except OBSTACLES as error:
+                    self._give_up(error)
+            return own(*args, **kwargs)
+
+        return call
+
+    def _code_of(self, number: int) -> "LayerCode":
+        """The code of a layer, that of the first of its kind."""
+        kind = self.kinds[number]
+        if kind not in self.codes:
+            self.codes[kind] = LayerCode(self.layers[number], self.options)
+        return self.codes[kind]
+
+
+class LayerCode:
+    """A layer compiled as a function of its weights and of what it is given."""
+
+    def __init__(self, layer: nn.Module, options: dict[str, Any]):
+        """The layer gives its form alone; weights come with each call."""
+        self.form_alone = without_weights(layer)
+        self.by_form: dict[str, Callable[..., Any]] = {}
+        self.options = options
+
+    def __call__(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The value of a layer of this kind, `number` in its model.
+
+        Raises UnlikeError for arguments of another form than is known, and what torch raises for
+        code that it cannot compile.
+        """
+        tensors, form = tensors_of(number, (args, kwargs)), form_of((args, kwargs))
+        key = repr(form)
+        if key not in self.by_form:
+            self.by_form[key] = self._compiled(form)
+        weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        end = end_of((args, kwargs))
+        with small_graphs():
+            return self.by_form[key](weights, end, *tensors.flat)
+
+    def _compiled(self, form: Form) -> Callable[..., Any]:
+        """The layer under `torch.compile`, called with arguments of one form."""
+
+        def run(
+            weights: dict[str, torch.Tensor],
+            end: torch.Tensor,  # [S] whose size is the number of columns that are seen
+            hidden: torch.Tensor,  # [B, T, D]
+            keys: torch.Tensor,  # [B, H, capacity, D]
+            values: torch.Tensor,  # [B, H, capacity, D]
+            columns: torch.Tensor,  # [T] that the pass writes
+            *others: torch.Tensor,
+        ) -> Any:
+            """What the layer returns; its keys and values are written to the cache."""
+            cache = OneLayer([keys], [values], columns, end.shape[0])
+            args, kwargs = filled(form, iter((hidden, *others)), cache)
+            return functional_call(self.form_alone, weights, args, kwargs)
+
+        return torch.compile(run, fullgraph=True, dynamic=True, options=self.options)
+
+
+def end_of(arguments: Any) -> torch.Tensor:  # [S] without numbers
+    """As many elements as a pass sees columns: a size may change, a number would be a constant."""
+    args, kwargs = arguments
+    caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "end")]
+    if not caches:
+        raise UnlikeError("a layer is given no cache")
+    return torch.empty(caches[0].end, device="meta")
+
+
+def without_weights(layer: nn.Module) -> nn.Module:
+    """A copy of the layer whose weights are of the same form and have no numbers."""
+    known = {}
+    for weight in (*layer.parameters(), *layer.buffers()):
+        empty = torch.empty_like(weight, device="meta")
+        is_parameter = isinstance(weight, nn.Parameter)
+        known[id(weight)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    forward = vars(layer).pop("forward", None)  # that of a pass which replaces it: see `replaced`
+    try:
+        return deepcopy(layer, known)
+    finally:
+        if forward is not None:
+            layer.forward = forward
+
+
+@contextmanager
+def small_graphs() -> Iterator[None]:
+    """Within, sizes change freely within a graph, and there may be one for each kind of pass."""
+    # Sizes that happen to be equal now, such as positions and nodes, need not stay so.
+    duck = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS), duck:
+        yield
+
+
+class Together(AbstractContextManager[None]):
+    """Several contexts as one that can be entered again and again."""
+
+    def __init__(self, *makers: Callable[[], AbstractContextManager[object]]):
+        self.makers, self.entered = makers, ExitStack()
+
+    def __enter__(self) -> None:
+        """Enter a new context of each maker, in their order."""
+        with ExitStack() as entered:
+            for make in self.makers:
+                entered.enter_context(make())
+            self.entered = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave them, the last one first."""
+        self.entered.__exit__(*error)
