@@ -14,12 +14,13 @@ from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
+from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import (
     Candidates,
     TreeGrowth,
+    num_opened,
     seen_after_opening,
 )
 from drafthead.heads.trees.levels import Level, best_guesses
@@ -60,6 +61,20 @@ GROWING: dict[str, Spec] = {
     **CACHED,
 }
 FINISHING: dict[str, Spec] = {"candidates": CANDIDATES, "slots": "N"}
+ALL_LEVELS: dict[str, Spec] = {
+    "guess": GUESS,
+    "roots": "B",
+    "lengths": "B",
+    "seen": "S",
+    "draws": DRAWS,
+    **CACHED,
+}
+READ_AND_ALL_LEVELS: dict[str, Spec] = {
+    **READING,
+    "drafted": "P",
+    "seen_by_drafted": "Q",
+    "draws": DRAWS,
+}
 
 
 class Guess(NamedTuple):
@@ -114,6 +129,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.start_growth: Callable[..., Candidates] = self._start_growth
         self.grow: Callable[..., Grown] = self._grow
         self.finish: Callable[..., TreeTables] = self._finish
+        self.grow_all: Callable[..., TreeTables] = self._grow_all
+        self.read_and_grow_all: Callable[..., tuple[Guess, TreeTables]] = self._read_and_grow_all
 
     @property
     def width(self) -> int:
@@ -220,6 +237,74 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         """The trees of N nodes, for `slots` [N], the numbers from 0."""
         return candidates.tables(slots, self.head.depth)
 
+    def opened(self, budget: Budget) -> list[int]:
+        """How many nodes get children at depth 1, 2, ... of a dynamic tree within a budget."""
+        counts: list[int] = []
+        available = self.width
+        for depth in range(1, budget.depth):
+            count = num_opened(budget.nodes, depth, self.width, available)
+            # A level of one node would be a graph of its own.
+            counts.append(max(count, min(2, available)))
+            available = counts[-1] * self.width
+        return counts
+
+    def _grow_all(
+        self,
+        guess: Guess,  # n = 1, at the roots
+        roots: torch.Tensor,  # [B]
+        lengths: torch.Tensor,  # [B] committed positions
+        seen: torch.Tensor,  # [S]
+        columns: torch.Tensor,  # [T] that all opened nodes are written to
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        draws: NextDraws | None,
+        budget: Budget,
+    ) -> TreeTables:
+        """A whole dynamic tree: what is recorded as one graph, whose calls cost more than its work
+        on a GPU.
+        """
+        at = (lambda depth: None) if draws is None else draws.at
+        first = self._start_growth(guess, roots, at(0))
+        grown = Grown(*first, guess.outputs, None, lengths)
+        slots = torch.arange(max(budget.nodes, len(columns)), device=roots.device)
+        written = 0
+        for depth, count in enumerate(self.opened(budget), start=1):
+            above = grown.candidates, grown.outputs, grown.visible, grown.places
+            own = columns[written : written + count]
+            level = lengths, slots[:count], seen, own, keys, values, at(depth)
+            grown = self._grow(*above, *level)
+            written += count
+        return self._finish(grown.candidates, slots[: min(budget.nodes, grown.scores.shape[1])])
+
+    def _read_and_grow_all(
+        self,
+        last: torch.Tensor | None,  # [B, T, D], and so on: see `read_eagerly`
+        taps: tuple[torch.Tensor, ...],
+        tokens: torch.Tensor,  # [B, T]
+        counts: torch.Tensor,  # [B]
+        lengths: torch.Tensor,  # [B]
+        seen: torch.Tensor,  # [S]
+        columns: torch.Tensor,  # [T]
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        drafted: torch.Tensor,  # [P] columns of all opened nodes
+        seen_by_drafted: torch.Tensor,  # [Q]
+        draws: NextDraws | None,
+        budget: Budget,
+    ) -> tuple[Guess, TreeTables]:
+        """Read committed positions, then draft after them: the guesses at the roots, and the tree.
+
+        Each row's positions are moved next to those that it had.
+        """
+        cached = columns, keys, values
+        guess = self.read_eagerly(last, taps, tokens, counts, lengths, seen, *cached)
+        if len(tokens) > 1:
+            steps = torch.arange(tokens.shape[1], device=tokens.device)
+            move_columns(keys, values, columns.expand_as(tokens), lengths[:, None] + steps)
+        roots, committed = at_last(tokens, counts), lengths + counts
+        grown = drafted, keys, values, draws, budget
+        return guess, self._grow_all(guess, roots, committed, seen_by_drafted, *grown)
+
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
         self.memory = CacheMemory.where_recorded(self.target.device)
@@ -228,6 +313,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.start_growth = self.compiled(self._start_growth, STARTING)
         self.grow = self.compiled(self._grow, GROWING)
         self.finish = self.compiled(self._finish, FINISHING)
+        self.grow_all = self.compiled(self._grow_all, ALL_LEVELS)
+        self.read_and_grow_all = self.compiled(self._read_and_grow_all, READ_AND_ALL_LEVELS)
 
     def visible(self, shape: TreeShape) -> list[torch.Tensor]:
         """`visible_nodes` of a static tree, [1, n, m + n] for each level; made once for a shape."""

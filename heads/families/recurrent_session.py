@@ -9,7 +9,7 @@ from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.recurrent_passes import Grown, Guess, RecurrentPasses
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.trees.dynamic import Children, dynamic_tree, num_opened
+from drafthead.heads.trees.dynamic import Children, dynamic_tree
 from drafthead.heads.trees.levels import Guesses, Level, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
@@ -117,14 +117,38 @@ class RecurrentSession(LateReader):
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then draft level by level."""
-        self.catch_up()
         drafter, blindly = self.drafter, self.drafter.head.drafts_blindly
-        if isinstance(random, RowRandom) or drafter.fixed is not None:
+        is_filled = isinstance(random, RowRandom) or drafter.fixed is not None
+        if not (is_filled or blindly) and drafter.memory is not None:
+            assert not isinstance(random, RowRandom)
+            return self._grown_at_once(budget, random)
+        self.catch_up()
+        if is_filled:
             tree = self._filled(drafter.shape(budget, random), sampling, random)
         else:
+            assert not isinstance(random, RowRandom)
             tree = (self._grown_blindly if blindly else self._grown)(budget, random)
         self.reader.cache.discard()
         return tree
+
+    def _grown_at_once(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """`_grown`, and reading before it, as one recorded call."""
+        drafter, cache = self.drafter, self.reader.cache
+        count, last = sum(drafter.opened(budget)), self.read_to_last_part()
+        if last is None:
+            assert self.root_guess is not None
+            room = cache.lengths, *cache.make_room(count), cache.keys, cache.values
+            tables = drafter.grow_all(self.root_guess, self.roots, *room, draws, budget)
+        else:
+            width = last.tokens.shape[1]
+            _, drafted, seen = cache.room_after(last.counts, width, count)
+            given = last.features.last, last.features.taps, last.tokens, last.lengths
+            room = cache.lengths, *cache.make_room(width), cache.keys, cache.values
+            after = drafted, seen, draws, budget
+            self.root_guess, tables = drafter.read_and_grow_all(*given, *room, *after)
+            assert cache.lengths is not None
+            cache.advance(cache.lengths + last.lengths, last.counts)
+        return tables.tree(budget.depth, drafter.width)
 
     def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
         """A dynamic tree: it grows where the head is most certain, with `draws` of these."""
@@ -134,12 +158,8 @@ class RecurrentSession(LateReader):
         at = (lambda depth: None) if draws is None else draws.at
         first = drafter.start_growth(self.root_guess, self.roots, at(0))
         grown = Grown(*first, self.root_guess.outputs, None, lengths)
-        available = drafter.width
-        for depth in range(1, budget.depth):
-            count = num_opened(budget.nodes, depth, drafter.width, available)
-            count = max(count, min(2, available))  # a level of one node would be a graph of its own
+        for depth, count in enumerate(drafter.opened(budget), start=1):
             grown = reader.grow(grown, count, at(depth))
-            available = count * drafter.width
         nodes = min(budget.nodes, grown.scores.shape[1])
         tables = drafter.finish(grown.candidates, drafter.slots(nodes))
         return tables.tree(budget.depth, drafter.width)
