@@ -5,6 +5,7 @@ to fixed places, but for those that keep their address (a cache, which the funct
 and the values are copied out, because the next call overwrites them.
 """
 
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -67,12 +68,26 @@ def captured(
     """The value of the call that becomes the graph; raises CaptureError where it cannot."""
     try:
         # What other threads allocate meanwhile is no error of this one's capture.
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
+        with no_collection(), capture:
             return function(*arguments)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # which names the operation that is not permitted
+        capturing_on.cache_clear()  # the memory of a capture that failed takes no other
         raise CaptureError(str(error).strip().splitlines()[0]) from error
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Within, Python collects no garbage: to free an older graph would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

@@ -56,6 +56,7 @@ from drafthead.heads.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
+from drafthead.heads.target.node_tables import is_table, tables_by_kind
 from drafthead.heads.target.placement import WHOLE, Placement
 from drafthead.heads.target.tree_cache import TreeCache
 
@@ -427,12 +428,21 @@ class Target:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
 
+    def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> torch.Tensor:
+        """What `run` takes as the mask of a pass over N new nodes; makes room for them.
+
+        `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees.
+        """
+        return cache.additive_mask(visible, self.dtype)
+
     def _layer_masks(
         self, mask: torch.Tensor | None
     ) -> tuple[LayerMasks, AbstractContextManager[object]]:
         """The model's `attention_mask`, and a context that must be active while it runs."""
         if mask is None:
             return None, nullcontext()
+        if is_table(mask):
+            return tables_by_kind(mask, self.layer_kinds), nullcontext()
         if self.has_alibi:
             return None, AlibiByPosition(self.layers.children(), mask)
         return masks_by_kind(mask, self.layer_kinds), nullcontext()

@@ -135,7 +135,7 @@ class DraftModelSession(LevelSession):
         tokens, lengths = committed.tokens, committed.lengths
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         visible = (steps[:, None] >= steps)[None]
-        mask = self.cache.additive_mask(visible, self.model.dtype)
+        mask = self.model.tree_mask(self.cache, visible)
         positions = self.model.legal_positions(self.cache.lengths[:, None] + steps)
         output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)
         pairs = zip(self.host_lengths, committed.counts, strict=True)

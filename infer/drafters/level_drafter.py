@@ -252,7 +252,7 @@ class LevelSession(DraftSession):
         assert self.cache.lengths is not None
         pending = int(self.roots_pending)
         visible = pad(visible, (pending, 0), value=True)
-        mask = self.cache.additive_mask(visible, self.model.dtype)
+        mask = self.model.tree_mask(self.cache, visible)
         places = (self.cache.lengths[:, None] + depth + pending - 1).expand_as(tokens)
         positions = self.model.legal_positions(places)
         output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)

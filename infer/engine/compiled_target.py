@@ -3,25 +3,32 @@
 On a GPU passes are recorded, with layers as they are or compiled. Where we have kernels, prompts are read by compiled passes too; elsewhere these stay eager.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from transformers.cache_utils import Cache
 
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.fingerprint import state_of
+from drafthead.heads.graphs.gpu.attention import tree_attention_used
 from drafthead.heads.graphs.gpu.compiled_layers import CompiledLayers, Together
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
-from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.node_tables import MOST_NODES, fit_tables, is_table, node_table
 from drafthead.heads.target.target import Taps, Target, TargetOutput
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.stepper import Outcome
 
+# Share of their size by which logits may differ that two attention kernels lead to, in bfloat16.
+MOST_DIFFERENT = 0.05
+
+logger = logging.getLogger(__name__)
 # Dimensions of the arguments of compiled functions.
 PASS = {
     "input_ids": "B T",
@@ -47,6 +54,7 @@ class CompiledTarget(Target):
         super().__init__(target.model, target.tokenizer)
         with_code = target.device.type == "cuda" and compiles_layers
         self.layer_codes = CompiledLayers(list(self.layers.children())) if with_code else None
+        self.has_tree_kernel = target.device.type == "cuda" and self._takes_tables()
         self.in_bytes = in_bytes or target.in_bytes
         self.numbers = target.numbers
         self.memory = CacheMemory.where_recorded(target.device)
@@ -57,9 +65,57 @@ class CompiledTarget(Target):
 
     def around(self, taps: Taps) -> AbstractContextManager[object]:
         """What a pass with these taps runs within."""
-        if self.layer_codes is None:
-            return taps
-        return Together(lambda: taps, self.layer_codes.used)
+        makers: list[Callable[[], AbstractContextManager[object]]] = [lambda: taps]
+        if self.layer_codes is not None:
+            makers.append(self.layer_codes.used)
+        if self.has_tree_kernel:
+            makers.append(partial(tree_attention_used, self.config))
+        return taps if len(makers) == 1 else Together(*makers)
+
+    def in_tables(self, nodes: int) -> bool:
+        """Whether a pass over so many nodes is told by tables what they see, see `node_tables`."""
+        return self.has_tree_kernel and nodes <= MOST_NODES
+
+    def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> torch.Tensor:
+        """As `Target.tree_mask`, in tables where the kernel reads them."""
+        nodes, count = visible.shape[1:]
+        if not self.in_tables(count) or cache.lengths is None:
+            return super().tree_mask(cache, visible)
+        _, columns = cache.make_room(nodes)
+        return node_table(visible, cache.lengths, columns[0] - (count - nodes))
+
+    @torch.no_grad()
+    def _takes_tables(self) -> bool:
+        """Whether the model computes the same logits by the tree kernel as by masks.
+
+        Models with attention functions of their own do not, and are left as they are.
+        """
+        if self.config._attn_implementation != "sdpa" or self.has_alibi or self.has_encoder:
+            return False
+        if not fit_tables(self.layer_kinds) or self.numbers is not None:
+            return False
+        ids = torch.arange(1, 9, device=self.device)[None].clamp_max(self.vocab_size - 1)
+        cache = TreeCache()
+        super().read(ids, ids - 1, None, NO_FEATURES, cache)
+        cache.commit_prompt(torch.tensor([8], device=self.device), 8, room=8)
+        # A root with two children.
+        visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], device=self.device).bool()
+        tokens, positions = ids[:, :3], cache.positions(2)[:, [0, 1, 1]]
+        mask = super().tree_mask(cache, visible)
+        start = torch.tensor(8, device=self.device)
+        table = node_table(visible, cache.positions(1)[0], start)
+        masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits
+        try:
+            with tree_attention_used(self.config):
+                found = super().run(tokens, positions, table, NO_FEATURES, cache).logits
+        except Exception as reason:  # whatever code raises that takes the table for a mask
+            tell_of_masks(self.model, str(reason))
+            return False
+        differs = (found.float() - masked.float()).norm() / masked.float().norm()
+        if not differs < MOST_DIFFERENT:
+            tell_of_masks(self.model, f"logits differ by {float(differs):.1%}")
+            return False
+        return True
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -172,6 +228,12 @@ class CompiledTarget(Target):
         return cache
 
 
+def tell_of_masks(model: object, reason: str) -> None:
+    """Say why a model's passes read masks."""
+    line = (reason.strip() or "unknown").splitlines()[0]
+    logger.info("%s attends without the tree kernel: %s", type(model).__name__, line)
+
+
 class CompiledPass:
     """The passes of a target that keep the same features."""
 
@@ -218,7 +280,8 @@ class CompiledPass:
         values: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Logits [B, T, V] and features [B, T, D]; what is traced into a graph."""
-        cache = StepCache(keys, values, columns, attention_mask.shape[-1], self.target.numbers)
+        seen = keys[0].shape[2] if is_table(attention_mask) else attention_mask.shape[-1]
+        cache = StepCache(keys, values, columns, seen, self.target.numbers)
         kept = 0 if self.has_logits else torch.empty(0, dtype=torch.long, device=input_ids.device)
         logits = self.target.forward(input_ids, position_ids, attention_mask, cache, kept)
         features = self.taps.features()

@@ -18,6 +18,7 @@ from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.sampling import draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.node_tables import node_table
 from drafthead.heads.target.target import Taps
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
@@ -99,6 +100,8 @@ class GraphStep:
         if self.few_sizes:
             recipe = recipe.padded(power_of_two(recipe.num_nodes))
         seen, columns = cache.make_room(recipe.num_nodes)
+        if in_tables := self.target.in_tables(recipe.num_nodes):
+            seen = cache.numbers  # the kernel looks no further than it must: one graph for all
         if draws is not None:
             # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
             unused = recipe.num_nodes - draws.keys.shape[1]
@@ -115,6 +118,7 @@ class GraphStep:
             cache.values,
             draws,
             not whole and not self.graphs.has_kernels,  # the kernel reads it from the settings
+            in_tables,
         )
         return Outcome(
             acceptance=Acceptance(result.path, result.length, result.bonus),
@@ -139,13 +143,18 @@ class GraphStep:
         values: Layers,
         draws: Draws | None,
         filtered: bool,
+        in_tables: bool,  # and not in masks is written what a node sees
     ) -> StepResult:
         """The traced function; its results have one place for each node, whatever the depth."""
         tokens = self.filler.tokens(*arguments)  # [B, N]
         if self.few_sizes:
             tokens = tokens.masked_fill(parents == NO_NODE, NO_NODE)
         positions = self.target.legal_positions(lengths[:, None] + depths)
-        mask = additive(visible_columns(ancestors, lengths, seen, columns[0]), self.target.dtype)
+        if in_tables:
+            mask = node_table(ancestors, lengths, columns[0])
+        else:
+            visible = visible_columns(ancestors, lengths, seen, columns[0])
+            mask = additive(visible, self.target.dtype)
         cache = StepCache(keys, values, columns, seen.shape[0])
         logits = self.target.forward(tokens.clamp_min(0), positions, mask, cache)
         features = self.taps.features()

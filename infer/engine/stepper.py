@@ -269,7 +269,7 @@ class EagerStepper(Stepper):
         """One pass of the target over all nodes of a tree."""
         assert self.cache.lengths is not None
         positions = self.target.legal_positions(self.cache.lengths[:, None] + tree.depths)
-        mask = self.cache.additive_mask(tree.ancestors, self.target.dtype)
+        mask = self.target.tree_mask(self.cache, tree.ancestors)
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
 

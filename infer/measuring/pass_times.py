@@ -148,7 +148,7 @@ def pass_alone(stepper: Stepper, nodes: int) -> Callable[[], TargetOutput]:
     steps = torch.arange(nodes, device=device)
     tokens = stepper.roots[:, None].expand(-1, nodes).contiguous()
     positions = target.legal_positions(cache.lengths[:, None] + steps)
-    mask = cache.additive_mask((steps[:, None] >= steps)[None], target.dtype)
+    mask = target.tree_mask(cache, (steps[:, None] >= steps)[None])
     return lambda: target.run(tokens, positions, mask, features, cache)
 
 
