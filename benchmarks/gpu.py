@@ -29,6 +29,7 @@ from random_models import SHAPES, random_head, random_llama
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.node_tables import node_table
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.static import UNMEASURED_ALPHA
 from drafthead.heads.trees.tree import Budget
@@ -64,6 +65,7 @@ class Bench:
     target: str  # a real model for the phase `real`
     head: str  # a head for it
     prompts: str
+    only: Sequence[str] = ()  # parts of the names of what is measured; all without any
     targets: dict[str, Target] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)  # of the phase that runs
     path: Path = Path()
@@ -73,6 +75,8 @@ class Bench:
 
         Raises OutOfTimeError where little time is left.
         """
+        if self.only and not any(part in name for part in self.only):
+            return None
         if self.ends_at - time.perf_counter() < LEAST_LEFT:
             raise OutOfTimeError(name)
         started = time.perf_counter()
@@ -212,7 +216,9 @@ def products(bench: Bench, inputs: int, outputs: int) -> dict[str, float]:
     for rows in (1, 4, 16, 64, 256):
         x = torch.randn(rows, inputs, **make)
         calls = [lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in weights]
-        taken[str(rows)] = round(graphed(lambda c=calls: [f() for f in c], bench.device, 5) / count, 2)
+        taken[str(rows)] = round(
+            graphed(lambda c=calls: [f() for f in c], bench.device, 5) / count, 2
+        )
     return taken
 
 
@@ -223,9 +229,9 @@ def attention(
     make = {"device": bench.device, "dtype": torch.bfloat16}
     query = torch.randn(rows, heads, nodes, width, **make)
     keys, values = (torch.randn(rows, key_heads, columns + 64, width, **make) for _ in range(2))
-    new_keys, new_values = (torch.randn(rows, key_heads, nodes, width, **make) for _ in range(2))
     lengths = torch.full((rows,), columns, device=bench.device)
-    ancestors = chain_bits(rows, nodes, bench.device)
+    steps = torch.arange(nodes, device=bench.device)
+    table = node_table((steps[:, None] >= steps)[None], lengths, lengths[0])
     seen = torch.arange(columns + nodes, device=bench.device)
     own = torch.arange(nodes, device=bench.device)[:, None] + columns
     mask = torch.zeros(rows, 1, nodes, columns + nodes, **make)
@@ -252,13 +258,10 @@ def attention(
         "repeated": repeated, "grouped": grouped, "unmasked": unmasked
     }  # fmt: skip
     if bench.device.type == "cuda":
-        from drafthead.heads.graphs.gpu.tree_attention import tree_attention
-
-        given = query, keys, values, new_keys, new_values, lengths, ancestors
-        ways["ours"] = lambda: tree_attention(*given, scale=width**-0.5)
+        given = query, keys, values, table, width**-0.5, None, None
+        ways["ours"] = lambda: torch.ops.drafthead.tree_attention(*given)
     found: dict[str, Any] = {name: tried(call, bench.device) for name, call in ways.items()}
     if "ours" in ways and isinstance(found["ours"], float):
-        keys[:, :, columns:end], values[:, :, columns:end] = new_keys, new_values
         exact = reference(query, keys[:, :, :end], values[:, :, :end], mask, groups)
         got = ways["ours"]().view(rows, nodes, heads, width).transpose(1, 2).double()
         found["error"] = float((got - exact).norm() / exact.norm())
@@ -279,13 +282,6 @@ def reference(
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask.double()
     return scores.softmax(-1) @ v
-
-
-def chain_bits(rows: int, nodes: int, device: torch.device) -> torch.Tensor:
-    """The ancestors [B, N] of a chain's nodes, each as the bits of one number."""
-    bits = [(1 << (node + 1)) - 1 for node in range(nodes)]
-    signed = [number - 2**64 if number >= 2**63 else number for number in bits]
-    return torch.tensor(signed, device=device).expand(rows, -1).contiguous()
 
 
 def tried(call: Callable[[], object], device: torch.device) -> float | str:
@@ -470,23 +466,24 @@ def with_head(
 def batches(bench: Bench) -> None:
     """Several rows, 1,024 tokens each: plain, and trees of 16 nodes from a script."""
     for name in ("SmolLM2", "8B"):
+        target = bench.model(name)
         for rows in (4, 16, 64):
             rows = bench.size(rows, 2)
-            decoder = decoder_for(bench.model(name), None, None, None)
+            decoder = decoder_for(target, None, None, None if bench.rehearse else True)
             bench.measure(
                 f"{name} plain B={rows}",
                 lambda d=decoder, r=rows: plain(bench, d, r, 1024),
             )
             bench.measure(
                 f"{name} 16 nodes B={rows}",
-                lambda t=bench.model(name), r=rows: scripted(bench, t, r),
+                lambda t=target, r=rows: scripted(bench, t, r),
             )
 
 
 def scripted(bench: Bench, target: Target, rows: int) -> Any:
     """Figures of steps over trees of 16 nodes that a script proposes."""
     drafter: Drafter = Scripted([[1] * 4096] * rows, 0.5, 6, target.vocab_size)
-    decoder = decoder_for(target, drafter, None, None)
+    decoder = decoder_for(target, drafter, None, None if bench.rehearse else True)
     decoder.plans, decoder.budget = None, Budget(16, 6)
     decoder.end_ids = frozenset()
     return stepped(bench, decoder, rows, 1024)
@@ -497,7 +494,7 @@ def long_texts(bench: Bench) -> None:
     for name in ("SmolLM2", "8B"):
         target = bench.model(name)
         for columns in (1024, 8192, 32_000):
-            decoder = decoder_for(target, None, None, None)
+            decoder = decoder_for(target, None, None, None if bench.rehearse else True)
             columns = bench.size(columns, 16)
             bench.measure(
                 f"{name} plain S={columns}",
@@ -523,9 +520,9 @@ def first_token(bench: Bench, target: Target, columns: int) -> float:
 def static(bench: Bench) -> None:
     """`model.generate` with a static cache, which transformers compiles by itself."""
     for name in ("8B", "SmolLM2"):
+        target = bench.model(name)
         bench.measure(
-            f"{name} generate, static cache",
-            lambda t=bench.model(name): generated(bench, t, "static"),
+            f"{name} generate, static cache", lambda t=target: generated(bench, t, "static")
         )
 
 
@@ -565,14 +562,14 @@ def real(bench: Bench) -> None:
         }
 
     bench.measure("generate", lambda: real_generate(target, ids, tokens))
+    drawn = {"temperature": 0.7, "top_p": 0.9}
+    for way in ("plain", "head + lookup"):
+        bench.measure(f"{way}, recorded", lambda o=ways[way]: raced(o, None))
+    how = None if bench.rehearse else True
     for way, options in ways.items():
-        bench.measure(f"{way}, recorded", lambda o=options: raced(o, None))
-    if not bench.rehearse:
-        for way, options in ways.items():
-            bench.measure(f"{way}, compiled layers", lambda o=options: raced(o, True))
-    for way in ("plain", "head", "head + lookup"):
-        ask = {"temperature": 0.7, "top_p": 0.9}
-        bench.measure(f"{way}, T = 0.7", lambda o=ways[way]: raced(o, None, **ask))
+        bench.measure(f"{way}, compiled layers", lambda o=options: raced(o, how))
+    for way in ("plain", "head + lookup"):
+        bench.measure(f"{way}, T = 0.7, top-p 0.9", lambda o=ways[way]: raced(o, how, **drawn))
 
 
 def real_generate(target: Target, ids: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
@@ -650,6 +647,9 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for one JSON file a phase.")] = Path(
         "benchmarks/gpu"
     ),
+    only: Annotated[
+        list[str] | None, typer.Option(help="Measure what has this in its name; may be repeated.")
+    ] = None,
     rehearse: Annotated[bool, typer.Option(help="Tiny shapes on a CPU.")] = False,
     target: Annotated[str, typer.Option(help="The model of phase `real`.")] = "smollm2",
     head: Annotated[str, typer.Option(help="A head for it.")] = "assets/smollm2_eagle3",
@@ -668,7 +668,7 @@ def main(
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     output.mkdir(parents=True, exist_ok=True)
     ends_at = time.perf_counter() + deadline
-    bench = Bench(device, output, rehearse, ends_at, target, head, prompts)
+    bench = Bench(device, output, rehearse, ends_at, target, head, prompts, only or ())
     failed = []
     for name in names:
         with torch.no_grad(), phase(bench, name):

@@ -11,9 +11,12 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.graphs.gpu.compiled_layers import Fused
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.column_cache import visible_columns
 from drafthead.heads.layers.decoder_layer import frequencies_in
 from drafthead.heads.sampling import RowRandom
+from drafthead.heads.target.node_tables import MOST_NODES, node_table
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import drafting_fields
 from drafthead.heads.trees.levels import Level, levels_of
@@ -47,6 +50,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.head, self.target, self.fixed = head, target, shape
         self.features = head.features_needed
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
+        self.in_tables = False  # whether passes are told by tables what drafted nodes see
         self.trees = StaticTrees(head.path_counts, head.depth, shape)
         self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
         self.known_levels: dict[TreeShape, list[Level]] = {}
@@ -57,6 +61,28 @@ class HeadDrafter(Drafter, Generic[Head]):
     def read_by_graphs(self) -> tuple[object, ...]:
         """What compiled drafting reads beside its arguments, see `heads.graphs.compiled`."""
         return self.head, self.target.model, *frequencies_in(self.head)
+
+    def visible_to(
+        self,
+        visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
+        lengths: torch.Tensor,  # [B] committed positions
+        seen: torch.Tensor,  # [S] the numbers of the columns in use
+        first: torch.Tensor,  # [] column of the first of the M nodes
+    ) -> torch.Tensor:
+        """The mask of a pass, see `visible_columns`, or the table in its place."""
+        if self.in_tables and visible.shape[2] <= MOST_NODES:
+            return node_table(visible, lengths, first)
+        return visible_columns(visible, lengths, seen, first)
+
+    def prepare_recordings(self) -> None:
+        """What a drafter knows once its passes are compiled: where they are recorded."""
+        self.memory = CacheMemory.where_recorded(self.target.device)
+        self.in_tables = getattr(self.target, "has_tree_kernel", False)
+
+    def fused(self, function: Callable[..., Value]) -> Callable[..., Value]:
+        """A part of a recorded pass, compiled where the target's layers are."""
+        codes = getattr(self.target, "layer_codes", None)
+        return function if codes is None else Fused(function)
 
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object

@@ -209,7 +209,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.memory, self.is_compiled = CacheMemory.where_recorded(self.target.device), True
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.block = self.compiled(self.block_eagerly, PASSING)
-        draft = self.compiled(self._draft, DRAFTING)
+        draft = self.compiled(self.fused(self._draft), DRAFTING)
         self.draft, self.move = draft, replacement_of(move_columns, draft.has_kernels)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:

@@ -13,9 +13,9 @@ from drafthead.heads.drafting.drafter import at_last
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.dims import Spec
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
+from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
 from drafthead.heads.target.features import Features
+from drafthead.heads.target.node_tables import is_table
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import (
     Candidates,
@@ -129,6 +129,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.start_growth: Callable[..., Candidates] = self._start_growth
         self.grow: Callable[..., Grown] = self._grow
         self.finish: Callable[..., TreeTables] = self._finish
+        self.level, self.reading = self.grow, self.read  # within recordings
         self.grow_all: Callable[..., TreeTables] = self._grow_all
         self.read_and_grow_all: Callable[..., tuple[Guess, TreeTables]] = self._read_and_grow_all
 
@@ -152,7 +153,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         visible = (steps[:, None] >= steps)[None]
-        mask = visible_columns(visible, lengths, seen, columns[0])
+        mask = self.visible_to(visible, lengths, seen, columns[0])
         states = self.head.encode(Features(last, taps))
         cached = CacheColumns(keys, values, columns, seen.shape[0])
         embeds = self.head.embed(tokens, self.target)
@@ -164,14 +165,15 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         above: torch.Tensor,  # [B, n, D] outputs at their parents
         tokens: torch.Tensor,  # [B, n]
         positions: torch.Tensor,  # [B, n]
-        mask: torch.Tensor,  # [B or 1, 1, n, S]
+        mask: torch.Tensor,  # [B or 1, 1, n, S], or a table
         columns: torch.Tensor,  # [n]
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> Guess:
         """The guesses after drafted nodes."""
+        end = keys[0].shape[2] if is_table(mask) else mask.shape[-1]
         embeds, states = self.head.draft_inputs(tokens, above, self.target)
-        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        cached = CacheColumns(keys, values, columns, end)
         return self._guess(self._pass(embeds, states, positions, mask, cached))
 
     def _pass(
@@ -226,7 +228,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         tokens, above = growth.open_best(slots)
         inside = seen_after_opening(visible, above, slots)
         pending = 0 if visible is None else visible.shape[2]
-        mask = visible_columns(inside, lengths, seen, columns[0] - pending)
+        mask = self.visible_to(inside, lengths, seen, columns[0] - pending)
         parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
         positions = places[:, None].expand_as(tokens)
         guess = self._draft(parents, tokens, positions, mask, columns, keys, values)
@@ -272,7 +274,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
             above = grown.candidates, grown.outputs, grown.visible, grown.places
             own = columns[written : written + count]
             level = lengths, slots[:count], seen, own, keys, values, at(depth)
-            grown = self._grow(*above, *level)
+            grown = self.level(*above, *level)
             written += count
         return self._finish(grown.candidates, slots[: min(budget.nodes, grown.scores.shape[1])])
 
@@ -297,7 +299,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         Each row's positions are moved next to those that it had.
         """
         cached = columns, keys, values
-        guess = self.read_eagerly(last, taps, tokens, counts, lengths, seen, *cached)
+        guess = self.reading(last, taps, tokens, counts, lengths, seen, *cached)
         if len(tokens) > 1:
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             move_columns(keys, values, columns.expand_as(tokens), lengths[:, None] + steps)
@@ -307,12 +309,13 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
 
     def compile(self) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
-        self.memory = CacheMemory.where_recorded(self.target.device)
+        self.prepare_recordings()
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
         self.start_growth = self.compiled(self._start_growth, STARTING)
         self.grow = self.compiled(self._grow, GROWING)
         self.finish = self.compiled(self._finish, FINISHING)
+        self.level, self.reading = self.fused(self._grow), self.fused(self.read_eagerly)
         self.grow_all = self.compiled(self._grow_all, ALL_LEVELS)
         self.read_and_grow_all = self.compiled(self._read_and_grow_all, READ_AND_ALL_LEVELS)
 

@@ -27,7 +27,6 @@ WARM_UPS = 2
 logger = logging.getLogger(__name__)
 
 
-
 class CaptureError(RuntimeError):
     """A call that cannot be recorded, and why."""
 

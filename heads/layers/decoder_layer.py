@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafthead.heads.target.node_tables import is_table
 from drafthead.heads.target.target import Target
 
 # Ways to scale rotary positions that do not depend on how a target divides its head dimension.
@@ -186,9 +187,13 @@ class SelfAttention(nn.Module):
         queries: torch.Tensor,  # [B, H, T, head_dim]
         keys: torch.Tensor,  # [B, Hkv, S, head_dim]
         values: torch.Tensor,  # [B, Hkv, S, head_dim]
-        mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
+        mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool, or a table of `target.node_tables`
     ) -> torch.Tensor:
         """Attention of the queries to the keys and values, projected: [B, T, D]."""
+        if is_table(mask):
+            scale = self.head_dim**-0.5
+            given = queries, keys, values, mask, scale, None, None
+            return self.o_proj(torch.ops.drafthead.tree_attention(*given))
         grouped = queries.shape[1] != keys.shape[1]
         mixed = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -5,7 +5,7 @@ cost more than their work. The graph serves the rules that accept the target's o
 and `match`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.graphs.gpu.compiled_layers import Fused
 from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.sampling import draw, most_probable
@@ -85,8 +86,15 @@ class GraphStep:
             target.in_bytes,
             list(target.layers.children()),
         )
+        self.commit: Callable[..., None] | None = None
+        if target.has_tree_kernel:
+            from drafthead.heads.graphs.gpu.commit import in_one_launch  # Triton is for GPUs only
+
+            self.commit = in_one_launch()
         has_kernels = self.graphs.has_kernels
         self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
+        if target.layer_codes is not None:
+            self.draw = Fused(draw)
 
     def __call__(
         self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None, whole: bool
@@ -165,9 +173,12 @@ class GraphStep:
         if tokens.shape != (1, 1):  # the column of a single root is the right one
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             places = lengths[:, None] + steps
-            # Columns after the path stay where they are.
-            source = torch.where(steps < length[:, None], columns[path], places)
-            self.move(keys, values, source, places)
+            if in_tables:
+                assert self.commit is not None
+                self.commit([*keys, *values], path, length, lengths, columns[:1].expand_as(length))
+            else:  # columns after the path stay where they are
+                source = torch.where(steps < length[:, None], columns[path], places)
+                self.move(keys, values, source, places)
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
         on_path = features.map(lambda hidden: hidden[rows, path])
         end = path.gather(1, length[:, None] - 1)

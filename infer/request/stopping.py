@@ -70,13 +70,14 @@ def string_criteria(
 class Stop:
     """Stop strings and the caller's criteria for the answer to one prompt, token by token.
 
-    What a token costs depends on the length of the text only where a criterion reads all of it.
+    What a token costs depends on the length of the text only where a criterion reads all of it. A
+    criterion with a number `every` is asked at texts of a multiple of so many tokens alone.
     """
 
     def __init__(self, prompt: Sequence[int], criteria: Sequence[StoppingCriteria]):
         self.strings = [each for each in criteria if isinstance(each, StopStringCriteria)]
         others = [each for each in criteria if not isinstance(each, StopStringCriteria)]
-        self.others = StoppingCriteriaList(others)
+        self.others = others
         longest = max([each.maximum_token_len for each in self.strings], default=0)
         self.recent = deque(prompt[-longest:] if longest else (), maxlen=longest)
         self.text = GrowingText(prompt if others else ())
@@ -86,8 +87,11 @@ class Stop:
 
         The criteria get ids [1, T] and no scores.
         """
-        if self.others and bool(self.others(self.text.add(token)[None], None).all()):
-            return "stopping_criteria"
+        if self.others:
+            self.text.add(token)
+            due = [e for e in self.others if self.text.length % getattr(e, "every", 1) == 0]
+            if due and bool(StoppingCriteriaList(due)(self.text.ids()[None], None).all()):
+                return "stopping_criteria"
         self.recent.append(token)
         if not self.strings:
             return None
@@ -96,16 +100,24 @@ class Stop:
 
 
 class GrowingText:
-    """Token ids of a text as a tensor that grows by one token at a time, without being copied."""
+    """Token ids of a text as a tensor that grows, without being copied each time."""
 
     def __init__(self, tokens: Sequence[int]):
         self.length = len(tokens)
-        self.ids = torch.tensor(tokens, dtype=torch.long)  # [capacity]
+        self.store = torch.tensor(tokens, dtype=torch.long)  # [capacity]
+        self.added: list[int] = []  # the last ones, which are not in the store yet
 
-    def add(self, token: int) -> torch.Tensor:
-        """The ids [T] with one more token; what was returned before stays as it is."""
-        if self.length == len(self.ids):
-            self.ids = torch.cat([self.ids, self.ids.new_empty(max(64, self.length))])
-        self.ids[self.length] = token
+    def add(self, token: int) -> None:
+        """One more token at the end."""
+        self.added.append(token)
         self.length += 1
-        return self.ids[: self.length]
+
+    def ids(self) -> torch.Tensor:
+        """The ids [T]; what was returned before stays as it is."""
+        if self.length > len(self.store):
+            self.store = torch.cat([self.store, self.store.new_empty(max(64, self.length))])
+        if self.added:
+            first = self.length - len(self.added)
+            self.store[first : self.length] = torch.tensor(self.added)
+            self.added = []
+        return self.store[: self.length]

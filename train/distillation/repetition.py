@@ -20,6 +20,8 @@ class EndlessRepetition(StoppingCriteria):
     Twice, because an answer may quote its prompt once.
     """
 
+    every = EVERY  # asked for each token of 512 rows, it would take longer than a GPU's step
+
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, **_: object
     ) -> torch.BoolTensor:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,27 +46,25 @@ class CompiledLayers:
     def __init__(self, layers: Sequence[nn.Module], options: dict[str, Any] | None = None):
         """`options` are those of torch's code generator, by default `OPTIONS`."""
         self.layers = layers
-        self.options = OPTIONS if options is None else options
-        self.codes: dict[str, LayerCode] = {}  # by kind
+        self.codes: list[LayerCode] = []  # of each layer
         self.reason_against: Exception | None = None
+        chosen, known = OPTIONS if options is None else options, {}
+        try:  # now, before any pass has attached its hooks
+            for layer in layers:
+                kind = digest(without_numbers(described(layer)))
+                if kind not in known:
+                    known[kind] = LayerCode(layer, chosen)
+                self.codes.append(known[kind])
+        except UndescribedError as error:
+            self._give_up(error)
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Within, passes of this thread run the compiled layers, or as they are where they cannot
         be compiled.
         """
-        self.kinds  # noqa: B018  # described before anything is replaced
         with replaced(self.layers, self._in_place_of):
             yield
-
-    @cached_property
-    def kinds(self) -> list[str]:
-        """Of each layer; layers of one kind differ in their weights alone."""
-        try:
-            return [digest(without_numbers(described(layer))) for layer in self.layers]
-        except UndescribedError as error:
-            self._give_up(error)
-            return []
 
     def _give_up(self, reason: Exception) -> None:
         """Leave the layers uncompiled from now on."""
@@ -82,19 +79,12 @@ class CompiledLayers:
             """The layer's value."""
             if self.reason_against is None:
                 try:
-                    return self._code_of(number)(number, self.layers[number], args, kwargs)
+                    return self.codes[number](number, self.layers[number], args, kwargs)
                 except OBSTACLES as error:
                     self._give_up(error)
             return own(*args, **kwargs)
 
         return call
-
-    def _code_of(self, number: int) -> "LayerCode":
-        """The code of a layer, that of the first of its kind."""
-        kind = self.kinds[number]
-        if kind not in self.codes:
-            self.codes[kind] = LayerCode(self.layers[number], self.options)
-        return self.codes[kind]
 
 
 class LayerCode:
@@ -141,6 +131,26 @@ class LayerCode:
         return torch.compile(run, fullgraph=True, dynamic=True, options=self.options)
 
 
+class Fused:
+    """A function of tensors under `torch.compile`, for recordings; as it is where that fails."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None):
+        """`options` are those of torch's code generator."""
+        self.function = self.__wrapped__ = function  # which has the signature
+        self.code = torch.compile(function, fullgraph=True, dynamic=True, options=options or {})
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The function's value."""
+        try:
+            with small_graphs():
+                return self.code(*arguments)
+        except OBSTACLES as error:
+            line = (str(error).strip() or repr(error)).splitlines()[0]
+            logger.warning("%s is recorded as it is, uncompiled: %s", self.function, line)
+            self.code = self.function
+            return self.function(*arguments)
+
+
 def end_of(arguments: Any) -> torch.Tensor:  # [S] without numbers
     """As many elements as a pass sees columns: a size may change, a number would be a constant."""
     args, kwargs = arguments
@@ -151,18 +161,17 @@ def end_of(arguments: Any) -> torch.Tensor:  # [S] without numbers
 
 
 def without_weights(layer: nn.Module) -> nn.Module:
-    """A copy of the layer whose weights are of the same form and have no numbers."""
-    known = {}
+    """A copy of the layer whose weights are of the same form and have no numbers.
+
+    It shares the configuration, which also says by which function it attends.
+    """
+    configs = [module.config for module in layer.modules() if hasattr(module, "config")]
+    known: dict[int, Any] = {id(config): config for config in configs}
     for weight in (*layer.parameters(), *layer.buffers()):
         empty = torch.empty_like(weight, device="meta")
         is_parameter = isinstance(weight, nn.Parameter)
         known[id(weight)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-    forward = vars(layer).pop("forward", None)  # that of a pass which replaces it: see `replaced`
-    try:
-        return deepcopy(layer, known)
-    finally:
-        if forward is not None:
-            layer.forward = forward
+    return deepcopy(layer, known)
 
 
 @contextmanager

@@ -114,6 +114,27 @@ def test_a_token_costs_the_same_after_a_long_text_as_after_a_short_one(target) -
 
 def test_a_growing_text_keeps_what_it_gave() -> None:
     text = GrowingText([1, 2])
-    given = [text.add(token) for token in range(3, 200)]
+    given = []
+    for token in range(3, 200):
+        text.add(token)
+        given.append(text.ids())
     assert [ids.tolist() for ids in given] == [[*range(1, last + 1)] for last in range(3, 200)]
     assert len({ids.data_ptr() for ids in given}) < 5, "it is copied when its room doubles"
+
+
+def test_a_criterion_may_ask_to_be_called_seldom(target) -> None:
+    class Counting(StoppingCriteria):
+        every = 8
+
+        def __init__(self) -> None:
+            self.lengths: list[int] = []
+
+        def __call__(self, input_ids, scores, **_) -> torch.Tensor:
+            self.lengths.append(input_ids.shape[1])
+            assert input_ids[0].tolist() == [*range(input_ids.shape[1])]
+            return torch.tensor([input_ids.shape[1] == 24])
+
+    criterion = Counting()
+    (stop,) = stops_for([], [criterion], target.tokenizer, [[*range(5)]])
+    reasons = [stop(token) for token in range(5, 24)]
+    assert (criterion.lengths, reasons) == ([8, 16, 24], [None] * 18 + ["stopping_criteria"])
