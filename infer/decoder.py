@@ -530,7 +530,7 @@ def decoder_for(
                 raise UserError(f"{name}={value} needs a head, a draft model, own layers or lookup")
         return Decoder(target)
     if compile or (compile is None and is_new and isinstance(target, CompiledTarget)):
-        drafter.compile()
+        drafter.compile(target)
     budget = None
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))

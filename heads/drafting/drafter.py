@@ -16,6 +16,7 @@ from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.static import UNMEASURED_ALPHA
@@ -239,8 +240,12 @@ class Drafter(ABC):
         """A name for what the time of a proposal depends on, besides its budget and the target."""
         return type(self).__name__
 
-    def compile(self) -> None:  # noqa: B027  (nothing to compile is a good default)
-        """Compile what `propose` runs, if there is something to compile; see heads.graphs."""
+    def compile(self, target: Target | None = None) -> None:  # noqa: B027  (nothing to compile)
+        """Compile what `propose` runs, if there is something to compile; see heads.graphs.
+
+        `target` is the compiled one that is drafted for, whose passes say how those of a draft are
+        made on a GPU.
+        """
 
     @abstractmethod
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:

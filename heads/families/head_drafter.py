@@ -74,8 +74,9 @@ class HeadDrafter(Drafter, Generic[Head]):
             return node_table(visible, lengths, first)
         return visible_columns(visible, lengths, seen, first)
 
-    def prepare_recordings(self) -> None:
-        """What a drafter knows once its passes are compiled: where they are recorded."""
+    def prepare_recordings(self, target: Target | None) -> None:
+        """Draft for this compiled target, where there is one, from now on."""
+        self.target = target or self.target
         self.memory = CacheMemory.where_recorded(self.target.device)
         self.in_tables = getattr(self.target, "has_tree_kernel", False)
 

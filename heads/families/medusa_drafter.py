@@ -95,7 +95,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
         return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
 
-    def compile(self) -> None:
+    def compile(self, target: Target | None = None) -> None:
         """Compile the heads, a graph for each number of heads that a tree needs."""
         filling: dict[str, Spec] = {
             "hidden": "B .",

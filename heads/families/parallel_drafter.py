@@ -14,7 +14,6 @@ from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.graphs.substitutions import replacement_of
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
@@ -204,9 +203,10 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
             levels = self.head.depth
         return Growing(levels, next((f for f in FRONTIERS if f >= frontier), frontier))
 
-    def compile(self) -> None:
+    def compile(self, target: Target | None = None) -> None:
         """Compile the passes."""
-        self.memory, self.is_compiled = CacheMemory.where_recorded(self.target.device), True
+        self.prepare_recordings(target)
+        self.is_compiled = True
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.block = self.compiled(self.block_eagerly, PASSING)
         draft = self.compiled(self.fused(self._draft), DRAFTING)

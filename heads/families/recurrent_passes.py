@@ -307,9 +307,9 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         grown = drafted, keys, values, draws, budget
         return guess, self._grow_all(guess, roots, committed, seen_by_drafted, *grown)
 
-    def compile(self) -> None:
+    def compile(self, target: Target | None = None) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
-        self.prepare_recordings()
+        self.prepare_recordings(target)
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
         self.start_growth = self.compiled(self._start_growth, STARTING)

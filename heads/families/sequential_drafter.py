@@ -10,7 +10,6 @@ from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.sequential import SequentialHead
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import SamplingConfig
@@ -62,9 +61,9 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         states = self.head.advance(states, tokens, index, self.target)
         return states, *best_guesses(self.head.logits(states, index, self.target))
 
-    def compile(self) -> None:
+    def compile(self, target: Target | None = None) -> None:
         """Compile each depth, and what reads committed positions."""
-        self.memory = CacheMemory.where_recorded(self.target.device)
+        self.prepare_recordings(target)
         self.read = self.compiled(self.read_eagerly, READING)
         step = {"states": "B n .", "tokens": "B n"}
         self.steps = [

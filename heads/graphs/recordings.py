@@ -15,7 +15,6 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
@@ -127,8 +126,9 @@ TURN = Turn()
 
 def device_of(arguments: Sequence[Any]) -> torch.device | None:
     """The device of the tensors among arguments; None where there is no tensor."""
-    found = (leaf.device for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))
-    return next(found, None)
+    found: list[torch.Tensor] = []
+    flatten(list(arguments), found, [])
+    return found[0].device if found else None
 
 
 class Recordings:
@@ -170,27 +170,67 @@ class Recordings:
 
     def _recorded(self, arguments: Sequence[Any]) -> Any:
         """The value from a recording; raises CaptureError where none can be made."""
-        held = [argument if n in self.held else None for n, argument in enumerate(arguments)]
-        given = [None if n in self.held else argument for n, argument in enumerate(arguments)]
-        leaves, structure = tree_flatten(given)
-        key = self._key(held, leaves, structure)
-        with TURN.on(device_of(leaves)):
-            if key not in self.recordings:
-                recording = Recording(self.function, held, leaves, structure, self.capture)
-                self.recordings[key] = recording
+        leaves: list[torch.Tensor] = []
+        key: list[Hashable] = []
+        for number, argument in enumerate(arguments):
+            if number in self.held:
+                key.append(place_of(argument))
+            else:
+                flatten(argument, leaves, key)
+        wanted = tuple(key)
+        with TURN.on(leaves[0].device if leaves else None):
+            recording = self.recordings.get(wanted)
+            if recording is None:
+                recording = Recording(self.function, arguments, self.held, leaves, self.capture)
+                self.recordings[wanted] = recording
                 if len(self.recordings) > self.most:
                     self.recordings.popitem(last=False)
-            self.recordings.move_to_end(key)
-            return self.recordings[key].repeated(leaves)
+            self.recordings.move_to_end(wanted)
+            return recording.repeated(leaves)
 
-    @staticmethod
-    def _key(held: Sequence[Any], leaves: Sequence[Any], structure: TreeSpec) -> Hashable:
-        """What a recording is made for: addresses of what is held, and the shapes of all.
 
-        Memory that was freed may come back at the same address in another shape.
-        """
-        kept = [(t.data_ptr(), *form(t)) for t in tree_leaves(held) if torch.is_tensor(t)]
-        return tuple(kept), tuple(map(form, leaves)), structure
+# torch's own trees know more kinds of values, and take a quarter of a millisecond a step.
+def flatten(value: Any, leaves: list[torch.Tensor], key: list[Hashable]) -> None:
+    """Add the tensors of an argument to `leaves`, and what a recording is made for to `key`.
+
+    That is shape and layout of a tensor, and a constant with its type: 1 is not True here.
+    """
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        key.append((value.shape, value.stride(), value.dtype, value.device))
+    elif isinstance(value, tuple | list):
+        key.append((type(value), len(value)))
+        for part in value:
+            flatten(part, leaves, key)
+    elif isinstance(value, dict):
+        key.append((dict, *value))
+        for part in value.values():
+            flatten(part, leaves, key)
+    else:
+        key.append((type(value), value))
+
+
+def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with `change` of its tensors, in their order; see `flatten`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        parts = (rebuilt(part, change) for part in value)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {name: rebuilt(part, change) for name, part in value.items()}
+    return value
+
+
+def place_of(held: torch.Tensor | Sequence[torch.Tensor]) -> Hashable:
+    """Where what keeps its address is: a cache's tensors, which are all made for one shape.
+
+    Memory that was freed may come back at the same address in another shape.
+    """
+    tensors = [held] if isinstance(held, torch.Tensor) else held
+    first = tensors[0]
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    return first.shape, first.stride(), first.dtype, first.device, addresses
 
 
 class Recording:
@@ -199,36 +239,50 @@ class Recording:
     def __init__(
         self,
         function: Callable[..., Any],
-        held: Sequence[Any],
-        leaves: Sequence[Any],
-        structure: TreeSpec,
+        arguments: Sequence[Any],
+        held: Collection[int],
+        leaves: Sequence[torch.Tensor],
         capture: Capture,
     ):
-        """Record the call of the arguments in `held`, and in `leaves` where that has None."""
-        self.places = [fixed_like(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        """Record the call; `leaves` are the tensors of those arguments that are not `held`."""
+        places = [fixed_like(leaf) for leaf in leaves]
+        self.places = [stored(place) for place in places]
+        # What lies in each place: a table that comes again as it was is not copied again.
+        self.filled: list[tuple[torch.Tensor, int] | None] = [None] * len(leaves)
         self._fill(leaves)
-        given = tree_unflatten(self.places, structure)
-        arguments = [kept if one is None else one for kept, one in zip(held, given, strict=True)]
-        self.replay, self.value = capture(function, arguments)
+        rest = iter(places)
+        given = [
+            argument if number in held else rebuilt(argument, lambda _: next(rest))
+            for number, argument in enumerate(arguments)
+        ]
+        self.replay, self.value = capture(function, given)
 
-    def repeated(self, leaves: Sequence[Any]) -> Any:
+    def repeated(self, leaves: Sequence[torch.Tensor]) -> Any:
         """The value of the call with other numbers in the arguments that are not held."""
         self._fill(leaves)
         self.replay()
-        return tree_map(lambda part: part.clone() if torch.is_tensor(part) else part, self.value)
+        return rebuilt(self.value, torch.Tensor.clone)
 
-    def _fill(self, leaves: Sequence[Any]) -> None:
-        """Copy the arguments to their places."""
-        for place, leaf in zip(self.places, leaves, strict=True):
-            if torch.is_tensor(leaf):
-                stored(place).copy_(stored(leaf), non_blocking=True)
+    def _fill(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy the arguments to their places, those that are not there already."""
+        for number, leaf in enumerate(leaves):
+            known = self.filled[number]
+            if known is not None and is_unchanged(*known, leaf):
+                continue
+            self.places[number].copy_(stored(leaf), non_blocking=True)
+            # Held, so that no other tensor can come to lie there.
+            self.filled[number] = None if leaf.is_inference() else (leaf, leaf._version)
 
 
-def form(leaf: Any) -> tuple[Any, ...]:
-    """Shape and layout of a tensor, or a constant with its type: 1 is not True here."""
-    if torch.is_tensor(leaf):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return type(leaf), leaf
+def is_unchanged(known: torch.Tensor, version: int, leaf: torch.Tensor) -> bool:
+    """Whether a tensor [...] of the same layout is what was `known`, in memory and in numbers."""
+    if leaf is known:
+        return leaf._version == version
+    return (
+        leaf.data_ptr() == known.data_ptr()
+        and not leaf.is_inference()
+        and leaf._version == version == known._version
+    )
 
 
 def fixed_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -245,7 +299,10 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
     The tables of a tree are one row that all rows of a batch share, of shape [B, N] and strides
     (0, 1): what is stored has shape [1, N].
     """
-    for dim, stride in enumerate(tensor.stride()):
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor
+    for dim, stride in enumerate(strides):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor

@@ -93,9 +93,10 @@ class LevelDrafter(Drafter):
         """The shape of the model, and whether it is compiled."""
         return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
 
-    def compile(self) -> None:
+    def compile(self, target: Target | None = None) -> None:
         """Compile the model's passes; on a CPU they read its weights as bytes."""
-        self.model = CompiledTarget(self.model, in_bytes=True)
+        codes = getattr(target, "layer_codes", None)
+        self.model = CompiledTarget(self.model, True, compiles_layers=codes is not None)
 
 
 class LevelSession(DraftSession):

@@ -18,6 +18,7 @@ from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.recipe import TreeRecipe
 from drafthead.heads.trees.static import TREE_SIZES
@@ -76,9 +77,9 @@ class WithLookup(Drafter):
         """That of the drafter, and that lookup is beside it."""
         return f"{self.drafter.identity()} with {self.lookup.identity()}"
 
-    def compile(self) -> None:
+    def compile(self, target: Target | None = None) -> None:
         """Compile the drafter."""
-        self.drafter.compile()
+        self.drafter.compile(target)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session of both for prompts [B, T] of lengths [B]."""
