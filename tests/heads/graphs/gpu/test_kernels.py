@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kernels", ["tree_attention"])
+@pytest.mark.parametrize("kernels", ["tree_attention", "commit"])
 def test_kernels(kernels: str, device: str) -> None:
     pytest.importorskip("triton")
     tests = HERE / f"test_{kernels}.py"
