@@ -122,10 +122,12 @@ def _store(  # type: ignore[no-untyped-def]
 def _share_of(split, splits: tl.constexpr, lowest, length, columns: tl.constexpr):  # type: ignore[no-untyped-def]
     """The committed columns that a split takes: none where split 0 has the tree alone."""
     if splits == 1:
-        return lowest, length
-    share = tl.cdiv(tl.cdiv(length - lowest, splits - 1), columns) * columns
-    left = lowest + (split - 1) * share
-    return left, tl.where(split == 0, left, tl.minimum(left + share, length))
+        left, right = lowest, length
+    else:
+        share = tl.cdiv(tl.cdiv(length - lowest, splits - 1), columns) * columns
+        left = lowest + (split - 1) * share
+        right = tl.where(split == 0, left, tl.minimum(left + share, length))
+    return left, right
 
 
 @triton.jit
@@ -141,9 +143,7 @@ def _begun(sinks, head, split, rows: tl.constexpr, width: tl.constexpr):  # type
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
     softmax,
-    parts,
-    weights,
-    output,
+    outputs,  # `Outputs`
     row,  # [rows] their places in the output
     split,
     is_row,
@@ -159,21 +159,49 @@ def _finish(  # type: ignore[no-untyped-def]
     mean = mixed / safe[:, None]
     if splits == 1:
         is_value = is_row[:, None] & (d < head_size)
-        tl.store(output + row[:, None] * head_size + d, mean.to(output.dtype.element_ty), is_value)
+        tl.store(outputs.output + row[:, None] * head_size + d, mean, is_value)
     else:
         place = row * splits + split
-        tl.store(parts + place[:, None] * head_size + d, mean, sees[:, None] & (d < head_size))
+        tl.store(
+            outputs.parts + place[:, None] * head_size + d, mean, sees[:, None] & (d < head_size)
+        )
         weight = tl.where(sees, best + tl.log2(safe), float("-inf"))
-        tl.store(weights + place, weight, is_row)
+        tl.store(outputs.weights + place, weight, is_row)
 
 
 @triton.jit
+def _first_columns(first, stride, b, node, is_row, length):  # type: ignore[no-untyped-def]
+    """The first column that each row sees, and the lowest of these; 0 without `first`."""
+    if first is None:
+        begin, lowest = length * 0, length * 0
+    else:
+        begin = tl.load(first + b * stride + node, is_row, 1 << 30).to(tl.int32)
+        lowest = tl.minimum(tl.maximum(tl.min(begin, 0), 0), length)
+    return begin, lowest
+
+
+# What differs between calls that are alike must not make Triton compile one more kernel.
+VARIABLE = ["length_stride", "start_stride", "ancestor_stride", "first_stride"]
+TABLES = ["lengths", "starts", "ancestors", "first"]
+
+
+@triton.jit(
+    do_not_specialize=[*VARIABLE, "nodes", "pending", "heads"],
+    do_not_specialize_on_alignment=TABLES,
+)
 def attend(  # type: ignore[no-untyped-def]
-    given,  # a `Given`
-    strides,  # of each of these
-    parts,  # [B, N, H, splits, D], or None where there is one split
-    weights,  # [B, N, H, splits] or None
-    output,  # [B, N, H, D]
+    states,  # `States`
+    strides,  # of each of them
+    lengths,  # [B]
+    length_stride,
+    starts,  # [B]
+    start_stride,
+    ancestors,  # [B, N]
+    ancestor_stride,
+    first,  # [B, N] or None
+    first_stride,
+    sinks,  # [H] or None
+    outputs,  # `Outputs`
     scale,
     cap,  # or None
     nodes,
@@ -194,27 +222,22 @@ def attend(  # type: ignore[no-untyped-def]
     d = tl.arange(0, width)[None, :]
     is_value = is_row[:, None] & (d < head_size)
     in_query = (head * strides.query[1] + node * strides.query[2])[:, None] + d
-    query = tl.load(given.query + b * strides.query[0] + in_query, is_value, 0.0)
-    length = tl.load(given.lengths + b * strides.lengths[0]).to(tl.int32)
-    begin, lowest = None, 0
-    if given.first is not None:
-        in_first = b * strides.first[0] + node * strides.first[1]
-        begin = tl.load(given.first + in_first, is_row, 1 << 30).to(tl.int32)
-        lowest = tl.minimum(tl.maximum(tl.min(begin, 0), 0), length)
+    query = tl.load(states.query + b * strides.query[0] + in_query, is_value, 0.0)
+    length = tl.load(lengths + b * length_stride).to(tl.int32)
+    begin, lowest = _first_columns(first, first_stride, b, node, is_row, length)
     left, right = _share_of(split, splits, lowest, length, columns)
-    softmax = _begun(given.sinks, head, split, rows, width)
+    softmax = _begun(sinks, head, split, rows, width)
     cell = b * strides.key_cache[0] + g * strides.key_cache[1]
-    keys, values, stride = given.key_cache + cell, given.value_cache + cell, strides.key_cache[2]
+    keys, values, stride = states.key_cache + cell, states.value_cache + cell, strides.key_cache[2]
     softmax = _with_committed(
-        softmax, query, keys, values, stride, begin, left, right,
+        softmax, query, keys, values, stride, None if first is None else begin, left, right,
         scale, cap, head_size, width, columns,
     )  # fmt: skip
     if split == 0:
-        in_ancestors = b * strides.ancestors[0] + node * strides.ancestors[1]
-        bits = tl.load(given.ancestors + in_ancestors, is_row, 0)
-        start = tl.load(given.starts + b * strides.starts[0]) * stride
-        new_keys = given.new_keys + b * strides.new_keys[0] + g * strides.new_keys[1]
-        new_values = given.new_values + b * strides.new_values[0] + g * strides.new_values[1]
+        bits = tl.load(ancestors + b * ancestor_stride + node, is_row, 0)
+        start = tl.load(starts + b * start_stride) * stride
+        new_keys = states.new_keys + b * strides.new_keys[0] + g * strides.new_keys[1]
+        new_values = states.new_values + b * strides.new_values[0] + g * strides.new_values[1]
         new_strides = strides.new_keys[2], strides.new_values[2]
         softmax = _with_tree(
             softmax, query, bits, new_keys, new_values, new_strides, keys + start, values + start,
@@ -225,14 +248,14 @@ def attend(  # type: ignore[no-untyped-def]
             _store(new_keys, new_strides[0], keys + start, stride, nodes, head_size, width)
             _store(new_values, new_strides[1], values + start, stride, nodes, head_size, width)
     row = (b * nodes + node) * heads + head
-    _finish(softmax, parts, weights, output, row, split, is_row, head_size, width, splits)
+    _finish(softmax, outputs, row, split, is_row, head_size, width, splits)
 
 
 @triton.jit
 def merge(  # type: ignore[no-untyped-def]
+    output,  # [B, N, H, D]
     parts,  # [B, N, H, splits, D]
     weights,  # [B, N, H, splits], as logarithms
-    output,  # [B, N, H, D]
     head_size: tl.constexpr,
     width: tl.constexpr,
     splits: tl.constexpr,

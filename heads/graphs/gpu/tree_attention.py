@@ -11,6 +11,7 @@ on the way. Query heads that share keys are rows of one product, so that no key 
 twice for them.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -29,23 +30,35 @@ PROGRAMS_EACH = 2
 MULTIPROCESSORS = 132
 
 
-class Given(NamedTuple):
-    """The tensors that the kernel reads, of which the last dimension D has a stride of one."""
+class States(NamedTuple):
+    """What a kernel computes with; the last dimension D has a stride of one."""
 
     query: torch.Tensor  # [B, H, N, D]
     key_cache: torch.Tensor  # [B, G, C, D]
     value_cache: torch.Tensor  # [B, G, C, D] with the strides of the keys
     new_keys: torch.Tensor  # [B, G, N, D]
     new_values: torch.Tensor  # [B, G, N, D]
-    lengths: torch.Tensor  # [B]
-    starts: torch.Tensor  # [B]
-    ancestors: torch.Tensor  # [B, N]
-    first: torch.Tensor | None  # [B, N]
-    sinks: torch.Tensor | None  # [H]
 
-    def strides(self) -> "Given":
-        """The strides of each tensor, but for that of D, in its place."""
-        return Given(*(None if t is None else t.stride()[:3] for t in self))  # type: ignore[arg-type]
+
+class Outputs(NamedTuple):
+    """What the first kernel writes: parts for the second, or the output where there is one split.
+
+    A part is the attention to the keys of one split, its weight the logarithm of their sum.
+    """
+
+    output: torch.Tensor  # [B, N, H, D]
+    parts: torch.Tensor | None  # [B, N, H, splits, D]
+    weights: torch.Tensor | None  # [B, N, H, splits]
+
+    @classmethod
+    def to(cls, query: torch.Tensor, splits: int) -> "Outputs":
+        """Memory for what a call with the query [B, H, N, D] writes."""
+        rows, heads, nodes, size = query.shape
+        output = query.new_empty(rows, nodes, heads, size)
+        if splits == 1:
+            return cls(output, None, None)
+        weights = query.new_empty(rows, nodes, heads, splits, dtype=torch.float32)
+        return cls(output, weights.new_empty(*weights.shape, size), weights)
 
 
 class Blocks(NamedTuple):
@@ -80,53 +93,38 @@ def tree_attention(
     A node sees the committed columns from `first` on, and the nodes of its bits: bit n is that of
     the node at column ``starts + n``. The first `pending` of these are in the cache already, those
     given follow them; they are 64 at most together. `softcap` limits scores as in Gemma 2, `sinks`
-    are scores without a value as in gpt-oss. Tensors of numbers are of any integer type and of any
-    strides. Nothing waits for the device, and `blocks` (else `blocks_for` the query) depend on no
-    lengths, so the call can be recorded.
+    are scores without a value as in gpt-oss. The dimension D, and the numbers of a row, lie side by
+    side in memory; other numbers than `ancestors` may be int32. Nothing waits for the device, and
+    `blocks` (else `blocks_for` the query) depend on no lengths, so the call can be recorded.
     """
     batch, heads, nodes, head_size = query.shape
     groups, width = keys.shape[1], max(next_power_of_2(head_size), 16)
+    states = States(query, keys, values, new_keys, new_values)
     assert heads % groups == 0 and pending + nodes <= MOST_NODES and head_size <= WIDEST_HEAD
+    assert keys.stride() == values.stride() and all(each.stride(3) == 1 for each in states)
     blocks = blocks or blocks_for(query, groups)
-    starts = lengths if starts is None else starts
-    given = Given(
-        query, keys, values, new_keys, new_values, lengths, starts, ancestors, first, sinks
-    )
-    assert keys.stride() == values.stride()
-    assert all(states.stride(3) == 1 for states in given[:5])
-    output = query.new_empty(batch, nodes, heads * head_size)
-    parts = weights = None
-    if blocks.splits > 1:
-        weights = query.new_empty(batch, nodes, heads, blocks.splits, dtype=torch.float32)
-        parts = weights.new_empty(*weights.shape, head_size)
-    group = heads // groups
+    group, starts = heads // groups, lengths if starts is None else starts
+    tables = ((t, 0 if t is None else t.stride(0)) for t in (lengths, starts, ancestors, first))
+    outputs = Outputs.to(query, blocks.splits)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         attend[(batch * groups, cdiv(nodes * group, blocks.rows), blocks.splits)](
-            given,
-            given.strides(),
-            parts,
-            weights,
-            output,
+            states,
+            States(*(each.stride()[:3] for each in states)),  # type: ignore[arg-type]
+            *chain.from_iterable(tables),
+            sinks,
+            outputs,
             scale * LOG2_E.value if softcap is None else scale / softcap,
             None if softcap is None else softcap * LOG2_E.value,
-            nodes,
-            pending or None,
-            heads,
-            group,
-            head_size,
-            width,
-            blocks.splits,
-            blocks.rows,
-            blocks.columns,
+            *(nodes, pending or None, heads, group, head_size, width),
+            *blocks[:3],
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
         if blocks.splits > 1:
+            sizes = head_size, width, blocks.splits
             warps = max(blocks.splits * width // 2048, 1)
-            merge[(batch * nodes * heads,)](
-                parts, weights, output, head_size, width, blocks.splits, num_warps=warps
-            )
-    return output
+            merge[(batch * nodes * heads,)](*outputs, *sizes, num_warps=warps)
+    return outputs.output.flatten(2)
 
 
 def ancestor_bits(visible: torch.Tensor) -> torch.Tensor:
@@ -142,13 +140,15 @@ def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
     """How a call with a query [B, H, N, D] is cut up whose heads share G = `groups` of keys."""
     batch, heads, nodes, head_size = query.shape
     num_rows = nodes * heads // groups
-    rows = min(max(next_power_of_2(num_rows), 16), 64)
-    key_bytes = next_power_of_2(head_size) * query.element_size()
-    columns = min(max(2**14 // key_bytes, 16), 64)
+    if query.dtype == torch.float32:  # whose products are sums of numbers in registers
+        rows, columns, stages = 16, 16, 2
+    else:
+        rows = min(max(next_power_of_2(num_rows), 16), 64)
+        columns, stages = min(2**13 // next_power_of_2(head_size), 64), 3
     programs = batch * groups * cdiv(num_rows, rows)
     wanted = cdiv(PROGRAMS_EACH * multiprocessors(query.device), programs)
     splits = min(next_power_of_2(wanted), MOST_SPLITS)
-    return Blocks(splits, rows, columns, warps=4, stages=3)
+    return Blocks(splits, rows, columns, warps=4, stages=stages)
 
 
 def multiprocessors(device: torch.device) -> int:
