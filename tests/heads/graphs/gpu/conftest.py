@@ -1,13 +1,14 @@
-"""Where the kernels run that are tested here: `KERNELS_ON` is `cpu`, `cuda`, or not set.
+"""Where the kernels run that are tested here: `KERNELS_ON` is `cpu` (they are interpreted), `cuda`,
+`none` (they are compiled only), or not set.
 
-Triton decides when it is imported whether it interprets kernels, so those tests have a process of
-their own, which test_kernels.py starts.
+Triton decides when it is imported whether it interprets kernels, so all these tests have processes
+of their own, which test_kernels.py starts.
 """
 
 import os
 
 DEVICE = os.environ.get("KERNELS_ON")
-collect_ignore = ["test_kernels.py"] if DEVICE else ["test_tree_attention.py", "test_commit.py"]
+collect_ignore_glob = ["test_kernels.py"] if DEVICE else ["test_[!k]*.py"]
 
 
 def mend_interpreter() -> None:

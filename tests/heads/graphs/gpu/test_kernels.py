@@ -10,11 +10,19 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kernels", ["tree_attention", "commit"])
-def test_kernels(kernels: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("tree_attention", "cpu"),
+        ("commit", "cpu"),
+        ("compiled", "none"),
+        pytest.param("tree_attention", "cuda", marks=pytest.mark.gpu),
+        pytest.param("commit", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_kernels(name: str, device: str) -> None:
     pytest.importorskip("triton")
-    tests = HERE / f"test_{kernels}.py"
+    tests = HERE / f"test_{name}.py"
     # The other conftest.py files load what takes seconds and what no kernel needs.
     options = "-qx", "-n0", "-pno:cacheprovider", f"--confcutdir={HERE}"
     run = subprocess.run(
