@@ -26,8 +26,6 @@ WIDEST_HEAD = 256
 MOST_SPLITS = 64
 # Programs that a multiprocessor should have, so that one computes while another waits for memory.
 PROGRAMS_EACH = 2
-# Of an H100, for kernels that are interpreted or only compiled.
-MULTIPROCESSORS = 132
 
 
 class States(NamedTuple):
@@ -152,7 +150,7 @@ def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Multiprocessors of a device; an interpreter runs one program after the other."""
     if device.type != "cuda":
-        return MULTIPROCESSORS
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,9 +15,11 @@ HERE = Path(__file__).parent
     [
         ("tree_attention", "cpu"),
         ("commit", "cpu"),
+        ("registration", "cpu"),
         ("compiled", "none"),
         pytest.param("tree_attention", "cuda", marks=pytest.mark.gpu),
         pytest.param("commit", "cuda", marks=pytest.mark.gpu),
+        pytest.param("registration", "cuda", marks=pytest.mark.gpu),
     ],
 )
 def test_kernels(name: str, device: str) -> None:
