@@ -11,10 +11,10 @@ class Case:
 
     heads: int = 2
     groups: int = 1
-    nodes: int = 5
+    nodes: int = 3
     head_size: int = 16
-    lengths: tuple[int, ...] = (37, 5)
-    capacity: int = 128
+    lengths: tuple[int, ...] = (21, 4)
+    capacity: int = 96
     pending: int = 0
     gaps: bool = False  # all rows begin their tree at one column
     window: int | None = None

@@ -40,6 +40,10 @@ class Growing(NamedTuple):
     new: torch.Tensor  # [B, G, N, D]
     pending: int  # nodes in the cache, which the new ones follow
 
+    def to(self, device: torch.device) -> "Growing":
+        """The same on a device, for models whose layers share keys and may be on several."""
+        return Growing(self.cache.to(device), self.new.to(device), self.pending)
+
 
 class KernelCache(Cache):
     """A cache as a model of transformers sees it whose attention writes into it."""

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from drafthead.heads.graphs.gpu import tree_attention as module
 from drafthead.heads.graphs.gpu.commit import CacheTable, commit
 from drafthead.heads.graphs.gpu.tree_attention import Blocks, ancestor_bits, tree_attention
 
@@ -47,6 +48,7 @@ def compiled(monkeypatch, tmp_path) -> list:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", compiling)
     monkeypatch.setattr(driver, "_active", H100())
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     return kernels
 
 

@@ -40,20 +40,21 @@ def check(case: Case, blocks: Blocks | None = SPLIT) -> None:
 
 @pytest.mark.parametrize("ratio", range(1, 8))
 def test_query_heads_share_keys(ratio: int) -> None:
-    check(Case(heads=2 * ratio, groups=2, nodes=4, lengths=(37,), device=DEVICE))
+    check(Case(heads=2 * ratio, groups=2, lengths=(21,), device=DEVICE))
 
 
 def test_work_is_cut_up_by_shapes_alone() -> None:
-    check(Case(lengths=(37,), device=DEVICE), blocks=None)
+    check(Case(device=DEVICE), blocks=None)
 
 
-@pytest.mark.parametrize(("nodes", "heads"), [(1, 2), (2, 2), (17, 2), (63, 1), (64, 1)])
-@pytest.mark.parametrize("blocks", [ALONE, SPLIT])
+@pytest.mark.parametrize(
+    ("nodes", "heads", "blocks"), [(1, 2, SPLIT), (17, 2, SPLIT), (63, 1, ALONE), (64, 1, SPLIT)]
+)
 def test_a_tree_has_up_to_64_nodes(nodes: int, heads: int, blocks: Blocks) -> None:
-    check(Case(heads=heads, nodes=nodes, lengths=(37,), device=DEVICE), blocks)
+    check(Case(heads=heads, nodes=nodes, lengths=(21,), device=DEVICE), blocks)
 
 
-@pytest.mark.parametrize("lengths", [(0,), (1, 0, 64), (16, 33, 48, 112), (15, 17, 31)])
+@pytest.mark.parametrize("lengths", [(0,), (1, 0, 64), (15, 33, 88)])
 @pytest.mark.parametrize("gaps", [False, True])
 def test_rows_are_of_any_length(lengths: tuple[int, ...], gaps: bool) -> None:
     check(Case(lengths=lengths, gaps=gaps, device=DEVICE))
@@ -62,13 +63,13 @@ def test_rows_are_of_any_length(lengths: tuple[int, ...], gaps: bool) -> None:
 @pytest.mark.parametrize("head_size", [8, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_heads_are_of_any_size(head_size: int, dtype: torch.dtype) -> None:
-    check(Case(head_size=head_size, dtype=dtype, device=DEVICE))
+    check(Case(head_size=head_size, dtype=dtype, lengths=(21,), device=DEVICE))
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 20, 64])
+@pytest.mark.parametrize("window", [1, 2, 20])
 @pytest.mark.parametrize("blocks", [ALONE, SPLIT])
 def test_a_node_sees_from_its_first_column_on(window: int, blocks: Blocks) -> None:
-    check(Case(window=window, lengths=(37, 5, 90), device=DEVICE), blocks)
+    check(Case(window=window, lengths=(5, 60), device=DEVICE), blocks)
 
 
 @pytest.mark.parametrize("blocks", [ALONE, SPLIT])
@@ -77,7 +78,7 @@ def test_scores_are_capped(blocks: Blocks) -> None:
 
 
 @pytest.mark.parametrize("blocks", [ALONE, SPLIT])
-@pytest.mark.parametrize("lengths", [(37, 5), (0, 1)])
+@pytest.mark.parametrize("lengths", [(21,), (0,)])
 def test_sinks_take_weight(blocks: Blocks, lengths: tuple[int, ...]) -> None:
     check(Case(heads=6, groups=2, with_sinks=True, lengths=lengths, device=DEVICE), blocks)
 
@@ -92,9 +93,9 @@ def test_all_at_once() -> None:
     case = Case(
         heads=6,
         groups=2,
-        nodes=9,
+        nodes=5,
         head_size=80,
-        lengths=(70, 3),
+        lengths=(40, 3),
         pending=9,
         gaps=True,
         window=12,
