@@ -68,10 +68,9 @@ def _with_tree(  # type: ignore[no-untyped-def]
     bits,  # [rows] the nodes that each row sees
     new_keys,  # of one head
     new_values,
-    strides,  # of the nodes of both
     keys,  # of the cache, from the tree's first column on
     values,
-    stride,
+    strides,
     nodes,
     pending,
     scale,
@@ -86,12 +85,13 @@ def _with_tree(  # type: ignore[no-untyped-def]
     for at in range(0, before + nodes, columns):
         c = at + tl.arange(0, columns)
         is_node = c < before + nodes
-        key_at = new_keys + (c - before)[:, None] * strides[0] + d
-        value_at = new_values + (c - before)[:, None] * strides[1] + d
+        key_at = new_keys + (c - before)[:, None] * strides.new_keys[2] + d
+        value_at = new_values + (c - before)[:, None] * strides.new_values[2] + d
         if pending is not None:
             in_cache = (c < before)[:, None]
-            key_at = tl.where(in_cache, keys + c[:, None] * stride + d, key_at)
-            value_at = tl.where(in_cache, values + c[:, None] * stride + d, value_at)
+            cells = c[:, None] * strides.key_cache[2] + d
+            key_at = tl.where(in_cache, keys + cells, key_at)
+            value_at = tl.where(in_cache, values + cells, value_at)
         k = tl.load(key_at, is_node[:, None] & (d < head_size), 0.0)
         v = tl.load(value_at, is_node[:, None] & (d < head_size), 0.0)
         bit = (bits[:, None] >> tl.minimum(c, 63).to(tl.int64)[None, :]) & 1
@@ -102,29 +102,36 @@ def _with_tree(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    states,  # of one head
-    stride,  # of its nodes
-    cache,  # of that head, from the column of the first node on
-    cache_stride,
+    new_keys,  # of one head
+    new_values,
+    keys,  # of the cache, from the column of the first new node on
+    values,
+    strides,
     nodes,
     head_size: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Write the states of new nodes into the cache."""
+    """Write the keys and values of new nodes into the cache."""
     d = tl.arange(0, width)[None, :]
     for at in range(0, nodes, 16):
         n = (at + tl.arange(0, 16))[:, None]
-        is_cell = (n < nodes) & (d < head_size)
-        tl.store(cache + n * cache_stride + d, tl.load(states + n * stride + d, is_cell), is_cell)
+        is_node = (n < nodes) & (d < head_size)
+        k = tl.load(new_keys + n * strides.new_keys[2] + d, is_node)
+        v = tl.load(new_values + n * strides.new_values[2] + d, is_node)
+        tl.store(keys + n * strides.key_cache[2] + d, k, is_node)
+        tl.store(values + n * strides.key_cache[2] + d, v, is_node)
 
 
 @triton.jit
-def _share_of(split, splits: tl.constexpr, lowest, length, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+def _share_of(  # type: ignore[no-untyped-def]
+    split, splits: tl.constexpr, lowest, length, least: tl.constexpr, columns: tl.constexpr
+):
     """The committed columns that a split takes: none where split 0 has the tree alone."""
     if splits == 1:
         left, right = lowest, length
     else:
         share = tl.cdiv(tl.cdiv(length - lowest, splits - 1), columns) * columns
+        share = tl.maximum(share, least)
         left = lowest + (split - 1) * share
         right = tl.where(split == 0, left, tl.minimum(left + share, length))
     return left, right
@@ -211,6 +218,7 @@ def attend(  # type: ignore[no-untyped-def]
     head_size: tl.constexpr,
     width: tl.constexpr,  # a power of two that is no smaller
     splits: tl.constexpr,
+    least: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
@@ -225,7 +233,7 @@ def attend(  # type: ignore[no-untyped-def]
     query = tl.load(states.query + b * strides.query[0] + in_query, is_value, 0.0)
     length = tl.load(lengths + b * length_stride).to(tl.int32)
     begin, lowest = _first_columns(first, first_stride, b, node, is_row, length)
-    left, right = _share_of(split, splits, lowest, length, columns)
+    left, right = _share_of(split, splits, lowest, length, least, columns)
     softmax = _begun(sinks, head, split, rows, width)
     cell = b * strides.key_cache[0] + g * strides.key_cache[1]
     keys, values, stride = states.key_cache + cell, states.value_cache + cell, strides.key_cache[2]
@@ -238,15 +246,15 @@ def attend(  # type: ignore[no-untyped-def]
         start = tl.load(starts + b * start_stride) * stride
         new_keys = states.new_keys + b * strides.new_keys[0] + g * strides.new_keys[1]
         new_values = states.new_values + b * strides.new_values[0] + g * strides.new_values[1]
-        new_strides = strides.new_keys[2], strides.new_values[2]
         softmax = _with_tree(
-            softmax, query, bits, new_keys, new_values, new_strides, keys + start, values + start,
-            stride, nodes, pending, scale, cap, head_size, width, columns,
+            softmax, query, bits, new_keys, new_values, keys + start, values + start, strides,
+            nodes, pending, scale, cap, head_size, width, columns,
         )  # fmt: skip
         if tl.program_id(1) == 0:  # nobody reads these columns in this pass
             start += (0 if pending is None else pending) * stride
-            _store(new_keys, new_strides[0], keys + start, stride, nodes, head_size, width)
-            _store(new_values, new_strides[1], values + start, stride, nodes, head_size, width)
+            _store(
+                new_keys, new_values, keys + start, values + start, strides, nodes, head_size, width
+            )
     row = (b * nodes + node) * heads + head
     _finish(softmax, outputs, row, split, is_row, head_size, width, splits)
 

@@ -93,20 +93,26 @@ def sights(
     Each is int64 [B, 1, 3 or 4, N]: the bits of the nodes that a node sees, its row's length and
     the tree's first column, and where a layer's reach is limited the first column that it sees.
     """
-    rows, nodes = len(lengths), visible.shape[1]
-    shared = [lengths, lengths if starts is None else starts]
-    of_rows = [numbers.long()[:, None].expand(-1, nodes) for numbers in shared]
-    # Of each node among those that another sees; the last is that of the other itself.
-    positions = lengths[:, None, None] + visible.cumsum(-1) - 1  # [B, N, M]
-    masks = {}
-    for kind in kinds:
-        is_limited = kind.reach != float("inf")
-        seen = visible & ~kind.hides(positions) if is_limited else visible
-        fields = [ancestor_bits(seen).expand(rows, -1), *of_rows]
-        if is_limited:
-            fields.append(kind.first_seen(positions[..., -1]))
-        masks[kind.name] = torch.stack(fields, dim=1)[:, None]
+    starts = lengths if starts is None else starts
+    masks = {kind.name: _sight(visible, lengths, starts, kind)[:, None] for kind in kinds}
     return masks if len(masks) > 1 else masks[kinds[0].name]
+
+
+def _sight(
+    visible: torch.Tensor,  # [B or 1, N, M]
+    lengths: torch.Tensor,  # [B]
+    starts: torch.Tensor,  # [B]
+    kind: LayerKind,
+) -> torch.Tensor:
+    """Of one kind of layer, [B, 3 or 4, N]."""
+    fields = [lengths[:, None], starts[:, None]]
+    if kind.reach != float("inf"):
+        # Of each node among those that another sees; the last is that of the other itself.
+        positions = lengths[:, None, None] + visible.cumsum(-1) - 1  # [B, N, M]
+        visible = visible & ~kind.hides(positions)
+        fields.append(kind.first_seen(positions[..., -1]))
+    shape = len(lengths), visible.shape[1]
+    return torch.stack([f.long().expand(shape) for f in (ancestor_bits(visible), *fields)], dim=1)
 
 
 def attend(

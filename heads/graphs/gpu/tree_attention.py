@@ -63,6 +63,7 @@ class Blocks(NamedTuple):
     """How the work of a call is cut up; numbers are powers of two, but for `stages`."""
 
     splits: int  # programs for the same rows: one has the tree, the others share the columns
+    least: int  # columns of a share, of which short rows make fewer: each costs a part to write
     rows: int  # of a program, each a query head of a node; 16 or more
     columns: int  # of a step of its loop; 16 or more
     warps: int
@@ -114,7 +115,7 @@ def tree_attention(
             scale * LOG2_E.value if softcap is None else scale / softcap,
             None if softcap is None else softcap * LOG2_E.value,
             *(nodes, pending or None, heads, group, head_size, width),
-            *blocks[:3],
+            *blocks[:4],
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -146,7 +147,7 @@ def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
     programs = batch * groups * cdiv(num_rows, rows)
     wanted = cdiv(PROGRAMS_EACH * multiprocessors(query.device), programs)
     splits = min(next_power_of_2(wanted), MOST_SPLITS)
-    return Blocks(splits, rows, columns, warps=4, stages=stages)
+    return Blocks(splits, max(2 * rows, columns), rows, columns, warps=4, stages=stages)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -98,7 +98,7 @@ def test_attention_spills_no_registers(
 
 def test_one_kernel_serves_all_numbers_of_nodes(compiled: list) -> None:
     """Others would be compiled while an answer is decoded."""
-    blocks = Blocks(splits=4, rows=16, columns=16, warps=4, stages=2)
+    blocks = Blocks(splits=4, least=16, rows=16, columns=16, warps=4, stages=2)
     for nodes, gaps in ((1, False), (2, True), (16, False)):
         attend(Case(heads=2, nodes=nodes, gaps=gaps, dtype=torch.bfloat16), blocks)
     assert len({id(kernel) for kernel in compiled}) == 2

@@ -9,7 +9,7 @@ from tree_reference import Case
 from drafthead.heads.graphs.gpu.tree_attention import Blocks, ancestor_bits, tree_attention
 
 DEVICE = os.environ["KERNELS_ON"]
-ALONE = Blocks(splits=1, rows=16, columns=16, warps=4, stages=2)
+ALONE = Blocks(splits=1, least=16, rows=16, columns=16, warps=4, stages=2)
 SPLIT = ALONE._replace(splits=4)
 
 
@@ -41,6 +41,11 @@ def check(case: Case, blocks: Blocks | None = SPLIT) -> None:
 @pytest.mark.parametrize("ratio", range(1, 8))
 def test_query_heads_share_keys(ratio: int) -> None:
     check(Case(heads=2 * ratio, groups=2, lengths=(21,), device=DEVICE))
+
+
+@pytest.mark.parametrize("least", [16, 64])
+def test_short_rows_make_fewer_parts(least: int) -> None:
+    check(Case(lengths=(21, 70), device=DEVICE), SPLIT._replace(least=least))
 
 
 def test_work_is_cut_up_by_shapes_alone() -> None:
