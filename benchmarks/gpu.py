@@ -29,7 +29,7 @@ from random_models import SHAPES, random_head, random_llama
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.node_tables import node_table
+from drafthead.heads.target.masks import LayerKind
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.static import UNMEASURED_ALPHA
 from drafthead.heads.trees.tree import Budget
@@ -231,7 +231,7 @@ def attention(
     keys, values = (torch.randn(rows, key_heads, columns + 64, width, **make) for _ in range(2))
     lengths = torch.full((rows,), columns, device=bench.device)
     steps = torch.arange(nodes, device=bench.device)
-    table = node_table((steps[:, None] >= steps)[None], lengths, lengths[0])
+    visible = (steps[:, None] >= steps)[None]
     seen = torch.arange(columns + nodes, device=bench.device)
     own = torch.arange(nodes, device=bench.device)[:, None] + columns
     mask = torch.zeros(rows, 1, nodes, columns + nodes, **make)
@@ -258,7 +258,11 @@ def attention(
         "repeated": repeated, "grouped": grouped, "unmasked": unmasked
     }  # fmt: skip
     if bench.device.type == "cuda":
-        given = query, keys, values, table, width**-0.5, None, None
+        from drafthead.heads.graphs.gpu.registration import sights
+
+        new = (part[:, :, columns:end].contiguous() for part in (keys, values))
+        sight = sights(visible, lengths, lengths, (LayerKind("full_attention"),))
+        given = query, keys, values, *new, sight, width**-0.5, 0, None, None
         ways["ours"] = lambda: torch.ops.drafthead.tree_attention(*given)
     found: dict[str, Any] = {name: tried(call, bench.device) for name, call in ways.items()}
     if "ours" in ways and isinstance(found["ours"], float):

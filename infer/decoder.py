@@ -513,8 +513,8 @@ def decoder_for(
 ) -> Decoder:
     """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None.
 
-    Compiled, as it is, or for None recorded where that is possible. Raises UserError for a drafter's
-    settings without a drafter, and for `compile` where the target cannot be compiled.
+    Compiled, as it is, or for None recorded where that is possible. Raises UserError for settings
+    of a drafter without one, and for `compile` where the target cannot be compiled.
     """
     is_new = not isinstance(target, CompiledTarget)
     if compile:

@@ -1,6 +1,6 @@
 """A trained head as a drafter, and which class of drafter serves which class of head."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,11 +12,11 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.graphs.gpu.compiled_layers import Fused
+from drafthead.heads.graphs.gpu.tree_kernels import MOST_NODES, TreeKernels
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.kv_cache.column_cache import visible_columns
+from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.heads.layers.decoder_layer import frequencies_in
 from drafthead.heads.sampling import RowRandom
-from drafthead.heads.target.node_tables import MOST_NODES, node_table
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import drafting_fields
 from drafthead.heads.trees.levels import Level, levels_of
@@ -50,7 +50,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.head, self.target, self.fixed = head, target, shape
         self.features = head.features_needed
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
-        self.in_tables = False  # whether passes are told by tables what drafted nodes see
+        self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
         self.trees = StaticTrees(head.path_counts, head.depth, shape)
         self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
         self.known_levels: dict[TreeShape, list[Level]] = {}
@@ -69,16 +69,30 @@ class HeadDrafter(Drafter, Generic[Head]):
         seen: torch.Tensor,  # [S] the numbers of the columns in use
         first: torch.Tensor,  # [] column of the first of the M nodes
     ) -> torch.Tensor:
-        """The mask of a pass, see `visible_columns`, or the table in its place."""
-        if self.in_tables and visible.shape[2] <= MOST_NODES:
-            return node_table(visible, lengths, first)
+        """The mask of a pass, see `visible_columns`, or what the kernel takes in its place."""
+        if self.kernels is not None and visible.shape[2] <= MOST_NODES:
+            return self.kernels.sight(visible, lengths, first)
         return visible_columns(visible, lengths, seen, first)
+
+    def columns_of(
+        self,
+        keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
+        values: Sequence[torch.Tensor],
+        columns: torch.Tensor,  # [N] that the pass writes
+        mask: torch.Tensor,  # of `visible_to`
+        pending: int,
+    ) -> CacheColumns:
+        """The cache as a pass sees it that has this mask, after so many pending nodes."""
+        if mask.dtype == torch.int64:
+            assert self.kernels is not None
+            return self.kernels.cache(keys, values, pending)
+        return CacheColumns(keys, values, columns, mask.shape[-1])
 
     def prepare_recordings(self, target: Target | None) -> None:
         """Draft for this compiled target, where there is one, from now on."""
         self.target = target or self.target
         self.memory = CacheMemory.where_recorded(self.target.device)
-        self.in_tables = getattr(self.target, "has_tree_kernel", False)
+        self.kernels = getattr(self.target, "kernels", None)
 
     def fused(self, function: Callable[..., Value]) -> Callable[..., Value]:
         """A part of a recorded pass, compiled where the target's layers are."""

@@ -154,6 +154,7 @@ class BlockTransformer(nn.Module):
     def _mask_vector(self, target: Target) -> torch.Tensor:
         if self.mask is not None:
             return self.mask
+        assert self.config.mask_token is not None
         # Filled on the device: a number copied there could not be recorded.
         token = torch.full((), self.config.mask_token, device=self.norm.weight.device)
         return target.embed(token).to(self.norm.weight.dtype)

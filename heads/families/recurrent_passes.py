@@ -15,7 +15,6 @@ from drafthead.heads.families.recurrent import RecurrentHead
 from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
 from drafthead.heads.target.features import Features
-from drafthead.heads.target.node_tables import is_table
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import (
     Candidates,
@@ -155,7 +154,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         visible = (steps[:, None] >= steps)[None]
         mask = self.visible_to(visible, lengths, seen, columns[0])
         states = self.head.encode(Features(last, taps))
-        cached = CacheColumns(keys, values, columns, seen.shape[0])
+        cached = self.columns_of(keys, values, columns, mask, 0)
         embeds = self.head.embed(tokens, self.target)
         outputs = self._pass(embeds, states, lengths[:, None] + steps, mask, cached)
         return self._guess(at_last(outputs, counts)[:, None])
@@ -165,15 +164,15 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         above: torch.Tensor,  # [B, n, D] outputs at their parents
         tokens: torch.Tensor,  # [B, n]
         positions: torch.Tensor,  # [B, n]
-        mask: torch.Tensor,  # [B or 1, 1, n, S], or a table
+        mask: torch.Tensor,  # [B or 1, 1, n, S], or what the kernel takes in its place
         columns: torch.Tensor,  # [n]
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
+        pending: int = 0,
     ) -> Guess:
-        """The guesses after drafted nodes."""
-        end = keys[0].shape[2] if is_table(mask) else mask.shape[-1]
+        """The guesses after drafted nodes, which follow `pending` others."""
         embeds, states = self.head.draft_inputs(tokens, above, self.target)
-        cached = CacheColumns(keys, values, columns, end)
+        cached = self.columns_of(keys, values, columns, mask, pending)
         return self._guess(self._pass(embeds, states, positions, mask, cached))
 
     def _pass(
@@ -231,7 +230,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         mask = self.visible_to(inside, lengths, seen, columns[0] - pending)
         parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
         positions = places[:, None].expand_as(tokens)
-        guess = self._draft(parents, tokens, positions, mask, columns, keys, values)
+        guess = self._draft(parents, tokens, positions, mask, columns, keys, values, pending)
         growth.add_children(*guess.best(self.width, 0, draws))
         return Grown(*growth.candidates(), guess.outputs, inside, places + 1)
 
@@ -265,6 +264,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         """A whole dynamic tree: what is recorded as one graph, whose calls cost more than its work
         on a GPU.
         """
+        at: Callable[[int], NextDraws | None]
         at = (lambda depth: None) if draws is None else draws.at
         first = self._start_growth(guess, roots, at(0))
         grown = Grown(*first, guess.outputs, None, lengths)
@@ -272,9 +272,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         written = 0
         for depth, count in enumerate(self.opened(budget), start=1):
             above = grown.candidates, grown.outputs, grown.visible, grown.places
-            own = columns[written : written + count]
-            level = lengths, slots[:count], seen, own, keys, values, at(depth)
-            grown = self.level(*above, *level)
+            own = columns[written : written + count], keys, values, at(depth)
+            grown = self.level(*above, lengths, slots[:count], seen, *own)
             written += count
         return self._finish(grown.candidates, slots[: min(budget.nodes, grown.scores.shape[1])])
 

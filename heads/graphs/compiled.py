@@ -246,6 +246,8 @@ class Compiled:
 
     def kind(self, arguments: Sequence[Any]) -> Hashable:
         """Which of its graphs a call needs."""
+        if not self.on_cpu:
+            return None  # recordings tell shapes apart by themselves
         return self.dims.kind(arguments), self.variant(*arguments)
 
     def _compiled(self, key: str | None, reads: Sequence[Any], arguments: Sequence[Any]) -> "Made":

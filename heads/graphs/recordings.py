@@ -1,8 +1,9 @@
 """Recorded calls: a function of tensors as one CUDA graph for each shape of its arguments.
 
-Recording needs no compiler: it takes as long as a few calls. A recording repeats the same kernels at the same addresses. So the arguments of a call are copied
-to fixed places, but for those that keep their address (a cache, which the function writes into),
-and the values are copied out, because the next call overwrites them.
+Recording needs no compiler: it takes as long as a few calls. A recording repeats the same kernels
+at the same addresses. So the arguments of a call are copied to fixed places, but for those that
+keep their address (a cache, which the function writes into), and the values are copied out, because
+the next call overwrites them.
 """
 
 import gc

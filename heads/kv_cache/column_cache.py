@@ -14,6 +14,7 @@ from few; see `CacheMemory`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -48,6 +49,21 @@ def move_columns(
     rows = torch.arange(source.shape[0], device=source.device)[:, None]
     for layer in (*keys, *values):
         layer[rows, :, destination] = layer[rows, :, source]
+
+
+class Growing(NamedTuple):
+    """The keys or the values of a layer: those of the cache, and those that a pass adds.
+
+    What an attention kernel is given that writes the new ones into the cache itself.
+    """
+
+    cache: torch.Tensor  # [B, G, C, D]
+    new: torch.Tensor  # [B, G, N, D]
+    pending: int  # nodes in the cache, which the new ones follow
+
+    def to(self, device: torch.device) -> "Growing":
+        """The same on a device, for models whose layers share keys and may be on several."""
+        return Growing(self.cache.to(device), self.new.to(device), self.pending)
 
 
 class CacheColumns:

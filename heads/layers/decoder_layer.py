@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafthead.heads.target.node_tables import is_table
+from drafthead.heads.kv_cache.column_cache import Growing
 from drafthead.heads.target.target import Target
 
 # Ways to scale rotary positions that do not depend on how a target divides its head dimension.
@@ -185,15 +185,19 @@ class SelfAttention(nn.Module):
     def attend(
         self,
         queries: torch.Tensor,  # [B, H, T, head_dim]
-        keys: torch.Tensor,  # [B, Hkv, S, head_dim]
-        values: torch.Tensor,  # [B, Hkv, S, head_dim]
-        mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool, or a table of `target.node_tables`
+        keys: torch.Tensor | Growing,  # [B, Hkv, S, head_dim]
+        values: torch.Tensor | Growing,  # as keys
+        mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
     ) -> torch.Tensor:
-        """Attention of the queries to the keys and values, projected: [B, T, D]."""
-        if is_table(mask):
-            scale = self.head_dim**-0.5
-            given = queries, keys, values, mask, scale, None, None
-            return self.o_proj(torch.ops.drafthead.tree_attention(*given))
+        """Attention of the queries to the keys and values, projected: [B, T, D].
+
+        In recorded passes the mask is what the kernel takes in its place, and the keys are growing.
+        """
+        if isinstance(keys, Growing) and isinstance(values, Growing):
+            states = queries, keys.cache, values.cache, keys.new, values.new, mask
+            how = self.head_dim**-0.5, keys.pending, None, None
+            return self.o_proj(torch.ops.drafthead.tree_attention(*states, *how))
+        assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
         grouped = queries.shape[1] != keys.shape[1]
         mixed = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))

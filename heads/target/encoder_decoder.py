@@ -25,7 +25,7 @@ from drafthead.heads.target.decoder_positions import (
     biased_attention,
     position_table,
 )
-from drafthead.heads.target.masks import MASKED_ATTENTION
+from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
 from drafthead.heads.target.source_cache import SourceCache, SourceStates, for_decoder
 from drafthead.heads.target.target import Place, Target
 
@@ -130,12 +130,12 @@ class EncoderDecoderTarget(Target):
         self,
         input_ids: torch.Tensor,  # [B, T]
         position_ids: torch.Tensor,  # [B, T] that count the source
-        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        attention_mask: LayerMasks,  # [B, 1, T, S]
         cache: Cache | None = None,
         logits_to_keep: int | torch.Tensor = 0,
     ) -> torch.Tensor:
         """Logits [B, T, V] of a pass of the decoder; the cache holds the sources."""
-        assert isinstance(cache, SourceCache) and attention_mask is not None
+        assert isinstance(cache, SourceCache) and isinstance(attention_mask, torch.Tensor)
         positions = position_ids - cache.sources[:, None]
         if self.max_length is not None:
             positions = positions.clamp_max(self.max_length - 1)

@@ -46,17 +46,23 @@ class LayerKind:
         """The longest sequence in which nothing is hidden."""
         return self.window or self.chunk or float("inf")
 
+    def first_seen(self, positions: torch.Tensor) -> torch.Tensor:
+        """The first of the positions that tokens at positions [...] see.
+
+        For positions 0 1 2 3 it is 0 0 1 2 with a window of 2, and 0 0 2 2 with chunks of 2.
+        """
+        if self.window is not None:
+            return (positions - self.window + 1).clamp_min(0)
+        if self.chunk is not None:
+            return positions // self.chunk * self.chunk
+        return torch.zeros_like(positions)
+
     def hides(self, positions: torch.Tensor) -> torch.Tensor:
         """Which of the keys at positions [..., S] are out of reach of the last one, the query.
 
         For positions 0 1 2 a window of 2 hides 0, and chunks of 2 hide 0 and 1.
         """
-        query = positions[..., -1:]
-        if self.window is not None:
-            return query - positions >= self.window
-        if self.chunk is not None:
-            return query // self.chunk != positions // self.chunk
-        return torch.zeros_like(positions, dtype=torch.bool)
+        return positions < self.first_seen(positions[..., -1:])
 
 
 def layer_kinds(config: PretrainedConfig, model_name: str) -> tuple[LayerKind, ...]:

@@ -56,7 +56,6 @@ from drafthead.heads.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
-from drafthead.heads.target.node_tables import is_table, tables_by_kind
 from drafthead.heads.target.placement import WHOLE, Placement
 from drafthead.heads.target.tree_cache import TreeCache
 
@@ -348,7 +347,7 @@ class Target:
         self,
         input_ids: torch.Tensor,  # [B, T]
         position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor | None,  # [B, 1, T, S] added to the attention scores
+        attention_mask: LayerMasks,  # [B, 1, T, S] added to the attention scores
         features: FeatureSpec,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
@@ -386,7 +385,7 @@ class Target:
         self,
         input_ids: torch.Tensor,  # [B, T]
         position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        attention_mask: LayerMasks,  # [B, 1, T, S]
         cache: Cache | None = None,
         logits_to_keep: int | torch.Tensor = 0,  # their number, or their places [n]
     ) -> torch.Tensor:
@@ -428,21 +427,17 @@ class Target:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
 
-    def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> torch.Tensor:
+    def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
         """What `run` takes as the mask of a pass over N new nodes; makes room for them.
 
         `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees.
         """
         return cache.additive_mask(visible, self.dtype)
 
-    def _layer_masks(
-        self, mask: torch.Tensor | None
-    ) -> tuple[LayerMasks, AbstractContextManager[object]]:
+    def _layer_masks(self, mask: LayerMasks) -> tuple[LayerMasks, AbstractContextManager[object]]:
         """The model's `attention_mask`, and a context that must be active while it runs."""
-        if mask is None:
-            return None, nullcontext()
-        if is_table(mask):
-            return tables_by_kind(mask, self.layer_kinds), nullcontext()
+        if not isinstance(mask, torch.Tensor) or mask.dtype == torch.int64:
+            return mask, nullcontext()  # the model's own, or for the tree kernel
         if self.has_alibi:
             return None, AlibiByPosition(self.layers.children(), mask)
         return masks_by_kind(mask, self.layer_kinds), nullcontext()

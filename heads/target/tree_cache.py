@@ -19,6 +19,8 @@ from drafthead.heads.kv_cache.column_cache import (
 class StepCache(CacheColumns, Cache):
     """`CacheColumns` for a model of transformers."""
 
+    pending: int | None = None  # of a cache for the tree kernel: nodes that the new ones follow
+
     def __init__(
         self,
         keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]

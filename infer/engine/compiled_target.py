@@ -1,24 +1,25 @@
 """A target whose passes run compiled: same inputs, same outputs, less time.
 
-On a GPU passes are recorded, with layers as they are or compiled. Where we have kernels, prompts are read by compiled passes too; elsewhere these stay eager.
+On a GPU passes are recorded, with layers as they are or compiled. On a CPU with our kernels prompts
+are read by compiled passes too; elsewhere these stay eager.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from transformers.cache_utils import Cache
 
 from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.graphs.fingerprint import state_of
-from drafthead.heads.graphs.gpu.attention import tree_attention_used
 from drafthead.heads.graphs.gpu.compiled_layers import CompiledLayers, Together
+from drafthead.heads.graphs.gpu.tree_kernels import MOST_NODES, TreeKernels
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.node_tables import MOST_NODES, fit_tables, is_table, node_table
+from drafthead.heads.target.masks import LayerMasks
 from drafthead.heads.target.target import Taps, Target, TargetOutput
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
@@ -54,7 +55,7 @@ class CompiledTarget(Target):
         super().__init__(target.model, target.tokenizer)
         with_code = target.device.type == "cuda" and compiles_layers
         self.layer_codes = CompiledLayers(list(self.layers.children())) if with_code else None
-        self.has_tree_kernel = target.device.type == "cuda" and self._takes_tables()
+        self.kernels = self._tree_kernels() if target.device.type == "cuda" else None
         self.in_bytes = in_bytes or target.in_bytes
         self.numbers = target.numbers
         self.memory = CacheMemory.where_recorded(target.device)
@@ -68,32 +69,29 @@ class CompiledTarget(Target):
         makers: list[Callable[[], AbstractContextManager[object]]] = [lambda: taps]
         if self.layer_codes is not None:
             makers.append(self.layer_codes.used)
-        if self.has_tree_kernel:
-            makers.append(partial(tree_attention_used, self.config))
+        if self.kernels is not None:
+            makers.append(self.kernels.used)
         return taps if len(makers) == 1 else Together(*makers)
 
-    def in_tables(self, nodes: int) -> bool:
-        """Whether a pass over so many nodes is told by tables what they see, see `node_tables`."""
-        return self.has_tree_kernel and nodes <= MOST_NODES
+    def kernels_for(self, nodes: int) -> TreeKernels | None:
+        """The kernels for passes over so many nodes, where there are some."""
+        return self.kernels if nodes <= MOST_NODES else None
 
-    def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> torch.Tensor:
-        """As `Target.tree_mask`, in tables where the kernel reads them."""
+    def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
+        """As `Target.tree_mask`, or what the kernel takes in its place."""
         nodes, count = visible.shape[1:]
-        if not self.in_tables(count) or cache.lengths is None:
+        kernels = self.kernels_for(count)
+        if kernels is None or cache.lengths is None:
             return super().tree_mask(cache, visible)
         _, columns = cache.make_room(nodes)
-        return node_table(visible, cache.lengths, columns[0] - (count - nodes))
+        return kernels.masks(visible, cache.lengths, columns[0] - (count - nodes))
 
     @torch.no_grad()
-    def _takes_tables(self) -> bool:
-        """Whether the model computes the same logits by the tree kernel as by masks.
-
-        Models with attention functions of their own do not, and are left as they are.
-        """
-        if self.config._attn_implementation != "sdpa" or self.has_alibi or self.has_encoder:
-            return False
-        if not fit_tables(self.layer_kinds) or self.numbers is not None:
-            return False
+    def _tree_kernels(self) -> TreeKernels | None:
+        """The kernels, where the model computes the same logits by them as by masks."""
+        kernels = TreeKernels.for_model(self.model, self.config, self.layer_kinds)
+        if kernels is None or self.numbers is not None:
+            return None
         ids = torch.arange(1, 9, device=self.device)[None].clamp_max(self.vocab_size - 1)
         cache = TreeCache()
         super().read(ids, ids - 1, None, NO_FEATURES, cache)
@@ -102,20 +100,21 @@ class CompiledTarget(Target):
         visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], device=self.device).bool()
         tokens, positions = ids[:, :3], cache.positions(2)[:, [0, 1, 1]]
         mask = super().tree_mask(cache, visible)
-        start = torch.tensor(8, device=self.device)
-        table = node_table(visible, cache.positions(1)[0], start)
-        masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits
+        masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits.float()
         try:
-            with tree_attention_used(self.config):
-                found = super().run(tokens, positions, table, NO_FEATURES, cache).logits
-        except Exception as reason:  # whatever code raises that takes the table for a mask
-            tell_of_masks(self.model, str(reason))
-            return False
-        differs = (found.float() - masked.float()).norm() / masked.float().norm()
-        if not differs < MOST_DIFFERENT:
-            tell_of_masks(self.model, f"logits differ by {float(differs):.1%}")
-            return False
-        return True
+            masks = kernels.masks(visible, cache.positions(1)[0], cache.positions(1)[0, 0])
+            with kernels.used():
+                columns = kernels.cache(cache.keys, cache.values)
+                found = super().forward(tokens, positions, masks, columns).float()
+        except Exception as error:  # whatever the code of a model raises that is given these
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+        else:
+            share = float((found - masked).norm() / masked.norm())
+            if share < MOST_DIFFERENT:
+                return kernels
+            reason = f"its logits differ by {share:.1%}"
+        logger.info("%s reads trees with masks: %s", type(self.model).__name__, reason)
+        return None
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -168,7 +167,7 @@ class CompiledTarget(Target):
         self,
         input_ids: torch.Tensor,  # [B, T]
         position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        attention_mask: LayerMasks,  # [B, 1, T, S], or of `tree_mask`
         features: FeatureSpec,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
@@ -228,10 +227,9 @@ class CompiledTarget(Target):
         return cache
 
 
-def tell_of_masks(model: object, reason: str) -> None:
-    """Say why a model's passes read masks."""
-    line = (reason.strip() or "unknown").splitlines()[0]
-    logger.info("%s attends without the tree kernel: %s", type(model).__name__, line)
+def is_for_kernels(mask: LayerMasks) -> bool:
+    """Whether what takes the place of a mask is for the tree kernel."""
+    return isinstance(mask, dict) or (mask is not None and mask.dtype == torch.int64)
 
 
 class CompiledPass:
@@ -257,7 +255,7 @@ class CompiledPass:
         self,
         input_ids: torch.Tensor,  # [B, T]
         position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor,  # [B, 1, T, S]
+        attention_mask: LayerMasks,  # [B, 1, T, S], or what the kernel takes in its place
         cache: TreeCache,
     ) -> TargetOutput:
         """Run the pass and write its keys and values into `cache`."""
@@ -265,8 +263,9 @@ class CompiledPass:
         keys, values = cache.keys, cache.values
         if (numbers := self.target.numbers) is not None:
             keys, values = ([part[number] for number in numbers] for part in (keys, values))
+        pending = cache.pending if is_for_kernels(attention_mask) else 0
         logits, last, taps = self.graphs(
-            input_ids, position_ids, attention_mask, columns, keys, values
+            input_ids, position_ids, attention_mask, columns, keys, values, pending
         )
         return TargetOutput(logits, Features(last, taps))
 
@@ -274,14 +273,21 @@ class CompiledPass:
         self,
         input_ids: torch.Tensor,  # [B, T]
         position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor,  # [B, 1, T, S]
+        attention_mask: LayerMasks,  # as above
         columns: torch.Tensor,  # [T]
         keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
         values: Sequence[torch.Tensor],
+        pending: int,  # nodes in the cache, of which only kernels ask
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Logits [B, T, V] and features [B, T, D]; what is traced into a graph."""
-        seen = keys[0].shape[2] if is_table(attention_mask) else attention_mask.shape[-1]
-        cache = StepCache(keys, values, columns, seen, self.target.numbers)
+        cache: StepCache
+        if is_for_kernels(attention_mask):
+            assert self.target.kernels is not None
+            cache = self.target.kernels.cache(keys, values, pending, self.target.numbers)
+        else:
+            assert isinstance(attention_mask, torch.Tensor)
+            end = attention_mask.shape[-1]
+            cache = StepCache(keys, values, columns, end, self.target.numbers)
         kept = 0 if self.has_logits else torch.empty(0, dtype=torch.long, device=input_ids.device)
         logits = self.target.forward(input_ids, position_ids, attention_mask, cache, kept)
         features = self.taps.features()
@@ -291,8 +297,10 @@ class CompiledPass:
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        attention_mask: torch.Tensor,  # [B, 1, T, S]
+        attention_mask: LayerMasks,
         *_: object,
     ) -> tuple[bool, ...]:
         """Which layers look at a part of the columns only."""
+        if not isinstance(attention_mask, torch.Tensor):
+            return ()
         return tuple(attention_mask.shape[-1] > kind.reach for kind in self.target.layer_kinds)

@@ -5,7 +5,7 @@ cost more than their work. The graph serves the rules that accept the target's o
 and `match`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.sampling import draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.node_tables import node_table
+from drafthead.heads.target.masks import LayerMasks
 from drafthead.heads.target.target import Taps
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
@@ -86,11 +86,6 @@ class GraphStep:
             target.in_bytes,
             list(target.layers.children()),
         )
-        self.commit: Callable[..., None] | None = None
-        if target.has_tree_kernel:
-            from drafthead.heads.graphs.gpu.commit import in_one_launch  # Triton is for GPUs only
-
-            self.commit = in_one_launch()
         has_kernels = self.graphs.has_kernels
         self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
         if target.layer_codes is not None:
@@ -108,8 +103,8 @@ class GraphStep:
         if self.few_sizes:
             recipe = recipe.padded(power_of_two(recipe.num_nodes))
         seen, columns = cache.make_room(recipe.num_nodes)
-        if in_tables := self.target.in_tables(recipe.num_nodes):
-            seen = cache.numbers  # the kernel looks no further than it must: one graph for all
+        if self.target.kernels_for(recipe.num_nodes) is not None:
+            seen = cache.numbers[:0]  # kernels read lengths: one graph for all of them
         if draws is not None:
             # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
             unused = recipe.num_nodes - draws.keys.shape[1]
@@ -126,7 +121,6 @@ class GraphStep:
             cache.values,
             draws,
             not whole and not self.graphs.has_kernels,  # the kernel reads it from the settings
-            in_tables,
         )
         return Outcome(
             acceptance=Acceptance(result.path, result.length, result.bonus),
@@ -151,19 +145,21 @@ class GraphStep:
         values: Layers,
         draws: Draws | None,
         filtered: bool,
-        in_tables: bool,  # and not in masks is written what a node sees
     ) -> StepResult:
         """The traced function; its results have one place for each node, whatever the depth."""
         tokens = self.filler.tokens(*arguments)  # [B, N]
         if self.few_sizes:
             tokens = tokens.masked_fill(parents == NO_NODE, NO_NODE)
         positions = self.target.legal_positions(lengths[:, None] + depths)
-        if in_tables:
-            mask = node_table(ancestors, lengths, columns[0])
-        else:
+        kernels = self.target.kernels_for(tokens.shape[1])
+        mask: LayerMasks
+        if kernels is None:
             visible = visible_columns(ancestors, lengths, seen, columns[0])
             mask = additive(visible, self.target.dtype)
-        cache = StepCache(keys, values, columns, seen.shape[0])
+            cache = StepCache(keys, values, columns, seen.shape[0])
+        else:
+            mask = kernels.masks(ancestors, lengths, columns[0])
+            cache = kernels.cache(keys, values)
         logits = self.target.forward(tokens.clamp_min(0), positions, mask, cache)
         features = self.taps.features()
         most = tokens.shape[1] - 1
@@ -173,9 +169,8 @@ class GraphStep:
         if tokens.shape != (1, 1):  # the column of a single root is the right one
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             places = lengths[:, None] + steps
-            if in_tables:
-                assert self.commit is not None
-                self.commit([*keys, *values], path, length, lengths, columns[:1].expand_as(length))
+            if kernels is not None:
+                kernels.commit([*keys, *values], path, length, lengths, columns[0])
             else:  # columns after the path stay where they are
                 source = torch.where(steps < length[:, None], columns[path], places)
                 self.move(keys, values, source, places)

@@ -1,1 +1,4 @@
-"""drafthead.heads.graphs.gpu: what recorded passes on a GPU are made of."""
+"""Kernels for CUDA devices, in Triton: attention of a token tree, and the moves after a verdict.
+
+Importing them needs `triton`, which torch's builds for CUDA bring along.
+"""

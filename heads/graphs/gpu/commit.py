@@ -4,7 +4,7 @@ With 4 positions committed, a tree at columns 4 5 6 7 and the path (0, 2), colum
 layer's keys and values move to 4 and 5. How long paths are is read on the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -97,21 +97,3 @@ def commit(
             table.numbers, *given, (path.stride(), *(t.stride(0) for t in given[1:])), width,
             num_warps=1,
         )  # fmt: skip
-
-
-def in_one_launch() -> Callable[..., None]:
-    """`commit` for the states of all layers, whose tables are made once for each cache.
-
-    A recording calls it with the states that it was made for, and the calls before the recording
-    have made their table: while recording nothing can be copied to the device.
-    """
-    tables: dict[tuple[int, ...], CacheTable] = {}
-
-    def move(states: Sequence[torch.Tensor], *given: torch.Tensor) -> None:
-        """The moves in `states`; the others are those of `commit`."""
-        key = tuple(layer.data_ptr() for layer in states)
-        if key not in tables:
-            tables[key] = CacheTable(states)
-        commit(tables[key], *given)
-
-    return move

@@ -29,6 +29,8 @@ from drafthead.heads.graphs.layers.recorded_calls import (
     replaced,
     tensors_of,
 )
+from drafthead.heads.kv_cache.column_cache import Growing
+from drafthead.heads.target.tree_cache import StepCache
 
 # At one row inductor then makes matrix products its own, with norms and residuals fused into them.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
@@ -103,16 +105,21 @@ class LayerCode:
         code that it cannot compile.
         """
         tensors, form = tensors_of(number, (args, kwargs)), form_of((args, kwargs))
-        key = repr(form)
+        cache = cache_in((args, kwargs))
+        key = repr((form, cache.pending))
         if key not in self.by_form:
-            self.by_form[key] = self._compiled(form)
+            self.by_form[key] = self._compiled(form, cache.pending)
         weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-        end = end_of((args, kwargs))
+        # As many elements as a pass sees columns: a size may change, a number would be a constant.
+        end = torch.empty(cache.end, device="meta")
         with small_graphs():
             return self.by_form[key](weights, end, *tensors.flat)
 
-    def _compiled(self, form: Form) -> Callable[..., Any]:
-        """The layer under `torch.compile`, called with arguments of one form."""
+    def _compiled(self, form: Form, pending: int | None) -> Callable[..., Any]:
+        """The layer under `torch.compile`, called with arguments of one form.
+
+        With a number of `pending` nodes it attends by the tree kernel.
+        """
 
         def run(
             weights: dict[str, torch.Tensor],
@@ -124,7 +131,9 @@ class LayerCode:
             *others: torch.Tensor,
         ) -> Any:
             """What the layer returns; its keys and values are written to the cache."""
-            cache = OneLayer([keys], [values], columns, end.shape[0])
+            cache: OneLayer = OneLayer([keys], [values], columns, end.shape[0])
+            if pending is not None:
+                cache = OneKernelLayer([keys], [values], columns, pending)
             args, kwargs = filled(form, iter((hidden, *others)), cache)
             return functional_call(self.form_alone, weights, args, kwargs)
 
@@ -151,13 +160,26 @@ class Fused:
             return self.function(*arguments)
 
 
-def end_of(arguments: Any) -> torch.Tensor:  # [S] without numbers
-    """As many elements as a pass sees columns: a size may change, a number would be a constant."""
+def cache_in(arguments: Any) -> StepCache:
+    """The cache among the arguments (args, kwargs) of a layer; raises UnlikeError for none."""
     args, kwargs = arguments
-    caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "end")]
-    if not caches:
-        raise UnlikeError("a layer is given no cache")
-    return torch.empty(caches[0].end, device="meta")
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, StepCache):
+            return value
+    raise UnlikeError("a layer is given no cache")
+
+
+class OneKernelLayer(OneLayer):
+    """A layer's part of a cache for the tree kernel, whatever number the layer has."""
+
+    def append(  # type: ignore[override]
+        self,
+        layer: int,
+        keys: torch.Tensor,  # [B, G, N, D]
+        values: torch.Tensor,  # [B, G, N, D]
+    ) -> tuple[Growing, Growing]:
+        """What the kernel is given, which writes the new ones into the cache."""
+        return Growing(self.keys[0], keys, self.end), Growing(self.values[0], values, self.end)
 
 
 def without_weights(layer: nn.Module) -> nn.Module:

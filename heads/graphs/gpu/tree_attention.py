@@ -1,249 +1,129 @@
-"""Attention of a token tree and of all that its rows have committed, as two CUDA kernels.
+"""Attention of a token tree and of all that its rows have committed, on a CUDA device.
 
-Everything that differs from step to step is read on the device, so one recording serves all lengths.
-Of a row with 5 committed positions, of which node n may not see the first two (a window, say)::
+Whatever differs from step to step is read on the device, so one recording serves all lengths. Of a
+row with 5 committed positions and a node that does not see the first two of them (a window, say)::
 
-    columns of the cache       0 1 2 3 4 | start ...
-    seen by node n             . . # # # | as the bits of ancestors[n] say
+    columns of the cache    0 1 2 3 4 . . start ...
+    seen by the node            # # #       as the bits of its number in `ancestors` say
 
-The cache has the tree's own keys and values already. Query heads that share keys are rows of one product, so that no key is read twice for them.
-The committed columns are split among programs; one more program has the tree, and a second kernel
-puts the parts together.
+There is no mask. The tree's own keys and values come as the pass made them, and go into the cache
+on the way. Query heads that share keys are rows of one product, so that no key is copied or read
+twice for them.
 """
 
-import math
+from itertools import chain
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+from triton import cdiv, next_power_of_2
 
-# Nodes whose ancestors fit into the bits of one number, and the widest heads that were compiled.
+from drafthead.heads.graphs.gpu.attention_kernels import LOG2_E, attend, merge
+
+# Nodes whose ancestors fit into the bits of one number.
 MOST_NODES = 64
+# Wider heads leave too few registers.
 WIDEST_HEAD = 256
 MOST_SPLITS = 64
 # Programs that a multiprocessor should have, so that one computes while another waits for memory.
 PROGRAMS_EACH = 2
-# Of an H100, where there is no device to ask: kernels are interpreted or only compiled.
-MULTIPROCESSORS = 132
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-# Less than any score, but finite: the difference of two is 0, and that of infinities is not.
-LOWEST = tl.constexpr(-1e30)
+
+class States(NamedTuple):
+    """What a kernel computes with; the last dimension D has a stride of one."""
+
+    query: torch.Tensor  # [B, H, N, D]
+    key_cache: torch.Tensor  # [B, G, C, D]
+    value_cache: torch.Tensor  # [B, G, C, D] with the strides of the keys
+    new_keys: torch.Tensor  # [B, G, N, D]
+    new_values: torch.Tensor  # [B, G, N, D]
+
+
+class Outputs(NamedTuple):
+    """What the first kernel writes: parts for the second, or the output where there is one split.
+
+    A part is the attention to the keys of one split, its weight the logarithm of their sum.
+    """
+
+    output: torch.Tensor  # [B, N, H, D]
+    parts: torch.Tensor | None  # [B, N, H, splits, D]
+    weights: torch.Tensor | None  # [B, N, H, splits]
+
+    @classmethod
+    def to(cls, query: torch.Tensor, splits: int) -> "Outputs":
+        """Memory for what a call with the query [B, H, N, D] writes."""
+        rows, heads, nodes, size = query.shape
+        output = query.new_empty(rows, nodes, heads, size)
+        if splits == 1:
+            return cls(output, None, None)
+        weights = query.new_empty(rows, nodes, heads, splits, dtype=torch.float32)
+        return cls(output, weights.new_empty(*weights.shape, size), weights)
 
 
 class Blocks(NamedTuple):
-    """How the work of one call is cut up."""
+    """How the work of a call is cut up; numbers are powers of two, but for `stages`."""
 
-    splits: int  # programs a head: one has the tree, the others share the committed columns
-    rows: int  # query heads x nodes of a program, a power of two from 16 on
-    columns: int  # of a step of its loop, likewise
+    splits: int  # programs for the same rows: one has the tree, the others share the columns
+    least: int  # columns of a share, of which short rows make fewer: each costs a part to write
+    rows: int  # of a program, each a query head of a node; 16 or more
+    columns: int  # of a step of its loop; 16 or more
     warps: int
     stages: int  # steps whose loads are under way at the same time
 
 
-@triton.jit
-def _fold_in(best, total, mean, query, keys, values, seen, scale, cap):  # type: ignore[no-untyped-def]
-    """The running softmax of each row with a block of keys and values more.
-
-    `best` is the highest score so far, `total` the sum of weights relative to it, `mean` that of
-    weighted values. Scores are logarithms to the base of two.
-    """
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-    if cap is not None:  # cap x tanh(scores), of which Triton's interpreter has no function
-        scores = cap - 2 * cap / (1 + tl.exp2(scores * (2 * LOG2_E)))
-    scores = tl.where(seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_best[:, None])
-    fade = tl.exp2(best - new_best)
-    mean = tl.dot(weights.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
-    return new_best, total * fade + tl.sum(weights, 1), mean
-
-
-@triton.jit
-def _attend(  # type: ignore[no-untyped-def]
-    query,  # [B, H, N, D]
-    keys,  # [B, G, C, D], as are the values
-    values,
-    lengths,  # [B]
-    starts,  # [B]
-    ends,  # [B]
-    first,  # [B, N] or None
-    ancestors,  # [B, N]
-    sinks,  # [H] or None
-    parts,  # [B, N, H, splits, D], unless there is one split
-    weights,  # [B, N, H, splits]
-    output,  # [B, N, H, D]
-    query_strides,
-    cache_strides,
-    row_strides,  # of lengths, starts and ends
-    first_strides,
-    ancestor_strides,
-    scale,
-    cap,  # or None
-    nodes,
-    heads,
-    group: tl.constexpr,  # query heads that share keys
-    head_size: tl.constexpr,
-    width: tl.constexpr,  # the next power of two
-    splits: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-):
-    """Row m of a program is query head m % group, of those that share its keys, of node m // group."""
-    of_group = tl.program_id(0) % (heads // group)
-    b = (tl.program_id(0) // (heads // group)).to(tl.int64)
-    split = tl.program_id(2)
-    m = tl.program_id(1) * rows + tl.arange(0, rows)
-    node, head, is_row = m // group, of_group * group + m % group, m < nodes * group
-    d = tl.arange(0, width)[None, :]
-    in_head = d < head_size
-    place = (head * query_strides[1] + node * query_strides[2])[:, None] + d
-    q = tl.load(query + b * query_strides[0] + place, is_row[:, None] & in_head, 0.0)
-    keys += b * cache_strides[0] + of_group * cache_strides[1]
-    values += b * cache_strides[0] + of_group * cache_strides[1]
-    length = tl.load(lengths + b * row_strides[0]).to(tl.int32)
-
-    best = tl.full([rows], LOWEST, tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    mean = tl.zeros([rows, width], tl.float32)
-    if sinks is not None:  # a score of no value, which is counted once
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        best = tl.where(split == 0, sink, best)
-        total = tl.where(split == 0, 1.0, total)
-    lowest = length * 0
-    if first is not None:
-        begins = first + b * first_strides[0] + node * first_strides[1]
-        begin = tl.load(begins, is_row, 1 << 30).to(tl.int32)
-        lowest = tl.minimum(tl.maximum(tl.min(begin, 0), 0), length)
-    if splits == 1:
-        left, right = lowest, length
-    else:  # split 0 has the tree
-        share = tl.cdiv(tl.cdiv(length - lowest, splits - 1), columns) * columns
-        left = lowest + (split - 1) * share
-        right = tl.where(split == 0, left, tl.minimum(left + share, length))
-
-    for at in range(left, right, columns):
-        c = at + tl.arange(0, columns)
-        cells = c[:, None] * cache_strides[2] + d
-        is_key = (c < right)[:, None] & in_head
-        k = tl.load(keys + cells, is_key, 0.0)
-        v = tl.load(values + cells, is_key, 0.0)
-        seen = (c < right)[None, :]
-        if first is not None:
-            seen = seen & (c[None, :] >= begin[:, None])
-        best, total, mean = _fold_in(best, total, mean, q, k, v, seen, scale, cap)
-
-    if split == 0:
-        bits = ancestors + b * ancestor_strides[0] + node * ancestor_strides[1]
-        bits = tl.load(bits, is_row, 0)
-        start = tl.load(starts + b * row_strides[1]).to(tl.int32)
-        tree = tl.load(ends + b * row_strides[2]).to(tl.int32) - start
-        for at in range(0, tree, columns):
-            c = at + tl.arange(0, columns)
-            cells = (start + c)[:, None] * cache_strides[2] + d
-            is_key = (c < tree)[:, None] & in_head
-            k = tl.load(keys + cells, is_key, 0.0)
-            v = tl.load(values + cells, is_key, 0.0)
-            seen = (bits[:, None] >> tl.minimum(c, 63).to(tl.int64)[None, :]) & 1
-            seen = (seen != 0) & (c < tree)[None, :]
-            best, total, mean = _fold_in(best, total, mean, q, k, v, seen, scale, cap)
-
-    sees = total > 0  # a node that only fills up a tree may see nothing
-    mean = mean / tl.where(sees, total, 1.0)[:, None]
-    part = (b * nodes + node) * heads + head
-    if splits == 1:
-        written = is_row[:, None] & in_head
-        tl.store(output + part[:, None] * head_size + d, mean.to(output.dtype.element_ty), written)
-    else:
-        part = part * splits + split
-        tl.store(parts + part[:, None] * head_size + d, mean, (is_row & sees)[:, None] & in_head)
-        weight = tl.where(sees, best + tl.log2(tl.where(sees, total, 1.0)), float("-inf"))
-        tl.store(weights + part, weight, is_row)
-
-
-@triton.jit
-def _merge(  # type: ignore[no-untyped-def]
-    parts,  # [B, N, H, splits, D]
-    weights,  # [B, N, H, splits], as logarithms
-    output,  # [B, N, H, D]
-    head_size: tl.constexpr,
-    width: tl.constexpr,
-    splits: tl.constexpr,
-):
-    """One query head of one node from its parts; parts of weight 0 were not written."""
-    row = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, splits), tl.arange(0, width)
-    weight = tl.load(weights + row * splits + s)
-    best = tl.maximum(tl.max(weight, 0), LOWEST)
-    weight = tl.exp2(weight - best)
-    wanted = (weight > 0)[:, None] & (d < head_size)[None, :]
-    part = tl.load(parts + (row * splits + s)[:, None] * head_size + d[None, :], wanted, 0.0)
-    total = tl.sum(weight, 0)
-    mean = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(output + row * head_size + d, mean.to(output.dtype.element_ty), d < head_size)
-
-
 def tree_attention(
     query: torch.Tensor,  # [B, H, N, D]
-    keys: torch.Tensor,  # [B, G, C, D] the cache, of any strides but that of D
-    values: torch.Tensor,  # as keys, with the same strides
+    keys: torch.Tensor,  # [B, G, C, D] the cache
+    values: torch.Tensor,  # [B, G, C, D]
+    new_keys: torch.Tensor,  # [B, G, N, D]
+    new_values: torch.Tensor,  # [B, G, N, D]
     lengths: torch.Tensor,  # [B] committed positions, which are the first columns
-    starts: torch.Tensor,  # [B] column of the tree's first node
-    ends: torch.Tensor,  # [B] column after its last
-    ancestors: torch.Tensor,  # [B, N] int64 bits of what each node sees of the tree
+    ancestors: torch.Tensor,  # [B, N] int64, see `ancestor_bits`
     *,
     scale: float,
     first: torch.Tensor | None = None,  # [B, N] the first column that each node sees; else 0
+    starts: torch.Tensor | None = None,  # [B] column of the tree's first node; else the length
+    pending: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [H]
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
-    """The attention [B, N, H x D] of N nodes of trees of at most 64, which the cache has already.
+    """The attention [B, N, H x D] of N nodes, whose keys and values go into the cache.
 
     A node sees the committed columns from `first` on, and the nodes of its bits: bit n is that of
-    column ``starts + n``. `softcap` limits scores (Gemma 2), `sinks` are scores of no value
-    (gpt-oss). Integers may be of any type and stride; nothing waits for the device. `blocks` are
-    `blocks_for` this call, unless given.
+    the node at column ``starts + n``. The first `pending` of these are in the cache already, those
+    given follow them; they are 64 at most together. `softcap` limits scores as in Gemma 2, `sinks`
+    are scores without a value as in gpt-oss. The dimension D, and the numbers of a row, lie side by
+    side in memory; other numbers than `ancestors` may be int32. Nothing waits for the device, and
+    `blocks` (else `blocks_for` the query) depend on no lengths, so the call can be recorded.
     """
-    rows, heads, nodes, head_size = query.shape
-    groups, width = keys.shape[1], triton.next_power_of_2(head_size)
-    assert heads % groups == 0 and nodes <= MOST_NODES and head_size <= WIDEST_HEAD
-    assert keys.stride() == values.stride() and keys.stride(3) == query.stride(3) == 1
+    batch, heads, nodes, head_size = query.shape
+    groups, width = keys.shape[1], max(next_power_of_2(head_size), 16)
+    states = States(query, keys, values, new_keys, new_values)
+    assert heads % groups == 0 and pending + nodes <= MOST_NODES and head_size <= WIDEST_HEAD
+    assert keys.stride() == values.stride() and all(each.stride(3) == 1 for each in states)
     blocks = blocks or blocks_for(query, groups)
-    output = query.new_empty(rows, nodes, heads * head_size)
-    parts = weights = None
-    if blocks.splits > 1:
-        weights = query.new_empty(rows, nodes, heads, blocks.splits, dtype=torch.float32)
-        parts = weights.new_empty(*weights.shape, head_size)
-    group = heads // groups
-    grid = (rows * groups, triton.cdiv(nodes * group, blocks.rows), blocks.splits)
-    _attend[grid](
-        *(query, keys, values, lengths, starts, ends, first, ancestors, sinks),
-        *(parts, weights, output),
-        query.stride()[:3],
-        keys.stride()[:3],
-        (lengths.stride(0), starts.stride(0), ends.stride(0)),
-        (0, 0) if first is None else first.stride(),
-        ancestors.stride(),
-        scale * LOG2_E.value if softcap is None else scale / softcap,
-        None if softcap is None else softcap * LOG2_E.value,
-        nodes,
-        heads,
-        group,
-        head_size,
-        max(width, 16),
-        blocks.splits,
-        blocks.rows,
-        blocks.columns,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
-    if blocks.splits > 1:
-        _merge[(rows * nodes * heads,)](
-            parts, weights, output, head_size, width, blocks.splits, num_warps=2
+    group, starts = heads // groups, lengths if starts is None else starts
+    tables = ((t, 0 if t is None else t.stride(0)) for t in (lengths, starts, ancestors, first))
+    outputs = Outputs.to(query, blocks.splits)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        attend[(batch * groups, cdiv(nodes * group, blocks.rows), blocks.splits)](
+            states,
+            States(*(each.stride()[:3] for each in states)),  # type: ignore[arg-type]
+            *chain.from_iterable(tables),
+            sinks,
+            outputs,
+            scale * LOG2_E.value if softcap is None else scale / softcap,
+            None if softcap is None else softcap * LOG2_E.value,
+            *(nodes, pending or None, heads, group, head_size, width),
+            *blocks[:4],
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
         )
-    return output
+        if blocks.splits > 1:
+            sizes = head_size, width, blocks.splits
+            warps = max(blocks.splits * width // 2048, 1)
+            merge[(batch * nodes * heads,)](*outputs, *sizes, num_warps=warps)
+    return outputs.output.flatten(2)
 
 
 def ancestor_bits(visible: torch.Tensor) -> torch.Tensor:
@@ -256,23 +136,22 @@ def ancestor_bits(visible: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
-    """How a call with the query [B, H, N, D] is cut up, whose heads share keys in groups.
-
-    It depends on shapes alone, never on lengths, so that a recorded call keeps it.
-    """
+    """How a call with a query [B, H, N, D] is cut up whose heads share G = `groups` of keys."""
     batch, heads, nodes, head_size = query.shape
     num_rows = nodes * heads // groups
-    rows = min(max(triton.next_power_of_2(num_rows), 16), 64)
-    key_bytes = triton.next_power_of_2(head_size) * query.element_size()
-    columns = min(max(2**14 // key_bytes, 16), 64)
-    programs = batch * groups * triton.cdiv(num_rows, rows)
-    wanted = triton.cdiv(PROGRAMS_EACH * multiprocessors(query.device), programs)
-    splits = min(triton.next_power_of_2(wanted), MOST_SPLITS)
-    return Blocks(splits, rows, columns, warps=4, stages=3)
+    if query.dtype == torch.float32:  # whose products are sums of numbers in registers
+        rows, columns, stages = 16, 16, 2
+    else:
+        rows = min(max(next_power_of_2(num_rows), 16), 64)
+        columns, stages = min(2**13 // next_power_of_2(head_size), 64), 3
+    programs = batch * groups * cdiv(num_rows, rows)
+    wanted = cdiv(PROGRAMS_EACH * multiprocessors(query.device), programs)
+    splits = min(next_power_of_2(wanted), MOST_SPLITS)
+    return Blocks(splits, max(2 * rows, columns), rows, columns, warps=4, stages=stages)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Multiprocessors of a device; an interpreter runs one program after the other."""
     if device.type != "cuda":
-        return MULTIPROCESSORS
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, GROUPED, tiny_model
 from hidden_answers import check_every_right_token_is_accepted, generated
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny import HIDDEN, VOCAB
@@ -20,77 +21,8 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 
-WINDOW, NEW = 6, 20
+NEW = 20
 PROMPT_LENGTHS = (3, 17, 9)  # within the window and beyond it
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-MLP = {"intermediate_size": 48}
-GROUPED = {**MLP, "num_key_value_heads": 2}
-HEAD = {**GROUPED, "head_dim": 8}
-SLIDING = {"sliding_window": WINDOW}
-MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
-LATENT = {
-    "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 12, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-}  # fmt: skip
-EXPERTS = {"num_experts_per_tok": 2}
-ARCHITECTURES: dict[str, dict[str, object]] = {
-    "llama": GROUPED,
-    "gpt2": {},  # learnt positions
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN},  # learnt positions, with an offset
-    "xglm": {"d_model": HIDDEN, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
-    "gpt_neox": MLP,
-    "gptj": {"rotary_dim": 4},
-    "phi": MLP,
-    "bloom": {},  # ALiBi
-    "falcon": {"alibi": False},
-    "falcon:alibi": {"alibi": True},
-    "mistral": {**HEAD, **SLIDING},
-    "mixtral": {**HEAD, **SLIDING, **EXPERTS, "num_local_experts": 4},
-    "phi3": {**GROUPED, **SLIDING},
-    "starcoder2": {**GROUPED, **SLIDING},
-    "qwen2": {**GROUPED, **MIXED, "use_sliding_window": True},
-    "qwen3": HEAD,
-    "qwen3_moe": {**HEAD, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
-    "gemma2": {**HEAD, **MIXED, "query_pre_attn_scalar": 8},  # caps the scores and the logits
-    "gemma3_text": {**HEAD, **MIXED, "query_pre_attn_scalar": 8},
-    "gemma4_text": {  # layers that share keys and values
-        **HEAD, **SLIDING, "global_head_dim": 8, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-    "gpt_oss": {**HEAD, **MIXED, **EXPERTS, "num_local_experts": 4},  # attention sinks
-    "llama4_text": {  # chunked attention
-        **HEAD, "num_local_experts": 2, "intermediate_size_mlp": 48,
-        "attn_temperature_tuning": False, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0],
-        "layer_types": ["chunked_attention", "full_attention"],
-    },
-    "olmo2": GROUPED,
-    "cohere2": {**GROUPED, **MIXED},  # scales its logits
-    "granite": {**GROUPED, "logits_scaling": 2.0, "residual_multiplier": 0.5},
-    "smollm3": {**GROUPED, "no_rope_layers": [1, 0]},
-    "stablelm": GROUPED,
-    "glm4": HEAD,
-    "nemotron": HEAD,
-    "deepseek_v3": {**MLP, **LATENT},  # keys and values of different width
-}  # fmt: skip
-
-
-def tiny_model(name: str, options: dict[str, object]) -> PreTrainedModel:
-    """A float32 model whose greedy text is varied: large weights, output head of its own."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name.partition(":")[0], **SIZES | options)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    head = model.get_output_embeddings()
-    head.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN))
-    for parameter in model.parameters():
-        if parameter.dim() > 1 and parameter is not head.weight:
-            parameter.data.normal_(std=0.3)
-    model.get_input_embeddings().weight.data.normal_()
-    return model
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
