@@ -104,8 +104,9 @@ def _with_tree(  # type: ignore[no-untyped-def]
 def _store(  # type: ignore[no-untyped-def]
     new_keys,  # of one head
     new_values,
-    keys,  # of the cache, from the column of the first new node on
+    keys,  # of the cache
     values,
+    start,  # of the first new node there
     strides,
     nodes,
     head_size: tl.constexpr,
@@ -118,8 +119,9 @@ def _store(  # type: ignore[no-untyped-def]
         is_node = (n < nodes) & (d < head_size)
         k = tl.load(new_keys + n * strides.new_keys[2] + d, is_node)
         v = tl.load(new_values + n * strides.new_values[2] + d, is_node)
-        tl.store(keys + n * strides.key_cache[2] + d, k, is_node)
-        tl.store(values + n * strides.key_cache[2] + d, v, is_node)
+        cells = start + n * strides.key_cache[2] + d
+        tl.store(keys + cells, k, is_node)
+        tl.store(values + cells, v, is_node)
 
 
 @triton.jit
@@ -252,9 +254,7 @@ def attend(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         if tl.program_id(1) == 0:  # nobody reads these columns in this pass
             start += (0 if pending is None else pending) * stride
-            _store(
-                new_keys, new_values, keys + start, values + start, strides, nodes, head_size, width
-            )
+            _store(new_keys, new_values, keys, values, start, strides, nodes, head_size, width)
     row = (b * nodes + node) * heads + head
     _finish(softmax, outputs, row, split, is_row, head_size, width, splits)
 

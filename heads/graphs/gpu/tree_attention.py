@@ -147,7 +147,10 @@ def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
     programs = batch * groups * cdiv(num_rows, rows)
     wanted = cdiv(PROGRAMS_EACH * multiprocessors(query.device), programs)
     splits = min(next_power_of_2(wanted), MOST_SPLITS)
-    return Blocks(splits, max(2 * rows, columns), rows, columns, warps=4, stages=stages)
+    # Numbers that a program keeps in registers; the only one of its rows keeps more.
+    kept = rows * next_power_of_2(head_size) * (2 if splits == 1 else 1)
+    warps = 8 if kept > 2**13 else 4
+    return Blocks(splits, max(2 * rows, columns), rows, columns, warps, stages)
 
 
 def multiprocessors(device: torch.device) -> int:
