@@ -7,7 +7,7 @@ layers have the same names in all of them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -63,8 +63,10 @@ COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "output"}
 
 
 NESTED = "dflash_config"
-DOMINO = "Domino's correction is not one of ours: train one with correction recurrent, or serve it"
-DFLASH2 = "DFlash2's convolutions and selector are not parts of our heads"
+DOMINO = "our heads lack Domino's correction; serve it with SGLang, or train correction recurrent"
+DFLASH2 = (
+    "our heads lack DFlash2's convolutions and selector; serve it with vLLM, SGLang or llama.cpp"
+)
 
 
 class BlockKeys(Keys):
@@ -80,8 +82,6 @@ class BlockKeys(Keys):
     }
     block_size: Slots | None = None
     mask_token_id: Token | None = None
-    target_layer_ids: LayerIds | None = None
-    num_target_layers: TargetLayers | None = None
     draft_vocab_size: Vocabulary | None = None
     target_hidden_size: Size | None = None
     enable_confidence_head: bool | None = None
@@ -118,9 +118,26 @@ class BlockKeys(Keys):
         return next(iter(given.values()), default)
 
 
-def block_keys(checkpoint: Checkpoint) -> BlockKeys:
+class IdKeys(BlockKeys):
+    """The same with the tapped layers, as `hidden_states[id + 1]` of so many layers."""
+
+    target_layer_ids: LayerIds | None = None
+    num_target_layers: TargetLayers | None = None
+
+
+class NestingKeys(Keys):
+    """The key of the object that holds the keys of z-lab's DFlash."""
+
+    dflash_config: dict[str, Any] | None = None
+
+
+BlockKeysType = TypeVar("BlockKeysType", bound=BlockKeys)
+
+
+def block_keys(checkpoint: Checkpoint, declared: type[BlockKeysType]) -> BlockKeysType:
     """The keys of both places; raises UserError when they contradict each other."""
-    outer, inner = checkpoint.keys(BlockKeys), checkpoint.keys(BlockKeys, NESTED)
+    checkpoint.account.add(NestingKeys)
+    outer, inner = checkpoint.keys(declared), checkpoint.keys(declared, NESTED)
     for key in outer.model_fields_set & inner.model_fields_set:
         here, there = getattr(outer, key), getattr(inner, key)
         if here != there:
@@ -128,15 +145,7 @@ def block_keys(checkpoint: Checkpoint) -> BlockKeys:
                 f"{checkpoint.config_file}: {key} is {shown(here)}, but {NESTED}.{key} is "
                 f"{shown(there)}"
             )
-    found = inner.model_copy(update={k: getattr(outer, k) for k in outer.model_fields_set})
-    checkpoint.account.add(Nesting)
-    return found
-
-
-class Nesting(Keys):
-    """The key of the object that holds the keys of z-lab's DFlash."""
-
-    dflash_config: BlockKeys | None = None
+    return inner.model_copy(update={key: getattr(outer, key) for key in outer.model_fields_set})
 
 
 def read_block(
@@ -229,17 +238,22 @@ UNKNOWN_PARTS = {
     "_conv.": DFLASH2,
     "candidate_selector.": DFLASH2,
     "hidden_dim_adapter.": "our heads read features of their own width",
-    "mask_embedding": "a mask vector of its own is ours only with a learnt mask: see mask_token",
+    "mask_embedding": "a vector for the mask token is not read here",
     "attention_sink_bias": NOT_OURS,
 }
 
 
+MASK_FILE = "mask_embedding.pt"  # of MiMo
+
+
 def refuse_unknown_parts(checkpoint: Checkpoint) -> None:
-    """Raise UserError for tensors of parts that our heads do not have."""
+    """Raise UserError for tensors, and a file, of parts that our heads do not have."""
     for name in checkpoint.tensors:
         for part, why in UNKNOWN_PARTS.items():
             if part in name:
                 raise UserError(f"{checkpoint.weights} holds {name}: {why}")
+    if (file := checkpoint.weights.parent / MASK_FILE).exists():
+        raise UserError(f"{file} holds a vector for the mask token, which is not read here")
 
 
 def our_name(name: str) -> str:

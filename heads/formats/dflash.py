@@ -25,7 +25,7 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.block_parallel import (
-    BlockKeys,
+    IdKeys,
     Seen,
     block_keys,
     read_block,
@@ -85,7 +85,7 @@ class OtherCount(Keys):
     target_num_hidden_layers: TargetLayers | None = None
 
 
-def num_layers_of_target(checkpoint: Checkpoint, keys: BlockKeys, target: TargetFacts) -> int:
+def num_layers_of_target(checkpoint: Checkpoint, keys: IdKeys, target: TargetFacts) -> int:
     """How many layers the target has, by the file or else by `target`.
 
     Raises UserError when neither knows.
@@ -146,7 +146,7 @@ class DFlash(WritableFormat):
 
         DSpark of Model-Optimizer and SpecForge has this form, too, and drafts from the root's slot.
         """
-        keys = block_keys(checkpoint)
+        keys = block_keys(checkpoint, IdKeys)
         num_layers = num_layers_of_target(checkpoint, keys, target)
         ids = keys.target_layer_ids
         if ids is None:
@@ -188,7 +188,7 @@ class DFlash(WritableFormat):
 
 def block_with_ids(
     checkpoint: Checkpoint,
-    keys: BlockKeys,
+    keys: IdKeys,
     ids: list[int],
     num_layers: int,
     root_predicts: bool,
@@ -227,7 +227,7 @@ class DFlashTransformers(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head; the number of target layers decides which id is the last layer."""
-        keys = block_keys(checkpoint)
+        keys = block_keys(checkpoint, IdKeys)
         num_layers = num_layers_of_target(checkpoint, keys, target)
         ids = keys.target_layer_ids or []
         found = block_with_ids(checkpoint, keys, ids, num_layers, False, target.vocab_size)

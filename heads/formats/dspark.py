@@ -21,6 +21,7 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.block_parallel import (
+    IdKeys,
     Seen,
     block_keys,
     correction_keys,
@@ -60,7 +61,7 @@ class DSpark(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head, with copies to be compared with the target's weights."""
-        keys = block_keys(checkpoint)
+        keys = block_keys(checkpoint, IdKeys)
         num_layers = num_layers_of_target(checkpoint, keys, target)
         ids = keys.target_layer_ids or []
         return block_with_ids(checkpoint, keys, ids, num_layers, True, target.vocab_size)

@@ -46,13 +46,15 @@ class EagleKeys(LayerKeys):
     """The official keys, and one of ours."""
 
     bias: bool | None = None  # of `fc`
+    draft_vocab_size: Vocabulary | None = None
     drafthead_depth: Parts | None = None
 
 
 class WrapperKeys(Keys):
-    """Older vLLM's keys around the draft's configuration, in which it repeats its own."""
+    """Older vLLM's keys around the draft's configuration."""
 
-    neutral: ClassVar[Reasons] = {**WRITTEN, "repeated inside": "(?!truncated).*"}
+    neutral: ClassVar[Reasons] = {**WRITTEN, "how vLLM drafts": "method num_lookahead_tokens"}
+    model_type: str
     model: EagleKeys
     truncated_vocab_size: Vocabulary | None = None
 
@@ -83,7 +85,7 @@ class Eagle(WritableFormat):
         vocab = keys.vocab_size or 0
         if EMBEDDING in checkpoint.tensors:
             vocab = checkpoint.shape(EMBEDDING, 2)[0]
-            keys.check(vocab_size=vocab)
+            keys.check(vocab_size=vocab, draft_vocab_size=vocab)
             copies["embedding"] = checkpoint.load(EMBEDDING)
         return Foreign(
             "eagle",

@@ -5,10 +5,10 @@ The first layer is called `midlayer` (the authors, SGLang) or `layers.0` (vLLM, 
 
 **Layer ids.** Ours are the OUTPUT of a layer. The authors read the INPUT of layers 2, L/2 and L - 3
 of L, which is our 1, L/2 - 1 and L - 4; readers use these when a file names no ids. Ids in a file
-are ambiguous: Model-Optimizer and SpecForge write outputs, vLLM reads inputs, and SGLang adds 1 to
-them, in newer versions only when the first id is 1. We read them as outputs if the first id is 1,
-else as inputs, unless a key of ours in the file decides. We write inputs for vLLM; for SGLang
-outputs, and only if the first is 1, where all its versions agree.
+are ambiguous: Model-Optimizer and SpecForge write outputs, vLLM and llama.cpp read inputs beside
+the other keys, and SGLang reads outputs under `eagle_config` (of DeepSeek's models only if the
+first is 1). We write inputs there and, for SGLang, outputs here; a file with both is understood.
+Of others we read ids as outputs if the first is 1, else as inputs, unless a key of ours decides.
 """
 
 from collections.abc import Container
@@ -71,6 +71,9 @@ NORM_FLAGS = {"fc_norm": "each", "norm_before_fc": "joint"}
 SIDE_TENSORS = ("d2t", "t2d")
 EMBEDDINGS, MASK = "embed_tokens.weight", "mask_hidden"
 MIDLAYER = "midlayer."
+OTHER_NORMS = "our heads have norms in other places"
+# Of these targets SGLang takes ids for inputs of layers, unless the first is 1.
+TAKEN_FOR_INPUTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 
 # Reading
@@ -89,9 +92,18 @@ class FlagKeys(Keys):
 class EagleConfigKeys(Keys):
     """What may be nested under `eagle_config`."""
 
+    neutral: ClassVar[Reasons] = {"shown by the tensors": "parallel_draft_heads_num_layers"}
     eagle_aux_hidden_state_layer_ids: LayerIds = Field(default=[])
-    use_aux_hidden_state: Annotated[bool, only(True, why="fc.weight joins tapped layers")] = True
     norm_before_fc: bool | None = None
+    # What our heads do not have.
+    use_aux_hidden_state: Annotated[bool, only(True, why="fc.weight joins tapped layers")] = True
+    use_input_layernorm_in_first_layer: Annotated[bool, only(True, why=OTHER_NORMS)] = True
+    use_last_layernorm: Annotated[bool, only(True, why=OTHER_NORMS)] = True
+    use_mtp_layernorm: Annotated[bool, only(False, why=OTHER_NORMS)] = False
+    next_layer_regular: Annotated[bool, only(True, why="our later layers are Llama's")] = True
+    parallel_draft_step: Annotated[
+        int, only(0, 1, why="our heads draft a token a pass, or all of P-EAGLE's")
+    ] = 1
 
 
 class Eagle3Keys(FlagKeys):
@@ -156,7 +168,7 @@ def read_eagle3(
     vocabulary = draft_vocabulary(checkpoint, vocab, keys.draft_vocab_size)
     frozen = options.get("embeddings") != "own" and width == shape["hidden_size"]
     found = {
-        name.replace(first_layer, "layers.0.", 1): checkpoint.load(name)
+        usual_layer(name, first_layer): checkpoint.load(name)
         for name in tensors
         if name not in SIDE_TENSORS and not (frozen and name == EMBEDDINGS)
     }
@@ -192,13 +204,25 @@ def read_eagle3(
     )
 
 
+def usual_layer(name: str, first_layer: str) -> str:
+    """Our name of a tensor whose first layer's name is `first_layer`.
+
+    SGLang's later layers call their first norm `hidden_norm`, as the first layer calls its second.
+    """
+    if name.startswith(first_layer):
+        return "layers.0." + name.removeprefix(first_layer)
+    if first_layer == MIDLAYER and name.startswith("layers."):
+        return name.replace(".hidden_norm.", ".input_layernorm.")
+    return name
+
+
 def count_layers(keys: LayerKeys, first_layer: str, num_layers: int) -> tuple[str, ...]:
-    """Notes on the number of layers, which `midlayer` shows to be 1.
+    """Notes on the number of layers, which a `midlayer` alone shows to be 1.
 
     Configurations of its authors are copies of the target's, and their reader and SGLang ignore
     this key. Others build as many layers as it states: raises UserError when there are not as many.
     """
-    if first_layer != MIDLAYER:
+    if first_layer != MIDLAYER or num_layers > 1:
         keys.check(num_hidden_layers=num_layers)
     elif keys.num_hidden_layers not in (None, num_layers):
         return (f"num_hidden_layers says {keys.num_hidden_layers}, but there is {num_layers}",)
@@ -246,16 +270,19 @@ def stated_taps(
     """
     known = keys.num_target_layers or target.num_layers
     outer = tuple(keys.eagle_aux_hidden_state_layer_ids)
-    layers = outer or tuple(keys.eagle_config.eagle_aux_hidden_state_layer_ids)
-    nested = tuple(keys.eagle_config.eagle_aux_hidden_state_layer_ids) or layers
-    if layers != nested or (layers and keys.target_layer_ids):
+    nested = tuple(keys.eagle_config.eagle_aux_hidden_state_layer_ids)
+    layers, before = nested or outer, tuple(layer - 1 for layer in outer)
+    if (outer and nested not in ((), outer, before)) or (layers and keys.target_layer_ids):
         raise UserError(
-            f"{checkpoint.config_file}: {IDS} is {list(layers)}, but other layers are named too"
+            f"{checkpoint.config_file}: {IDS} is {list(outer or nested)}, but other layers are "
+            "named too"
         )
     if keys.target_layer_ids:
         if known is None:
             raise UserError(f"{checkpoint.config_file}: num_target_layers is missing")
         return our_taps(keys.target_layer_ids, known), ()
+    if outer and nested == before:  # inputs there, outputs here
+        return nested, ()
     if not layers:
         if known is None:
             return None, ()
@@ -314,7 +341,7 @@ class Eagle3Files(WritableFormat):
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
         """Logits [K, V], with one pass of the layers over everything so far for each step."""
         config, tensors = read_json(folder / "config.json"), all_tensors(folder)
-        named = {k.replace(self.first_layer, "layers.0.", 1): v for k, v in tensors.items()}
+        named = {usual_layer(name, self.first_layer): t for name, t in tensors.items()}
         return replayed(config, config, named, probe)
 
 
@@ -418,12 +445,12 @@ def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
 class Eagle3Sglang(Eagle3Files):
     """The authors' own names, which SGLang reads: the first layer is `midlayer`.
 
-    The reader supports one layer, three taps and none of the norms of EAGLE-3.1; embeddings are the
-    target's unless the head has another width.
+    SGLang calls the first norm of later layers `hidden_norm`, too. Embeddings are the target's
+    unless the head has another width.
     """
 
     name = "eagle3-sglang"
-    readers = "SafeAILab/EAGLE, SGLang, vLLM"
+    readers = "SGLang; one layer without norms: SafeAILab/EAGLE, vLLM, llama.cpp"
     first_layer = MIDLAYER
 
     def write(
@@ -432,9 +459,6 @@ class Eagle3Sglang(Eagle3Files):
         """Write the head; raises UserError naming an option that SGLang lacks."""
         config: Eagle3Config = head.config
         plain = {
-            "num_layers": (1,),
-            "tap_norm": ("none",),
-            "norm_feedback": (False,),
             "norm_before_residual": (False,),
             "qk_norm": (False,),
             "attention_bias": (False,),
@@ -444,19 +468,50 @@ class Eagle3Sglang(Eagle3Files):
         if config.embeddings == "own" and config.hidden_size == config.target_hidden_size:
             raise UserError(f"{self.name} cannot express head.embeddings 'own'")
         refuse_taps(self.name, config, facts.num_layers)
-        if len(config.taps) != 3 or config.taps[0] != 1:
-            raise UserError(
-                f"{self.name} cannot express head.taps {list(config.taps)}: SGLang taps three "
-                "layers, and its versions disagree on ids unless the first is 1"
-            )
-        tensors = {
-            name.replace("layers.0.", self.first_layer, 1): tensor
-            for name, tensor in head.state_dict().items()
-        }
-        write_tensors(folder, tensors)
+        refuse_taps_of_sglang(self.name, config, target)
+        write_tensors(folder, {for_sglang(name): t for name, t in head.state_dict().items()})
         ids = {IDS: list(config.taps), "use_aux_hidden_state": True}
-        written = common_config(head, facts)
-        write_config(folder, {**written, "eagle_config": ids, CONVENTION: OUTPUTS})
+        written = {
+            **common_config(head, facts),
+            **norm_flags(config),
+            IDS: [layer + 1 for layer in config.taps],
+            "eagle_config": ids,
+            CONVENTION: OUTPUTS,
+        }
+        write_config(folder, written)
+
+
+def for_sglang(name: str) -> str:
+    """SGLang's name of one of our tensors."""
+    if name.startswith("layers.0."):
+        return MIDLAYER + name.removeprefix("layers.0.")
+    return (
+        name.replace(".input_layernorm.", ".hidden_norm.") if name.startswith("layers.") else name
+    )
+
+
+def refuse_taps_of_sglang(name: str, config: Eagle3Config, target: Target | None) -> None:
+    """Raise UserError for taps that SGLang would not read as ours."""
+    if len(config.taps) == 1 and config.hidden_size == config.target_hidden_size:
+        raise UserError(
+            f"{name} cannot express head.taps {list(config.taps)}: SGLang leaves fc out for one tap"
+        )
+    kind = "" if target is None else getattr(target.config, "model_type", "")
+    if kind in TAKEN_FOR_INPUTS and config.taps[0] != 1:
+        raise UserError(
+            f"{name} cannot express head.taps {list(config.taps)} on {kind}: of this target SGLang "
+            "reads them as others unless the first is 1"
+        )
+
+
+def norm_flags(config: Eagle3Config) -> dict[str, bool]:
+    """The keys of the norms of EAGLE-3.1."""
+    flags = {key: config.tap_norm == norm for key, norm in NORM_FLAGS.items()}
+    return {"norm_output": config.norm_feedback, **flags}
+
+
+# The class of vLLM whose layers norm queries and keys.
+LIKE_QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
 @register_format
@@ -464,7 +519,7 @@ class Eagle3Vllm(Eagle3Files):
     """Layers by number, as vLLM and Model-Optimizer name them, with the norms of EAGLE-3.1."""
 
     name = "eagle3-vllm"
-    readers = "vLLM, Model-Optimizer"
+    readers = "vLLM; with one layer and no norms llama.cpp"
     first_layer = "layers.0."
 
     def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
@@ -476,15 +531,15 @@ class Eagle3Vllm(Eagle3Files):
     ) -> None:
         """Write the head; raises UserError naming an option that vLLM lacks."""
         config: Eagle3Config = head.config
-        refuse(self.name, config, {"qk_norm": (False,), "mask_token": (None,)})
+        refuse(self.name, config, {"mask_token": (None,)})
         refuse_taps(self.name, config, facts.num_layers)
         write_tensors(folder, with_output_bias(head.state_dict()))
         ids = [layer + 1 for layer in config.taps]
         described = {
             **common_config(head, facts),
+            **(LIKE_QWEN3 if config.qk_norm else {}),
             "norm_before_residual": config.norm_before_residual,
-            "norm_output": config.norm_feedback,
-            **{key: config.tap_norm == norm for key, norm in NORM_FLAGS.items()},
+            **norm_flags(config),
             IDS: ids,
             "eagle_config": {IDS: ids, "use_aux_hidden_state": True},
             CONVENTION: INPUTS,

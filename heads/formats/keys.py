@@ -50,11 +50,23 @@ Reasons = Mapping[str, str]  # why keys change nothing, and their names with spa
 # Keys that any configuration may have and that change nothing: why, and their names.
 WRITTEN = {
     "how the file was written; what the head is, its tensors show": (
-        "_name_or_path architectures auto_map custom_generate dtype torch_dtype "
-        "transformers_version"
+        "_name_or_path _attn_implementation(_autoset)? architectures auto_map custom_generate "
+        "(torch_)?dtype transformers_version"
     ),
     "of training": "initializer_range attention_dropout hidden_dropout",
-    "of generation, where the target decides": "bos_token_id eos_token_id pad_token_id use_cache",
+    "of generation, where the target decides": (
+        "(bos|eos|pad|sep|decoder_start|forced_bos|forced_eos)_token_id use_cache do_sample "
+        "temperature top_k top_p typical_p (max|min)_length early_stopping num_beams "
+        "num_beam_groups diversity_penalty repetition_penalty length_penalty bad_words_ids "
+        "(encoder_)?no_repeat_ngram_size num_return_sequences (begin_)?suppress_tokens "
+        "remove_invalid_values exponential_decay_length_penalty"
+    ),
+    "of transformers, for other kinds of model": (
+        "return_dict(_in_generate)? output_(attentions|hidden_states|scores) torchscript "
+        "use_bfloat16 tf_legacy_loss pruned_heads chunk_size_feed_forward is_(encoder_)?decoder "
+        "add_cross_attention cross_attention_hidden_size tie_encoder_decoder id2label label2id "
+        "finetuning_task problem_type prefix task_specific_params tokenizer_class"
+    ),
 }
 
 

@@ -60,7 +60,8 @@ class LayerKeys(Keys):
         "computed in parts, it is the same": "pretraining_tp",
         "of layers with experts, whose tensors have other names": (
             "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
-            "num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef"
+            "num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef "
+            "router_jitter_noise"
         ),
     }
     hidden_size: Size
@@ -70,7 +71,6 @@ class LayerKeys(Keys):
     head_dim: Size | None = None  # the hidden size divided by the attention heads
     num_hidden_layers: Parts | None = None
     vocab_size: Vocabulary | None = None
-    draft_vocab_size: Vocabulary | None = None
     rms_norm_eps: Epsilon = 1e-6
     max_position_embeddings: Count = 2048
     tie_word_embeddings: bool = False
@@ -156,6 +156,7 @@ class FullLayerKeys(LayerKeys):
     """The same where the vocabulary cannot be read from the tensors."""
 
     vocab_size: Vocabulary
+    draft_vocab_size: Vocabulary | None = None
 
 
 def without_output_bias(tensors: Tensors) -> Tensors:

@@ -292,11 +292,11 @@ class MergedMedusa(Format):
 
 @register_format
 class VllmMedusa(WritableFormat):
-    """vLLM's names, which only vLLM reads; it drafts chains only."""
+    """vLLM's names, which only vLLM reads, up to 0.32; it drafts chains only."""
 
     name = "vllm-medusa"
     families = ("medusa",)
-    readers = "vLLM"
+    readers = "vLLM up to 0.32"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """Some tensors are named after blocks and layers, with or without a prefix."""
@@ -310,6 +310,7 @@ class VllmMedusa(WritableFormat):
         keys = checkpoint.keys(VllmKeys)
         num_heads, num_layers = names.count(checkpoint.tensors)
         keys.check(num_heads=num_heads, num_hidden_layers=num_layers)
+        keys.check(truncated_vocab_size=keys.vocab_size)
         if not keys.original_lm_head:
             return read_heads(checkpoint, names)
         name = names.projection(0, 0)

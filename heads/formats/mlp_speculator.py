@@ -1,4 +1,4 @@
-"""IBM's MLP speculator (Wertheimer et al., 2024) as fms-extras writes it and vLLM reads it."""
+"""IBM's MLP speculator (Wertheimer et al., 2024), which fms-extras writes and vLLM 0.32 reads."""
 
 import math
 from pathlib import Path
@@ -74,7 +74,7 @@ class MlpSpeculatorFormat(WritableFormat):
 
     name = "mlp"
     families = ("mlp_speculator",)
-    readers = "vLLM, text-generation-inference, fms-extras"
+    readers = "vLLM up to 0.32, text-generation-inference, fms-extras"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """It has the first embedding, projection, norm and head."""

@@ -266,7 +266,8 @@ def read_block(checkpoint: Checkpoint, keys: SpeculatorsKeys, target: TargetFact
 
     Full layers see all of a block, sliding ones the slots before, unless a key says otherwise.
     """
-    own, block = checkpoint.keys(SpeculatorsBlockKeys), block_parallel.block_keys(checkpoint)
+    own = checkpoint.keys(SpeculatorsBlockKeys)
+    block = block_parallel.block_keys(checkpoint, block_parallel.BlockKeys)
     taps, notes = our_taps(own.aux_hidden_state_layer_ids, "aux_hidden_state_layer_ids", target)
     if taps is None:
         raise UserError(
