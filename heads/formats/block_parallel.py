@@ -237,6 +237,7 @@ UNKNOWN_PARTS = {
     "embed_proj.": DOMINO,
     "_conv.": DFLASH2,
     "candidate_selector.": DFLASH2,
+    "lilicorr.": "our heads lack LiLiCorr's re-ranking; serve it with vLLM or SGLang",
     "hidden_dim_adapter.": "our heads read features of their own width",
     "mask_embedding": "a vector for the mask token is not read here",
     "attention_sink_bias": NOT_OURS,

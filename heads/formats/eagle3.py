@@ -110,7 +110,9 @@ class Eagle3Keys(FlagKeys):
     """The keys beside those of the layers, two of them ours."""
 
     neutral: ClassVar[Reasons] = {
-        "of training": "draft_num_hidden_layers num_depths step_loss_decay ttt_length",
+        "of training": (
+            "down_sample_ratio(_min)? draft_num_hidden_layers num_depths step_loss_decay ttt_length"
+        ),
         "shown by the tensors": "bias parallel_drafting",
         "of the target": "target_model_type",
     }
@@ -450,7 +452,7 @@ class Eagle3Sglang(Eagle3Files):
     """
 
     name = "eagle3-sglang"
-    readers = "SGLang; one layer without norms: SafeAILab/EAGLE, vLLM, llama.cpp"
+    readers = "SGLang; with one layer vLLM, llama.cpp, without norms SafeAILab/EAGLE"
     first_layer = MIDLAYER
 
     def write(
@@ -519,7 +521,7 @@ class Eagle3Vllm(Eagle3Files):
     """Layers by number, as vLLM and Model-Optimizer name them, with the norms of EAGLE-3.1."""
 
     name = "eagle3-vllm"
-    readers = "vLLM; with one layer and no norms llama.cpp"
+    readers = "vLLM; with one layer llama.cpp"
     first_layer = "layers.0."
 
     def reads_embeddings(self, checkpoint: Checkpoint) -> bool:

@@ -46,6 +46,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 NOT_OURS = "our draft layers cannot compute that"
 # Types of models whose layers are ours; what else sets them apart has keys or tensors of its own.
 LIKE_LLAMA = (
+    "",  # of transformers' base class
     *("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("dflash", "eagle", "eagle3", "muse_glimmer_assistant"),
 )

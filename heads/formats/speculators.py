@@ -8,7 +8,7 @@ Ours are one less.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -89,7 +89,9 @@ class SpeculatorsKeys(Keys):
         **WRITTEN,
         "of the writer": "speculators_version has_no_defaults_at_init",
     }
-    speculators_model_type: Literal["eagle3", "peagle", "dflash", "dspark"]
+    speculators_model_type: Annotated[
+        str, only(*EAGLES, *BLOCKS, why="heads of this kind are not read; serve it with vLLM")
+    ]
     transformer_layer_config: dict[str, Any]
     speculators_config: SpeculatorsConfig = SpeculatorsConfig()
     draft_vocab_size: Vocabulary | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from damaged import EXAMPLES, OURS, changed, reconfigured, target_of
 from golden import Case, cases, name_of
+from safetensors.torch import load_file, save_file
 from written import DFLASH, random_head
 
 from drafthead.heads.errors import UserError
@@ -83,6 +84,22 @@ def test_all_unknown_keys_are_named_at_once(copied, whole) -> None:
 
     reconfigured(folder, change)
     with pytest.raises(UserError, match=r"proposal_methods\.gamma is 1, .*nor are gamma; if"):
+        read(folder, whole)
+
+
+def test_in_a_merged_model_the_rest_is_the_targets(copied, whole) -> None:
+    """Its configuration is that of a model, of any kind; only Medusa's own keys are the head's."""
+    folder = copied("medusa v2")
+    tensors = load_file(folder / "medusa_lm_head.safetensors")
+    (folder / "medusa_lm_head.safetensors").unlink()
+    merged = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
+    save_file(merged, folder / "model.safetensors")
+    content = {"architectures": ["MedusaModelLlama"], "residual_multiplier": 0.5}
+    (folder / "config.json").write_text(json.dumps(content))
+    known, _ = read_foreign(folder, TargetFacts.of(target_of(whole)))
+    assert known.name == "medusa-merged"
+    (folder / "config.json").write_text(json.dumps({**content, "medusa_scale": 2}))
+    with pytest.raises(UserError, match="medusa_scale is 2"):
         read(folder, whole)
 
 
@@ -207,6 +224,14 @@ def test_parts_of_other_heads_are_refused_by_what_they_are(part, complaint, copi
     folder = copied("dflash")
     changed(folder, lambda tensors: tensors.update({part: tensors["norm.weight"].clone()}))
     with pytest.raises(UserError, match=complaint):
+        load_head(folder, target_of(whole))
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "xpress", "mtp"])
+def test_other_kinds_of_speculators_are_refused(kind, copied, whole) -> None:
+    folder = copied("speculators dflash")
+    reconfigured(folder, lambda config: config.update(speculators_model_type=kind))
+    with pytest.raises(UserError, match=f"is '{kind}': heads of this kind are not read"):
         load_head(folder, target_of(whole))
 
 
