@@ -95,8 +95,8 @@ def num_layers_of_target(checkpoint: Checkpoint, keys: IdKeys, target: TargetFac
         found = keys.num_target_layers or target.num_layers
     elif keys.num_target_layers not in (None, len(keys.target_layer_ids or ())):
         raise UserError(
-            f"{checkpoint.config_file}: num_target_layers is {keys.num_target_layers}, beside "
-            f"target_num_hidden_layers not the number of target_layer_ids"
+            f"{checkpoint.config_file}: num_target_layers is {keys.num_target_layers}, but beside "
+            "target_num_hidden_layers it must count the target_layer_ids"
         )
     if found is None:
         raise UserError(f"{checkpoint.config_file}: num_target_layers is missing: name the target")

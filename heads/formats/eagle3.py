@@ -227,7 +227,7 @@ def count_layers(keys: LayerKeys, first_layer: str, num_layers: int) -> tuple[st
     if first_layer != MIDLAYER or num_layers > 1:
         keys.check(num_hidden_layers=num_layers)
     elif keys.num_hidden_layers not in (None, num_layers):
-        return (f"num_hidden_layers says {keys.num_hidden_layers}, but there is {num_layers}",)
+        return (f"num_hidden_layers says {keys.num_hidden_layers}, but the file holds one layer",)
     return ()
 
 
@@ -487,9 +487,9 @@ def for_sglang(name: str) -> str:
     """SGLang's name of one of our tensors."""
     if name.startswith("layers.0."):
         return MIDLAYER + name.removeprefix("layers.0.")
-    return (
-        name.replace(".input_layernorm.", ".hidden_norm.") if name.startswith("layers.") else name
-    )
+    if name.startswith("layers."):
+        return name.replace(".input_layernorm.", ".hidden_norm.")
+    return name
 
 
 def refuse_taps_of_sglang(name: str, config: Eagle3Config, target: Target | None) -> None:
