@@ -165,8 +165,8 @@ class BlockTransformer(nn.Module):
     def in_window(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The mask [B, A x block_size, S], of roots at positions [B, A], cut to the window.
 
-        Columns are numbered as positions. A causal block of two after five positions, by a window
-        of 3, sees::
+        Columns of the context are numbered as positions; those of the block come later. A causal
+        block of two after five positions, by a window of 3, sees::
 
             . . . 1 1 1 .
             . . . . 1 1 1

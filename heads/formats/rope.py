@@ -94,14 +94,12 @@ def rope_of(
     forms disagree.
     """
     file, forms = checkpoint.config_file, checkpoint.keys(RopeForms, *place)
-    for key in ("rope_parameters", "rope_scaling"):
-        checkpoint.account.add(RopeKeys, (*place, key))
+    checkpoint.account.add(RopeKeys, (*place, "rope_scaling"))
     new = forms.rope_parameters or {}
     if set(RopeKinds.model_fields) & set(new):
-        kinds = checkpoint.keys(RopeKinds, *place, "rope_parameters")
-        for name in RopeKinds.model_fields:  # of layers that the head does not have, too
-            checkpoint.account.add(RopeKeys, (*place, "rope_parameters", name))
-        new = getattr(kinds, kind) or {}
+        new = rope_of_kind(checkpoint, kind, (*place, "rope_parameters"))
+    else:
+        checkpoint.account.add(RopeKeys, (*place, "rope_parameters"))
     chosen: dict[str, Any] = {}
     if forms.rope_theta is not None:
         chosen["rope_theta"] = forms.rope_theta
@@ -116,6 +114,20 @@ def rope_of(
     chosen = known_rope(chosen, head_dim, file)
     chosen.pop("partial_rotary_factor", None)
     return {**chosen, "rope_theta": float(chosen["rope_theta"])}
+
+
+def rope_of_kind(checkpoint: Checkpoint, kind: str, place: Place) -> dict[str, Any]:
+    """The rotary parameters of a kind of layer from the object at `place`, which has several.
+
+    Raises UserError when there are none of this kind.
+    """
+    kinds = checkpoint.keys(RopeKinds, *place)
+    for name in RopeKinds.model_fields:  # of layers that the head does not have, too
+        checkpoint.account.add(RopeKeys, (*place, name))
+    found = getattr(kinds, kind)
+    if found is None:
+        raise UserError(f"{checkpoint.config_file}: {'.'.join((*place, kind))} is missing")
+    return found
 
 
 def with_type(form: Mapping[str, Any], file: Path) -> dict[str, Any]:

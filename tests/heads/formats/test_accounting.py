@@ -242,6 +242,34 @@ def test_a_vector_for_the_mask_token_in_another_file_is_not_forgotten(copied, wh
         load_head(folder, target_of(whole))
 
 
+DEFAULT, OTHER = ({"rope_type": "default", "rope_theta": theta} for theta in (1e4, 5e5))
+
+
+@pytest.mark.parametrize(
+    ("slides", "rope", "found"),
+    [
+        (False, {"full_attention": OTHER, "sliding_attention": DEFAULT}, 5e5),
+        (True, {"full_attention": DEFAULT, "sliding_attention": OTHER}, 5e5),
+        (False, {"sliding_attention": OTHER}, r"rope_parameters.full_attention is missing"),
+        (False, {"full_attention": OTHER, "rope_theta": 2.0}, r"rope_parameters.rope_theta is 2.0"),
+        (False, {"full_attention": OTHER, "sliding_attention": {"x": 1}}, "attention.x is 1"),
+    ],
+)
+def test_rotary_parameters_are_those_of_the_kind_of_layer(slides, rope, found, copied, whole):
+    folder = copied("dflash")
+
+    def change(config: dict[str, Any]) -> None:
+        del config["rope_theta"]
+        config.update({**(SLIDING if slides else {}), "rope_parameters": rope})
+
+    reconfigured(folder, change)
+    if isinstance(found, float):
+        assert read(folder, whole).rope_parameters["rope_theta"] == found
+        return
+    with pytest.raises(UserError, match=found):
+        read(folder, whole)
+
+
 # speculators: causality follows from the window, and vLLM 0.33 reads it differently
 
 
