@@ -60,6 +60,8 @@ class DraftHead(nn.Module, ABC):
 
     family: ClassVar[str]
     config_class: ClassVar[type]
+    # The paths of guesses that a head of the family verifies until its own were measured.
+    usual_paths: ClassVar[tuple[Path, ...]] = ()
 
     def __init__(self, config: Any):
         super().__init__()

@@ -595,7 +595,8 @@ def lookup_drafter(drafter: Drafter | None, stored: StoreLookup | None, depth: i
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:
-    """The head with trees of its own choice: a chain, with a warning, if it was never measured."""
+    """The head with trees of its own choice; with a warning, if it was never measured."""
     if not head.path_counts:
-        logger.warning("the head has no measured acceptance: it drafts a chain instead of a tree")
+        instead = "the published tree of its family" if head.usual_paths else "a chain"
+        logger.warning("the head has no measured acceptance: it drafts %s", instead)
     return drafter_for(head, target)

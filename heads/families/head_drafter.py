@@ -51,7 +51,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.features = head.features_needed
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
         self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
-        self.trees = StaticTrees(head.path_counts, head.depth, shape)
+        self.trees = StaticTrees(head.path_counts, head.depth, shape, head.usual_paths)
         self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
         self.known_levels: dict[TreeShape, list[Level]] = {}
         self.known_scores: dict[TreeShape, torch.Tensor] = {}

@@ -21,6 +21,7 @@ from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rota
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import ForTraining
+from drafthead.heads.trees.static import MEDUSA_PATHS
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class PrefixLayer(nn.Module):
 @register_head("hydra", HydraConfig)
 class HydraHeads(SequentialHead):
     """K Hydra heads. A state is the hidden state and the embeddings of the path after it."""
+
+    usual_paths = MEDUSA_PATHS
 
     def __init__(self, config: HydraConfig):
         super().__init__(config)

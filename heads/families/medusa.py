@@ -18,6 +18,7 @@ from drafthead.heads.objectives.losses import check_depth_decay, check_token_los
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import ForTraining
+from drafthead.heads.trees.static import MEDUSA_PATHS
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class MedusaBranch(nn.Module):
 @register_head("medusa", MedusaConfig)
 class MedusaHeads(AnchoredHead):
     """K Medusa heads."""
+
+    usual_paths = MEDUSA_PATHS
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)

@@ -275,6 +275,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         same = segments[:, None] == segments.gather(1, anchors)[..., None]
         context = same & (places <= anchors[..., None])  # [B, A, T]
         context = context.repeat_interleave(self.config.block_size, dim=1)
+        context = self.transformer.in_window(context, anchors + 1)
         own = self.transformer.visible(anchors.shape[1], anchors.device)
         return torch.cat([context, own.expand(len(segments), *own.shape)], dim=-1)[:, None]
 

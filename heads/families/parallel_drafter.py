@@ -160,7 +160,8 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         if roots.shape[0] > 1:  # the columns of a single row are the right ones
             self.move(keys, values, reading.expand_as(positions), positions)
         before, lengths = at_last(fused, counts), lengths + counts
-        mask = visible_columns(inside, lengths, seen, drafting[0])
+        mask = visible_columns(inside, lengths, seen, drafting[0])[:, 0]
+        mask = self.head.transformer.in_window(mask, lengths[:, None])[:, None]
         hidden, logits = self.block_eagerly(
             roots, before, lengths[:, None], mask, drafting, keys, values
         )
@@ -323,8 +324,8 @@ class ParallelSession(LateReader):
         self.catch_up()
         cache, transformer = self.cache, self.drafter.head.transformer
         assert self.roots is not None and cache.lengths is not None
-        mask = cache.mask(self.drafter.inside)
-        columns = cache.make_room(transformer.config.block_size)[1]
         positions = cache.lengths[:, None]
+        mask = transformer.in_window(cache.mask(self.drafter.inside)[:, 0], positions)[:, None]
+        columns = cache.make_room(transformer.config.block_size)[1]
         roots = self.roots, self.before
         return block(*roots, positions, mask, columns, cache.keys, cache.values)

@@ -30,6 +30,7 @@ class BlockConfig(LayerConfig):
     root_predicts: bool = True  # the root's slot drafts the first token; DFlash leaves it unused
     root_feature: bool = False  # the root's slot also reads the context vector before the root
     causal: bool = True  # slots see the slots before them; otherwise all of their block
+    window: int = 0  # positions that a slot sees, its own and those before it; 0: all
     mask_token: int | None = None  # its embedding fills the other slots; None: a learnt vector does
 
     def __post_init__(self) -> None:
@@ -41,6 +42,10 @@ class BlockConfig(LayerConfig):
             )
         if len(set(self.taps)) < len(self.taps) or min(self.taps, default=0) < -1:
             raise ValueError(f"taps must be different layers from -1 on, got {list(self.taps)}")
+        if 0 < self.window < self.block_size or self.window < 0:
+            raise ValueError(
+                f"window must be 0 or hold a block of {self.block_size}, got {self.window}"
+            )
         if self.mask_token is not None and self.mask_token < 0:
             raise ValueError(f"mask_token must be a token id, got {self.mask_token}")
 
@@ -158,6 +163,22 @@ class BlockTransformer(nn.Module):
         # Filled on the device: a number copied there could not be recorded.
         token = torch.full((), self.config.mask_token, device=self.norm.weight.device)
         return target.embed(token).to(self.norm.weight.dtype)
+
+    def in_window(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The mask [B, A x block_size, S], of roots at positions [B, A], cut to the window.
+
+        Columns of the context are numbered as positions; those of the block come later. A causal
+        block of two after five positions, by a window of 3, sees::
+
+            . . . 1 1 1 .
+            . . . . 1 1 1
+        """
+        if self.config.window == 0:
+            return mask
+        slots = torch.arange(self.config.block_size, device=mask.device)
+        oldest = (positions[..., None] + slots).flatten(1) - self.config.window + 1
+        columns = torch.arange(mask.shape[-1], device=mask.device)
+        return mask & (columns >= oldest[..., None])
 
     def visible(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Which slots see which, [A x block_size, A x block_size]: only slots of the same block.

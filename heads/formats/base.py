@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, checkpoints_at
-from drafthead.heads.formats.keys import Keys
+from drafthead.heads.formats.keys import WRITTEN, Keys, Reasons
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
@@ -136,8 +136,9 @@ def register_format(cls: type[Format]) -> type[Format]:
 
 
 class BaseName(Keys):
-    """The key of many formats for the target's name."""
+    """The key of many formats for the target's name, and those of any configuration."""
 
+    neutral: ClassVar[Reasons] = WRITTEN
     base_model_name_or_path: str | None = None
 
 

@@ -5,7 +5,6 @@
 Our number of that state is L.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,18 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.block_parallel import (
+    IdKeys,
+    Seen,
+    block_keys,
     read_block,
     refuse_unlike,
     replayed,
     their_tensors,
+    window_keys,
 )
 from drafthead.heads.formats.files import Checkpoint, read_json
-from drafthead.heads.formats.keys import Keys, LayerIds, Parts, TargetLayers, Token
-from drafthead.heads.formats.layers import layer_keys, with_output_bias
+from drafthead.heads.formats.keys import Keys, TargetLayers
+from drafthead.heads.formats.layers import SLIDING, layer_keys, num_layers_of, with_output_bias
 from drafthead.heads.target.target import Target
 
 
@@ -76,32 +79,25 @@ def num_layers_known(name: str, facts: TargetFacts) -> int:
     return facts.num_layers
 
 
-class TargetKeys(Keys):
-    """What a file may know of its target."""
+class OtherCount(Keys):
+    """TorchSpec's count of the target's layers; its `num_target_layers` counts those tapped."""
 
-    num_target_layers: TargetLayers | None = None
-
-
-class IdKeys(Keys):
-    """Which layers are tapped, and the token that fills a block."""
-
-    mask_token_id: Token
-    target_layer_ids: LayerIds | None = None
+    target_num_hidden_layers: TargetLayers | None = None
 
 
-class DFlashKeys(Keys):
-    """z-lab's keys."""
-
-    dflash_config: IdKeys
-    num_hidden_layers: Parts
-
-
-def num_layers_of_target(checkpoint: Checkpoint, target: TargetFacts) -> int:
+def num_layers_of_target(checkpoint: Checkpoint, keys: IdKeys, target: TargetFacts) -> int:
     """How many layers the target has, by the file or else by `target`.
 
     Raises UserError when neither knows.
     """
-    found = checkpoint.keys(TargetKeys).num_target_layers or target.num_layers
+    found = checkpoint.keys(OtherCount).target_num_hidden_layers
+    if found is None:
+        found = keys.num_target_layers or target.num_layers
+    elif keys.num_target_layers not in (None, len(keys.target_layer_ids or ())):
+        raise UserError(
+            f"{checkpoint.config_file}: num_target_layers is {keys.num_target_layers}, but beside "
+            "target_num_hidden_layers it must count the target_layer_ids"
+        )
     if found is None:
         raise UserError(f"{checkpoint.config_file}: num_target_layers is missing: name the target")
     return found
@@ -112,14 +108,13 @@ def described(config: ParallelConfig, num_target_layers: int) -> dict[str, Any]:
     return {
         "model_type": "qwen3",
         **layer_keys(config, config.num_layers, config.vocab_size),
-        "layer_types": ["full_attention"] * config.num_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        **window_keys(config.num_layers, config.window),
         "block_size": config.block_size,
         "num_target_layers": num_target_layers,
     }
 
 
+BIDIRECTIONAL = {"causal": (False,), "window": (0,)}
 PLAIN = {
     "root_predicts": (False,),
     "correction": ("none",),
@@ -137,25 +132,27 @@ class DFlash(WritableFormat):
     readers = "z-lab/dflash, SGLang, vLLM"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """A block transformer without copies of the target's weights."""
+        """A block transformer without a copy of the target's output head."""
         names = checkpoint.tensors
         parts = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
-        foreign = {"embed_tokens.weight", "lm_head.weight"} & set(names)
         return (
             parts <= set(names)
-            and not foreign
+            and "lm_head.weight" not in names
             and "speculators_model_type" not in checkpoint.config
         )
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head; without ids, the taps are `default_ids`."""
-        keys = checkpoint.keys(DFlashKeys)
-        num_layers = num_layers_of_target(checkpoint, target)
-        ids = keys.dflash_config.target_layer_ids
+        """The head; without ids, the taps are `default_ids`.
+
+        DSpark of Model-Optimizer and SpecForge has this form, too, and drafts from the root's slot.
+        """
+        keys = block_keys(checkpoint, IdKeys)
+        num_layers = num_layers_of_target(checkpoint, keys, target)
+        ids = keys.target_layer_ids
         if ids is None:
-            ids = default_ids(num_layers, keys.num_hidden_layers)
+            ids = default_ids(num_layers, num_layers_of(checkpoint.tensors))
         return block_with_ids(
-            checkpoint, checkpoint.config, ids, num_layers, keys.dflash_config.mask_token_id, False
+            checkpoint, keys, ids, num_layers, keys.projector_type == "dspark", target.vocab_size
         )
 
     def write(
@@ -167,10 +164,15 @@ class DFlash(WritableFormat):
         ids = their_ids(self.name, config.taps, num_layers, lowest=0)
         tensors = with_output_bias(their_tensors(head.state_dict()))
         write_tensors(folder, tensors)
-        named = {"mask_token_id": config.mask_token, "target_layer_ids": ids}
+        named = {
+            "mask_token_id": config.mask_token,
+            "target_layer_ids": ids,
+            "causal": config.causal,  # which vLLM reads
+        }
         content = {
             "architectures": ["DFlashDraftModel"],
             **described(config, num_layers),
+            "is_causal": config.causal,  # which SGLang reads
             "dflash_config": named,
         }
         write_config(folder, {**content, "base_model_name_or_path": facts.name})
@@ -179,23 +181,22 @@ class DFlash(WritableFormat):
         """Logits [K, V] of one pass over the block, whose first slot predicts nothing."""
         config = read_json(folder / "config.json")
         mask = config["dflash_config"]["mask_token_id"]
-        return replayed(config, config, all_tensors(folder), probe, mask, False)
+        slides = config["layer_types"][0] == SLIDING
+        seen = Seen(config["is_causal"], config["sliding_window"] if slides else 0)
+        return replayed(config, config, all_tensors(folder), probe, mask, False, seen)
 
 
 def block_with_ids(
     checkpoint: Checkpoint,
-    layers: Mapping[str, Any],
+    keys: IdKeys,
     ids: list[int],
     num_layers: int,
-    mask_token: int,
     root_predicts: bool,
+    vocab_size: int | None,
 ) -> Foreign:
-    """A head that taps `hidden_states[id + 1]` of a target with `num_layers` layers.
-
-    `layers` is the configuration of its own layers.
-    """
+    """A head that taps `hidden_states[id + 1]` of a target with `num_layers` layers."""
     taps = our_taps(ids, num_layers)
-    found = read_block(checkpoint, taps, mask_token, root_predicts, layers)
+    found = read_block(checkpoint, keys, taps, root_predicts, vocab_size=vocab_size)
     return replace(
         found,
         target=replace(found.target, num_layers=num_layers),
@@ -226,11 +227,10 @@ class DFlashTransformers(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head; the number of target layers decides which id is the last layer."""
-        keys = checkpoint.keys(IdKeys)
-        num_layers = num_layers_of_target(checkpoint, target)
-        layers = {"vocab_size": target.vocab_size, **checkpoint.config}
-        ids, mask = keys.target_layer_ids or [], keys.mask_token_id
-        found = block_with_ids(checkpoint, layers, ids, num_layers, mask, False)
+        keys = block_keys(checkpoint, IdKeys)
+        num_layers = num_layers_of_target(checkpoint, keys, target)
+        ids = keys.target_layer_ids or []
+        found = block_with_ids(checkpoint, keys, ids, num_layers, False, target.vocab_size)
         tensors = {f"transformer.{b}": f"transformer.{a}" for a, b in ENCODER.items()}
         return replace(
             found,
@@ -245,7 +245,7 @@ class DFlashTransformers(WritableFormat):
     ) -> None:
         """Write the head; raises UserError naming an option that the reader lacks."""
         config, num_layers = head.config, num_layers_known(self.name, facts)
-        refuse_unlike(self.name, config, {**PLAIN, "attention_bias": (False,)})
+        refuse_unlike(self.name, config, {**PLAIN, **BIDIRECTIONAL, "attention_bias": (False,)})
         ids = their_ids(self.name, config.taps, num_layers, lowest=0)
         tensors = their_tensors(head.state_dict())
         for ours, theirs in ENCODER.items():
@@ -266,4 +266,4 @@ class DFlashTransformers(WritableFormat):
         config, tensors = read_json(folder / "config.json"), all_tensors(folder)
         for ours, theirs in ENCODER.items():
             tensors[ours + "weight"] = tensors.pop(theirs + "weight")
-        return replayed(config, config, tensors, probe, config["mask_token_id"], False)
+        return replayed(config, config, tensors, probe, config["mask_token_id"], False, Seen())

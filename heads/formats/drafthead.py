@@ -1,6 +1,6 @@
 """Our own format, as `heads.formats.checkpoint.save_head` writes it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -8,15 +8,17 @@ from drafthead.heads.base import MAX_RANK, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts, register_format
 from drafthead.heads.formats.files import Checkpoint, read_json
-from drafthead.heads.formats.head_keys import read_head_config
+from drafthead.heads.formats.head_keys import keys_of, read_head_config
 from drafthead.heads.formats.keys import (
     MOST_PARTS,
     Keys,
     LayerIds,
+    Reasons,
     Size,
     TargetLayers,
     Vocabulary,
 )
+from drafthead.heads.formats.rope import RopeKeys
 from drafthead.heads.trees.tree import Path as TreePath
 
 VERSION = 1
@@ -45,6 +47,7 @@ class OwnKeys(Keys):
     """Our `config.json`; the head's own keys depend on its family."""
 
     knows_null = True
+    neutral: ClassVar[Reasons] = {"whatever was recorded when it was trained": "provenance"}
     drafthead_format: Literal[1]
     family: str
     head: dict[str, Any]
@@ -80,6 +83,8 @@ class DraftheadFormat(Format):
         """Everything as it was saved."""
         keys, file = checkpoint.keys(OwnKeys), checkpoint.config_file
         family = head_family(keys.family)
+        checkpoint.account.add(keys_of(family.config_class), ("head",))
+        checkpoint.account.add(RopeKeys, ("head", "rope_parameters"))
         try:
             config = read_head_config(family.config_class, keys.head, file)
         except UserError:

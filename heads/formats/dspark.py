@@ -21,13 +21,16 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.block_parallel import (
+    IdKeys,
+    Seen,
+    block_keys,
     correction_keys,
     refuse_unlike,
     replayed,
     their_tensors,
 )
 from drafthead.heads.formats.dflash import (
-    IdKeys,
+    BIDIRECTIONAL,
     block_with_ids,
     described,
     num_layers_known,
@@ -58,17 +61,18 @@ class DSpark(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The head, with copies to be compared with the target's weights."""
-        keys = checkpoint.keys(IdKeys)
-        num_layers = num_layers_of_target(checkpoint, target)
-        ids, mask = keys.target_layer_ids or [], keys.mask_token_id
-        return block_with_ids(checkpoint, checkpoint.config, ids, num_layers, mask, True)
+        keys = block_keys(checkpoint, IdKeys)
+        num_layers = num_layers_of_target(checkpoint, keys, target)
+        ids = keys.target_layer_ids or []
+        return block_with_ids(checkpoint, keys, ids, num_layers, True, target.vocab_size)
 
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
     ) -> None:
         """Write the head and copies of weights of the target, which is required."""
         config, num_layers = head.config, num_layers_known(self.name, facts)
-        refuse_unlike(self.name, config, {"root_predicts": (True,), "draft_vocab_size": (0,)})
+        plain = {**BIDIRECTIONAL, "root_predicts": (True,), "draft_vocab_size": (0,)}
+        refuse_unlike(self.name, config, plain)
         owner = wanted(target, self.name, "copies of the target's embeddings and output head")
         ids = their_ids(self.name, config.taps, num_layers, lowest=-1)
         tensors = with_output_bias(their_tensors(head.state_dict()))
@@ -88,4 +92,4 @@ class DSpark(WritableFormat):
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
         """Logits [K, V] of one pass over the block, each slot corrected by the token before it."""
         config, tensors = read_json(folder / "config.json"), all_tensors(folder)
-        return replayed(config, config, tensors, probe, config["mask_token_id"], True)
+        return replayed(config, config, tensors, probe, config["mask_token_id"], True, Seen())

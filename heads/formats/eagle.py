@@ -6,7 +6,7 @@ and no output head. The embedding in the file is a copy of the target's.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,13 +27,14 @@ from drafthead.heads.formats.base import (
     write_config,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
-from drafthead.heads.formats.keys import Parts
+from drafthead.heads.formats.keys import WRITTEN, Keys, Parts, Place, Reasons, Vocabulary
 from drafthead.heads.formats.layers import (
     LayerKeys,
     PlainLayers,
     layer_keys,
     layer_options,
     num_layers_of,
+    refuse_windows,
 )
 from drafthead.heads.target.target import Target
 
@@ -45,7 +46,17 @@ class EagleKeys(LayerKeys):
     """The official keys, and one of ours."""
 
     bias: bool | None = None  # of `fc`
+    draft_vocab_size: Vocabulary | None = None
     drafthead_depth: Parts | None = None
+
+
+class WrapperKeys(Keys):
+    """Older vLLM's keys around the draft's configuration."""
+
+    neutral: ClassVar[Reasons] = {**WRITTEN, "how vLLM drafts": "method num_lookahead_tokens"}
+    model_type: str
+    model: EagleKeys
+    truncated_vocab_size: Vocabulary | None = None
 
 
 @register_format
@@ -66,15 +77,15 @@ class Eagle(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """All layers, and the embedding as a copy of the target's."""
-        content = unwrapped(checkpoint.config)
-        keys = checkpoint.keys(EagleKeys, content)
-        config = config_of(checkpoint, content, keys)
+        place = place_of_draft(checkpoint)
+        keys = checkpoint.keys(EagleKeys, *place)
+        config = config_of(checkpoint, place, keys)
         tensors = {name: checkpoint.load(name) for name in checkpoint.tensors if name != EMBEDDING}
         copies = {}
         vocab = keys.vocab_size or 0
         if EMBEDDING in checkpoint.tensors:
             vocab = checkpoint.shape(EMBEDDING, 2)[0]
-            keys.check(vocab_size=vocab)
+            keys.check(vocab_size=vocab, draft_vocab_size=vocab)
             copies["embedding"] = checkpoint.load(EMBEDDING)
         return Foreign(
             "eagle",
@@ -117,13 +128,20 @@ class Eagle(WritableFormat):
         return torch.stack(rows)
 
 
-def unwrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """The draft's configuration, which older vLLM nests in another one."""
-    inner = config.get("model")
-    return inner if config.get("model_type") == "eagle" and isinstance(inner, dict) else config
+def place_of_draft(checkpoint: Checkpoint) -> Place:
+    """Where the draft's configuration is, which older vLLM nests in another one.
+
+    Raises UserError for a draft of fewer tokens, as only vLLM has it.
+    """
+    config = checkpoint.config
+    if config.get("model_type") != "eagle" or not isinstance(config.get("model"), dict):
+        return ()
+    outer = checkpoint.keys(WrapperKeys)
+    outer.check(truncated_vocab_size=outer.model.vocab_size or 0)
+    return ("model",)
 
 
-def config_of(checkpoint: Checkpoint, content: dict[str, Any], keys: EagleKeys) -> EagleConfig:
+def config_of(checkpoint: Checkpoint, place: Place, keys: EagleKeys) -> EagleConfig:
     """Shape of the head, from the tensors as far as possible, else from the configuration."""
     tensors = checkpoint.tensors
     has_bias = "fc.bias" in tensors
@@ -131,8 +149,9 @@ def config_of(checkpoint: Checkpoint, content: dict[str, Any], keys: EagleKeys) 
         raise UserError(f"{checkpoint.weights}: bias is {not has_bias}, but fc.bias says otherwise")
     num_layers = num_layers_of(tensors)
     keys.check(num_hidden_layers=num_layers)
+    refuse_windows(checkpoint.config_file, keys, num_layers)
     return EagleConfig(
-        **layer_options(checkpoint, content, keys, "layers.0."),
+        **layer_options(checkpoint, place, keys, "layers.0."),
         num_layers=num_layers,
         depth=keys.drafthead_depth or USUAL_DEPTH,
         fc_bias=has_bias,

@@ -5,16 +5,16 @@ The first layer is called `midlayer` (the authors, SGLang) or `layers.0` (vLLM, 
 
 **Layer ids.** Ours are the OUTPUT of a layer. The authors read the INPUT of layers 2, L/2 and L - 3
 of L, which is our 1, L/2 - 1 and L - 4; readers use these when a file names no ids. Ids in a file
-are ambiguous: Model-Optimizer and SpecForge write outputs, vLLM reads inputs, and SGLang adds 1 to
-them, in newer versions only when the first id is 1. We read them as outputs if the first id is 1,
-else as inputs, unless a key of ours in the file decides. We write inputs for vLLM; for SGLang
-outputs, and only if the first is 1, where all its versions agree.
+are ambiguous: Model-Optimizer and SpecForge write outputs, vLLM and llama.cpp read inputs beside
+the other keys, and SGLang reads outputs under `eagle_config` (of DeepSeek's models only if the
+first is 1). We write inputs there and, for SGLang, outputs here; a file with both is understood.
+Of others we read ids as outputs if the first is 1, else as inputs, unless a key of ours decides.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -34,20 +34,34 @@ from drafthead.heads.formats.base import (
     write_config,
     write_tensors,
 )
+from drafthead.heads.formats.dflash import our_taps
 from drafthead.heads.formats.files import Checkpoint, read_json
-from drafthead.heads.formats.keys import Keys, LayerIds, Parts
+from drafthead.heads.formats.keys import (
+    Keys,
+    LayerIds,
+    Parts,
+    Place,
+    Reasons,
+    Size,
+    TargetLayers,
+    Token,
+    only,
+)
 from drafthead.heads.formats.layers import (
     FullLayerKeys,
+    LayerKeys,
     PlainLayers,
     Tensors,
     draft_vocabulary,
     layer_keys,
     layer_options,
     num_layers_of,
+    refuse_windows,
     spread_over,
     with_output_bias,
     without_output_bias,
 )
+from drafthead.heads.formats.printing import shown
 from drafthead.heads.target.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -55,41 +69,99 @@ CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers 
 OUTPUTS, INPUTS = "output of layer", "input of layer"
 NORM_FLAGS = {"fc_norm": "each", "norm_before_fc": "joint"}
 SIDE_TENSORS = ("d2t", "t2d")
-EMBEDDINGS = "embed_tokens.weight"
+EMBEDDINGS, MASK = "embed_tokens.weight", "mask_hidden"
+MIDLAYER = "midlayer."
+OTHER_NORMS = "our heads have norms in other places"
+# Of these targets SGLang takes ids for inputs of layers, unless the first is 1.
+TAKEN_FOR_INPUTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 
 # Reading
 
 
-class Eagle3Keys(Keys):
-    """What differs from a Llama, and two keys of ours."""
+class FlagKeys(Keys):
+    """What differs from a Llama, in whatever layout."""
 
     eagle_aux_hidden_state_layer_ids: LayerIds = Field(default=[])
-    eagle_config: dict[str, Any] = Field(default={})  # where the ids may be, too
-    use_aux_hidden_state: bool = True  # of `eagle_config`; vLLM leaves `fc` out without it
-    drafthead_layer_convention: str | None = None
-    drafthead_depth: Parts = Eagle3Config.depth
     norm_before_residual: bool = False
     norm_output: bool = False
     fc_norm: bool | None = None
     norm_before_fc: bool | None = None
 
 
+class EagleConfigKeys(Keys):
+    """What may be nested under `eagle_config`."""
+
+    neutral: ClassVar[Reasons] = {"shown by the tensors": "parallel_draft_heads_num_layers"}
+    eagle_aux_hidden_state_layer_ids: LayerIds = Field(default=[])
+    norm_before_fc: bool | None = None
+    # What our heads do not have.
+    use_aux_hidden_state: Annotated[bool, only(True, why="fc.weight joins tapped layers")] = True
+    use_input_layernorm_in_first_layer: Annotated[bool, only(True, why=OTHER_NORMS)] = True
+    use_last_layernorm: Annotated[bool, only(True, why=OTHER_NORMS)] = True
+    use_mtp_layernorm: Annotated[bool, only(False, why=OTHER_NORMS)] = False
+    next_layer_regular: Annotated[bool, only(True, why="our later layers are Llama's")] = True
+    parallel_draft_step: Annotated[
+        int, only(0, 1, why="our heads draft a token a pass, or all of P-EAGLE's")
+    ] = 1
+
+
+class Eagle3Keys(FlagKeys):
+    """The keys beside those of the layers, two of them ours."""
+
+    neutral: ClassVar[Reasons] = {
+        "of training": (
+            "down_sample_ratio(_min)? draft_num_hidden_layers num_depths step_loss_decay ttt_length"
+        ),
+        "shown by the tensors": "bias parallel_drafting",
+        "of the target": "target_model_type",
+    }
+    eagle_config: EagleConfigKeys = EagleConfigKeys()
+    target_layer_ids: LayerIds = Field(default=[])  # of DeepSpec: hidden_states[id + 1]
+    num_target_layers: TargetLayers | None = None
+    target_model_name_or_path: str | None = None
+    target_hidden_size: Size | None = None
+    num_aux_hidden_states: Parts | None = None
+    use_aux_norm: bool | None = None  # SGLang's older name of `fc_norm`
+    drafthead_layer_convention: str | None = None
+    drafthead_depth: Parts = Eagle3Config.depth
+
+
+class MaskKeys(Keys):
+    """The token that P-EAGLE reads at positions not yet known; vLLM's names come last."""
+
+    mask_token_id: Token | None = None
+    pard_token: Token | None = None
+    ptd_token_id: Token | None = None
+
+
+def mask_token_of(checkpoint: Checkpoint) -> int:
+    """P-EAGLE's mask token; raises UserError when there is none, or several."""
+    keys = checkpoint.keys(MaskKeys)
+    given = {value for name in MaskKeys.model_fields if (value := getattr(keys, name)) is not None}
+    if len(given) != 1:
+        raise UserError(
+            f"{checkpoint.config_file}: mask_token_id is "
+            + (f"{shown(sorted(given))}, but must be one token" if given else "missing")
+        )
+    return given.pop()
+
+
 def read_eagle3(
     checkpoint: Checkpoint,
-    config: Mapping[str, Any],
+    layers: Place,
     first_layer: str,
     taps: tuple[int, ...] | None,
     options: dict[str, Any],
 ) -> Foreign:
     """An EAGLE-3 head whose first layer's tensors begin with `first_layer`.
 
-    `config` is the configuration of the layers; `options` are the other fields of `Eagle3Config`.
-    `taps` are in our numbers, or None where they depend on the target.
+    `layers` leads to the configuration of the layers; `options` are the other fields of
+    `Eagle3Config`. `taps` are in our numbers, or None where they depend on the target.
     """
-    keys = checkpoint.keys(FullLayerKeys, config)
+    keys = checkpoint.keys(FullLayerKeys, *layers)
     tensors, vocab = checkpoint.tensors, keys.vocab_size
-    shape = layer_options(checkpoint, config, keys, first_layer)
+    shape = layer_options(checkpoint, layers, keys, first_layer)
     joined = checkpoint.shape("fc.weight", 2)[1]
     count = len(taps) if taps is not None else 3
     width = joined // max(count, 1)
@@ -98,14 +170,15 @@ def read_eagle3(
     vocabulary = draft_vocabulary(checkpoint, vocab, keys.draft_vocab_size)
     frozen = options.get("embeddings") != "own" and width == shape["hidden_size"]
     found = {
-        name.replace(first_layer, "layers.0.", 1): checkpoint.load(name)
+        usual_layer(name, first_layer): checkpoint.load(name)
         for name in tensors
         if name not in SIDE_TENSORS and not (frozen and name == EMBEDDINGS)
     }
     if "lm_head.weight" not in found and keys.tie_word_embeddings:
         found["lm_head.weight"] = checkpoint.load(EMBEDDINGS)
     num_layers = num_layers_of(found)
-    keys.check(num_hidden_layers=num_layers)
+    refuse_windows(checkpoint.config_file, keys, num_layers)
+    notes = count_layers(keys, first_layer, num_layers)
     head_config = Eagle3Config(
         **shape,
         vocab_size=vocab,
@@ -129,7 +202,33 @@ def read_eagle3(
         copies={"embedding": checkpoint.load(EMBEDDINGS)}
         if frozen and EMBEDDINGS in tensors
         else {},
+        notes=notes,
     )
+
+
+def usual_layer(name: str, first_layer: str) -> str:
+    """Our name of a tensor whose first layer's name is `first_layer`.
+
+    SGLang's later layers call their first norm `hidden_norm`, as the first layer calls its second.
+    """
+    if name.startswith(first_layer):
+        return "layers.0." + name.removeprefix(first_layer)
+    if first_layer == MIDLAYER and name.startswith("layers."):
+        return name.replace(".hidden_norm.", ".input_layernorm.")
+    return name
+
+
+def count_layers(keys: LayerKeys, first_layer: str, num_layers: int) -> tuple[str, ...]:
+    """Notes on the number of layers, which a `midlayer` alone shows to be 1.
+
+    Configurations of its authors are copies of the target's, and their reader and SGLang ignore
+    this key. Others build as many layers as it states: raises UserError when there are not as many.
+    """
+    if first_layer != MIDLAYER or num_layers > 1:
+        keys.check(num_hidden_layers=num_layers)
+    elif keys.num_hidden_layers not in (None, num_layers):
+        return (f"num_hidden_layers says {keys.num_hidden_layers}, but the file holds one layer",)
+    return ()
 
 
 def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
@@ -140,15 +239,19 @@ def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
 
 
 def check_norms(
-    checkpoint: Checkpoint, keys: Eagle3Keys, config: Eagle3Config, optional: bool
+    checkpoint: Checkpoint, keys: FlagKeys, config: Eagle3Config, optional: bool
 ) -> None:
     """Raise UserError when flags and tensors disagree on the norms before the projection.
 
     A missing flag means false, or, if it is `optional`, nothing.
     """
-    for key, norm in NORM_FLAGS.items():
+    stated_flags: list[tuple[Keys, str, str]] = [(keys, k, n) for k, n in NORM_FLAGS.items()]
+    if isinstance(keys, Eagle3Keys):
+        stated_flags += [(keys, "use_aux_norm", "each")]
+        stated_flags += [(keys.eagle_config, "norm_before_fc", "joint")]
+    for holder, key, norm in stated_flags:
         found = config.tap_norm == norm
-        stated = getattr(keys, key)
+        stated = getattr(holder, key)
         if (found and optional if stated is None else stated) != found:
             raise UserError(
                 f"{checkpoint.weights}: {key} is {not found}, but its tensors say otherwise"
@@ -163,17 +266,29 @@ def default_inputs(num_layers: int) -> tuple[int, ...]:
 def stated_taps(
     checkpoint: Checkpoint, keys: Eagle3Keys, target: TargetFacts
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Our layers for the ids of a configuration, in either convention, and notes on that."""
-    nested = checkpoint.keys(Eagle3Keys, keys.eagle_config)
-    if not nested.use_aux_hidden_state:
+    """Our layers for the ids of a configuration, in any convention, and notes on that.
+
+    Raises UserError for ids in two conventions, and where the target's layers must be known.
+    """
+    known = keys.num_target_layers or target.num_layers
+    outer = tuple(keys.eagle_aux_hidden_state_layer_ids)
+    nested = tuple(keys.eagle_config.eagle_aux_hidden_state_layer_ids)
+    layers, before = nested or outer, tuple(layer - 1 for layer in outer)
+    if (outer and nested not in ((), outer, before)) or (layers and keys.target_layer_ids):
         raise UserError(
-            f"{checkpoint.config_file}: use_aux_hidden_state is False, but fc.weight joins layers"
+            f"{checkpoint.config_file}: {IDS} is {list(outer or nested)}, but other layers are "
+            "named too"
         )
-    layers = tuple(keys.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids)
+    if keys.target_layer_ids:
+        if known is None:
+            raise UserError(f"{checkpoint.config_file}: num_target_layers is missing")
+        return our_taps(keys.target_layer_ids, known), ()
+    if outer and nested == before:  # inputs there, outputs here
+        return nested, ()
     if not layers:
-        if target.num_layers is None:
+        if known is None:
             return None, ()
-        taps = tuple(layer - 1 for layer in default_inputs(target.num_layers))
+        taps = tuple(layer - 1 for layer in default_inputs(known))
         return taps, ("no layers are named: those of EAGLE-3's authors are used",)
     convention, notes = keys.drafthead_layer_convention, []
     if convention not in (OUTPUTS, INPUTS):
@@ -214,15 +329,21 @@ class Eagle3Files(WritableFormat):
             "norm_before_residual": keys.norm_before_residual,
             "norm_feedback": keys.norm_output,
             "embeddings": "own" if self.reads_embeddings(checkpoint) else "target",
+            "mask_token": mask_token_of(checkpoint) if MASK in checkpoint.tensors else None,
         }
-        found = read_eagle3(checkpoint, checkpoint.config, self.first_layer, taps, options)
+        found = read_eagle3(checkpoint, (), self.first_layer, taps, options)
+        keys.check(target_hidden_size=found.target.hidden_size)
+        if taps is not None:
+            keys.check(num_aux_hidden_states=len(taps))
         check_norms(checkpoint, keys, found.config, optional=True)
-        return replace(found, notes=notes)
+        name = found.target.name or keys.target_model_name_or_path
+        facts = replace(found.target, name=name, num_layers=keys.num_target_layers)
+        return replace(found, notes=(*found.notes, *notes), target=facts)
 
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
         """Logits [K, V], with one pass of the layers over everything so far for each step."""
         config, tensors = read_json(folder / "config.json"), all_tensors(folder)
-        named = {k.replace(self.first_layer, "layers.0.", 1): v for k, v in tensors.items()}
+        named = {usual_layer(name, self.first_layer): t for name, t in tensors.items()}
         return replayed(config, config, named, probe)
 
 
@@ -243,8 +364,8 @@ def replayed(
         normed = layers.norm("norm", output)
         rows.append(normed @ tensors["lm_head.weight"].T)
         fed, read = normed if flags.get("norm_output") else output, token[None]
-        if "mask_hidden" in tensors:
-            fed = mixed(layers, list(tensors["mask_hidden"][0].chunk(num_taps, dim=-1)))
+        if MASK in tensors:
+            fed = mixed(layers, list(tensors[MASK][0].chunk(num_taps, dim=-1)))
             read = torch.full_like(read, flags["mask_token_id"])
         states = torch.cat([states, fed])
         embeds = torch.cat([embeds, embedded(tensors, probe, read)])
@@ -326,13 +447,13 @@ def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
 class Eagle3Sglang(Eagle3Files):
     """The authors' own names, which SGLang reads: the first layer is `midlayer`.
 
-    The reader supports one layer, three taps and none of the norms of EAGLE-3.1; embeddings are the
-    target's unless the head has another width.
+    SGLang calls the first norm of later layers `hidden_norm`, too. Embeddings are the target's
+    unless the head has another width.
     """
 
     name = "eagle3-sglang"
-    readers = "SafeAILab/EAGLE, SGLang, vLLM"
-    first_layer = "midlayer."
+    readers = "SGLang; with one layer vLLM, llama.cpp, without norms SafeAILab/EAGLE"
+    first_layer = MIDLAYER
 
     def write(
         self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
@@ -340,9 +461,6 @@ class Eagle3Sglang(Eagle3Files):
         """Write the head; raises UserError naming an option that SGLang lacks."""
         config: Eagle3Config = head.config
         plain = {
-            "num_layers": (1,),
-            "tap_norm": ("none",),
-            "norm_feedback": (False,),
             "norm_before_residual": (False,),
             "qk_norm": (False,),
             "attention_bias": (False,),
@@ -352,19 +470,50 @@ class Eagle3Sglang(Eagle3Files):
         if config.embeddings == "own" and config.hidden_size == config.target_hidden_size:
             raise UserError(f"{self.name} cannot express head.embeddings 'own'")
         refuse_taps(self.name, config, facts.num_layers)
-        if len(config.taps) != 3 or config.taps[0] != 1:
-            raise UserError(
-                f"{self.name} cannot express head.taps {list(config.taps)}: SGLang taps three "
-                "layers, and its versions disagree on ids unless the first is 1"
-            )
-        tensors = {
-            name.replace("layers.0.", self.first_layer, 1): tensor
-            for name, tensor in head.state_dict().items()
-        }
-        write_tensors(folder, tensors)
+        refuse_taps_of_sglang(self.name, config, target)
+        write_tensors(folder, {for_sglang(name): t for name, t in head.state_dict().items()})
         ids = {IDS: list(config.taps), "use_aux_hidden_state": True}
-        written = common_config(head, facts)
-        write_config(folder, {**written, "eagle_config": ids, CONVENTION: OUTPUTS})
+        written = {
+            **common_config(head, facts),
+            **norm_flags(config),
+            IDS: [layer + 1 for layer in config.taps],
+            "eagle_config": ids,
+            CONVENTION: OUTPUTS,
+        }
+        write_config(folder, written)
+
+
+def for_sglang(name: str) -> str:
+    """SGLang's name of one of our tensors."""
+    if name.startswith("layers.0."):
+        return MIDLAYER + name.removeprefix("layers.0.")
+    if name.startswith("layers."):
+        return name.replace(".input_layernorm.", ".hidden_norm.")
+    return name
+
+
+def refuse_taps_of_sglang(name: str, config: Eagle3Config, target: Target | None) -> None:
+    """Raise UserError for taps that SGLang would not read as ours."""
+    if len(config.taps) == 1 and config.hidden_size == config.target_hidden_size:
+        raise UserError(
+            f"{name} cannot express head.taps {list(config.taps)}: SGLang leaves fc out for one tap"
+        )
+    kind = "" if target is None else getattr(target.config, "model_type", "")
+    if kind in TAKEN_FOR_INPUTS and config.taps[0] != 1:
+        raise UserError(
+            f"{name} cannot express head.taps {list(config.taps)} on {kind}: of this target SGLang "
+            "reads them as others unless the first is 1"
+        )
+
+
+def norm_flags(config: Eagle3Config) -> dict[str, bool]:
+    """The keys of the norms of EAGLE-3.1."""
+    flags = {key: config.tap_norm == norm for key, norm in NORM_FLAGS.items()}
+    return {"norm_output": config.norm_feedback, **flags}
+
+
+# The class of vLLM whose layers norm queries and keys.
+LIKE_QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
 @register_format
@@ -372,7 +521,7 @@ class Eagle3Vllm(Eagle3Files):
     """Layers by number, as vLLM and Model-Optimizer name them, with the norms of EAGLE-3.1."""
 
     name = "eagle3-vllm"
-    readers = "vLLM, Model-Optimizer"
+    readers = "vLLM; with one layer llama.cpp"
     first_layer = "layers.0."
 
     def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
@@ -384,15 +533,15 @@ class Eagle3Vllm(Eagle3Files):
     ) -> None:
         """Write the head; raises UserError naming an option that vLLM lacks."""
         config: Eagle3Config = head.config
-        refuse(self.name, config, {"qk_norm": (False,), "mask_token": (None,)})
+        refuse(self.name, config, {"mask_token": (None,)})
         refuse_taps(self.name, config, facts.num_layers)
         write_tensors(folder, with_output_bias(head.state_dict()))
         ids = [layer + 1 for layer in config.taps]
         described = {
             **common_config(head, facts),
+            **(LIKE_QWEN3 if config.qk_norm else {}),
             "norm_before_residual": config.norm_before_residual,
-            "norm_output": config.norm_feedback,
-            **{key: config.tap_norm == norm for key, norm in NORM_FLAGS.items()},
+            **norm_flags(config),
             IDS: ids,
             "eagle_config": {IDS: ids, "use_aux_hidden_state": True},
             CONVENTION: INPUTS,

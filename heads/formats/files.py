@@ -12,8 +12,8 @@ import json
 import os
 import pickletools
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.hub import behind_hub_link, local_copy
-from drafthead.heads.formats.keys import Keys
+from drafthead.heads.formats.keys import Account, Keys
 from drafthead.heads.formats.printing import shown
 
 KeysType = TypeVar("KeysType", bound=Keys)
@@ -305,6 +305,61 @@ class ShardedFile(TensorFile):
         return self.shards[self.places[name]].mapped(name)
 
 
+# Names of modules that training wraps around others, and outer ones that some projects save too.
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+OUTER = ("draft_model.", "model.")
+# How other projects begin names, and how most do: TorchSpec, Model-Optimizer, older SpecForge.
+USUAL = {
+    "context_proj.": "fc.",
+    "context_norm.": "hidden_norm.",
+    "final_norm.": "norm.",
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "gate_proj.": "markov_head.gate_proj.",
+    "joint_proj.": "markov_head.joint_proj.",
+    "confidence_proj.": "confidence_head.proj.",
+    "logit_head.": "",
+}
+
+
+def usual_name(name: str) -> str:
+    """The name that most projects give to a tensor.
+
+    ``_orig_mod.model.layers.0.mlp.up_proj.weight`` is ``layers.0.mlp.up_proj.weight``.
+    """
+    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    for outer in OUTER:
+        name = name.removeprefix(outer)
+    for theirs, usual in USUAL.items():
+        if name.startswith(theirs):
+            return usual + name.removeprefix(theirs)
+    return name
+
+
+class RenamedFile(TensorFile):
+    """The tensors of a file under other names."""
+
+    def __init__(self, file: TensorFile, names: dict[str, str]):
+        """`names` are those in the file by the new ones."""
+        self.path, self.size, self.inner, self.names = file.path, file.size, file, names
+        self.stored = {name: file.stored[old] for name, old in names.items()}
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """One tensor [...], a view of the mapped file."""
+        return self.inner.mapped(self.names[name])
+
+
+def renamed(file: TensorFile) -> TensorFile:
+    """A file whose tensors have their usual names; raises UserError when two have the same one."""
+    names: dict[str, str] = {}
+    for name in file.stored:
+        if (other := names.setdefault(usual_name(name), name)) != name:
+            raise UserError(f"{file.path} holds {shown(other)} and {shown(name)}, which are one")
+    if all(name == old for name, old in names.items()):
+        return file
+    return RenamedFile(file, names)
+
+
 def open_tensors(path: Path) -> TensorFile:
     """The tensors of a file whose kind is known by its suffix."""
     if path.suffix == ".safetensors":
@@ -322,13 +377,14 @@ class Checkpoint:
     weights: Path  # a file of tensors, or an index of several
     config: dict[str, Any]  # {} when there is no config.json
     loaded: int = 0  # bytes so far
+    account: Account = field(default_factory=Account)  # of the configuration's keys
 
     @cached_property
     def file(self) -> TensorFile:
-        """The opened weights; raises UserError when they are damaged."""
+        """The opened weights under their usual names; raises UserError when they are damaged."""
         if self.weights.name.endswith(INDEX):
-            return ShardedFile(self.weights)
-        return open_tensors(self.weights)
+            return renamed(ShardedFile(self.weights))
+        return renamed(open_tensors(self.weights))
 
     @property
     def tensors(self) -> dict[str, Stored]:
@@ -345,12 +401,30 @@ class Checkpoint:
         """Where the configuration is, if there is one."""
         return self.weights.parent / CONFIG_FILE
 
-    def keys(self, declared: type[KeysType], content: Mapping[str, Any] | None = None) -> KeysType:
-        """The declared keys of the configuration, or of an object in it.
+    def keys(self, declared: type[KeysType], *place: str) -> KeysType:
+        """The declared keys of the configuration, or of the object in it to which keys lead.
 
         Raises UserError naming the file, the key and its value.
         """
-        return declared.of(self.config if content is None else content, self.config_file)
+        self.account.add(declared, place)
+        return declared.of(self.section(*place), self.config_file, ".".join(place))
+
+    def section(self, *place: str) -> dict[str, Any]:
+        """The configuration, or the object in it to which keys lead; {} if there is none.
+
+        Raises UserError when there is something else.
+        """
+        found: Any = self.config
+        for depth, key in enumerate(place):
+            found = found.get(key)
+            if found is None:
+                return {}
+            if not isinstance(found, dict):
+                named = ".".join(place[: depth + 1])
+                raise UserError(
+                    f"{self.config_file}: {named} is {shown(found)}, but must be an object"
+                )
+        return found
 
     def load(self, name: str) -> torch.Tensor:
         """One tensor [...] on the CPU, as stored.

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch.nn.functional import silu
@@ -29,7 +30,7 @@ from drafthead.heads.formats.base import (
     write_config,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
-from drafthead.heads.formats.keys import Count, Keys
+from drafthead.heads.formats.keys import Count, Keys, only
 from drafthead.heads.formats.layers import PlainLayers, Tensors
 from drafthead.heads.layers.decoder_layer import LayerConfig
 from drafthead.heads.target.target import Target
@@ -95,7 +96,12 @@ def repeated(config: HydraConfig) -> dict[str, str]:
 class HydraKeys(Keys):
     """The official keys."""
 
-    hidden_state_offset: Count = 0
+    hidden_state_offset: Annotated[
+        int, only(0, why="our heads read the last hidden state, not an earlier layer's")
+    ] = 0
+    hydra_head_arch: Annotated[
+        str, only("mlp", "prefix-mlp", why="our heads are those of Hydra and Hydra++")
+    ] = "mlp"
     hydra_num_heads: Count | None = None
     hydra_num_layers: Count | None = None
     grounded_heads: bool | None = None
@@ -116,8 +122,6 @@ class Hydra(WritableFormat):
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The heads; the embedding is a copy of the target's, unused tensors are ignored."""
         keys = checkpoint.keys(HydraKeys)
-        if keys.hidden_state_offset != 0:
-            raise UserError(f"{checkpoint.weights}: only hidden_state_offset 0 is supported")
         config = config_of(checkpoint, keys)
         for name, other in repeated(config).items():
             if not checkpoint.same(name, other):

@@ -1,5 +1,11 @@
 """The one reader of configurations: which keys there are, of which type, within which bounds.
 
+**Every key is accounted for.** A key that nobody reads may change what a head computes, and then it
+drafts badly without any error. So a key is either a field of a class that inherits `Keys`, which is
+read, or in the class's `neutral` with the reason why it changes nothing; all others are refused by
+name when the head has been read, see `Account`. A field whose value decides something that our
+heads do not have is declared with `only`.
+
 A class that inherits `Keys` declares them as fields, and `of` reads them:
 
 >>> class Shape(Keys):
@@ -13,11 +19,13 @@ drafthead.heads.errors.UserError: config.json: hidden_size is '64', but must be 
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_core import PydanticCustomError
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.printing import shown
@@ -36,13 +44,50 @@ LayerIds = Annotated[list[LayerId], Field(fail_fast=True)]
 TargetLayers = Annotated[int, Field(ge=1, le=2**10)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0, le=1e15)]
+Place = tuple[str, ...]  # the keys that lead to an object in a configuration; () is the whole
+Reasons = Mapping[str, str]  # why keys change nothing, and their names with spaces between them
+
+# Keys that any configuration may have and that change nothing: why, and their names.
+WRITTEN = {
+    "how the file was written; what the head is, its tensors show": (
+        "_name_or_path _attn_implementation(_autoset)? architectures auto_map custom_generate "
+        "(torch_)?dtype transformers_version"
+    ),
+    "of training": "initializer_range attention_dropout hidden_dropout",
+    "of generation, where the target decides": (
+        "(bos|eos|pad|sep|decoder_start|forced_bos|forced_eos)_token_id use_cache do_sample "
+        "temperature top_k top_p typical_p (max|min)_length early_stopping num_beams "
+        "num_beam_groups diversity_penalty repetition_penalty length_penalty bad_words_ids "
+        "(encoder_)?no_repeat_ngram_size num_return_sequences (begin_)?suppress_tokens "
+        "remove_invalid_values exponential_decay_length_penalty"
+    ),
+    "of transformers, for other kinds of model": (
+        "return_dict(_in_generate)? output_(attentions|hidden_states|scores) torchscript "
+        "use_bfloat16 tf_legacy_loss pruned_heads chunk_size_feed_forward is_(encoder_)?decoder "
+        "add_cross_attention cross_attention_hidden_size tie_encoder_decoder id2label label2id "
+        "finetuning_task problem_type prefix task_specific_params tokenizer_class"
+    ),
+}
+
+
+def only(*allowed: Any, why: str) -> AfterValidator:
+    """Of a key, accept these values alone; `why` completes "KEY is VALUE: " for all others."""
+
+    def check(value: Any) -> Any:
+        if value not in allowed:
+            raise PydanticCustomError("refused", "{why}", {"why": why})
+        return value
+
+    return AfterValidator(check)
 
 
 class Keys(BaseModel):
-    """Keys of a JSON object; null is as good as missing, and what is not declared is ignored."""
+    """Keys of a JSON object; null is as good as missing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
     knows_null: ClassVar[bool] = False  # whether null is a value of its own
+    # Keys that are not read because they change nothing; names are regular expressions.
+    neutral: ClassVar[Reasons] = {}
     _file: Path = PrivateAttr(default=Path())
 
     @classmethod
@@ -60,12 +105,75 @@ class Keys(BaseModel):
         found._file = file
         return found
 
-    def check(self, **found: int) -> None:
+    def check(self, **found: int | None) -> None:
         """Raise UserError when keys state other sizes than the tensors have."""
         for key, size in found.items():
             claimed = getattr(self, key)
             if claimed not in (None, size):
                 raise UserError(f"{self._file} says {key} {claimed}, but the tensors have {size}")
+
+
+class Account:
+    """What became of each key of a configuration.
+
+    Several classes may read one object; what none of them knows is refused.
+    """
+
+    def __init__(self) -> None:
+        self.read: dict[Place, set[str]] = {}
+        self.neutral: dict[Place, list[str]] = {}
+
+    def add(self, declared: type[Keys], place: Place = ()) -> None:
+        """Note that `declared` reads the object at `place`, and all objects in its fields."""
+        self.read.setdefault(place, set()).update(declared.model_fields)
+        self.neutral.setdefault(place, []).extend(" ".join(declared.neutral.values()).split())
+        for name, field in declared.model_fields.items():
+            for inner in objects_in(field.annotation):
+                self.add(inner, (*place, name))
+
+    def unknown(self, content: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[str, Any]]:
+        """Every key below `place` that is neither read nor neutral, and its value.
+
+        An object counts as read if something read the object itself.
+        """
+        read, neutral = self.read.get(place, set()), self.neutral.get(place, [])
+        for key, value in content.items():
+            inside = (*place, key)
+            if value is None or any(re.fullmatch(pattern, key) for pattern in neutral):
+                continue
+            objects = [item for item in listed(value) if isinstance(item, dict)]
+            if key not in read or (objects and inside not in self.read):
+                yield ".".join(inside), value
+                continue
+            for item in objects:
+                yield from self.unknown(item, inside)
+
+    def refuse_unknown(self, content: Mapping[str, Any], file: Path, name: str) -> None:
+        """Raise UserError for keys that a reader of the format called `name` does not know."""
+        unknown = list(self.unknown(content))
+        if not unknown:
+            return
+        key, value = unknown[0]
+        others = ", ".join(key for key, _ in unknown[1:])
+        raise UserError(
+            f"{file}: {key} is {shown(value)}, but what this key changes in a head of the format "
+            f"{name} is not known here"
+            + (f", nor are {others}" if others else "")
+            + "; if the head computes the same without it, delete it from the file"
+        )
+
+
+def listed(value: Any) -> list[Any]:
+    """A list itself, of anything else a list of it alone."""
+    return value if isinstance(value, list) else [value]
+
+
+def objects_in(annotation: Any) -> Iterator[type[Keys]]:
+    """The classes of keys in the type of a field."""
+    if isinstance(annotation, type) and issubclass(annotation, Keys):
+        yield annotation
+    for part in get_args(annotation):
+        yield from objects_in(part)
 
 
 def without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +197,8 @@ def complaint(error: ValidationError | RecursionError, within: str) -> str:
             return f"{key} is missing"
         case "extra_forbidden":
             return f"{key} is not known"
+        case "refused":
+            return f"{key} is {shown(first['input'])}: {reason}"
         case "value_error" | "json_invalid":
             return reason
     wanted = reason.removeprefix("Input should be ").removeprefix("Input should ")

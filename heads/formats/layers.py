@@ -6,9 +6,9 @@ need no renaming: see `heads.layers.decoder_layer`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -18,7 +18,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import Checkpoint
-from drafthead.heads.formats.keys import Count, Epsilon, Keys, Parts, Size, Vocabulary
+from drafthead.heads.formats.keys import (
+    WRITTEN,
+    Count,
+    Epsilon,
+    Keys,
+    Parts,
+    Place,
+    Reasons,
+    Size,
+    Vocabulary,
+    only,
+)
 from drafthead.heads.formats.printing import shown
 from drafthead.heads.formats.rope import DEFAULT_THETA, rope_of
 from drafthead.heads.layers.decoder_layer import LayerConfig
@@ -31,9 +42,29 @@ OUTPUT_BIAS = "self_attn.o_proj.bias"  # which our layers do not have
 # Reading
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+NOT_OURS = "our draft layers cannot compute that"
+# Types of models whose layers are ours; what else sets them apart has keys or tensors of its own.
+LIKE_LLAMA = (
+    "",  # of transformers' base class
+    *("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("dflash", "eagle", "eagle3", "muse_glimmer_assistant"),
+)
+
+
 class LayerKeys(Keys):
     """Keys of transformers' Llama and Qwen3 that describe layers."""
 
+    neutral: ClassVar[Reasons] = {
+        **WRITTEN,
+        "shown by the tensors": "attention_bias qkv_bias",
+        "computed in parts, it is the same": "pretraining_tp",
+        "of layers with experts, whose tensors have other names": (
+            "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
+            "num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef "
+            "router_jitter_noise"
+        ),
+    }
     hidden_size: Size
     intermediate_size: Size
     num_attention_heads: Size
@@ -41,34 +72,37 @@ class LayerKeys(Keys):
     head_dim: Size | None = None  # the hidden size divided by the attention heads
     num_hidden_layers: Parts | None = None
     vocab_size: Vocabulary | None = None
-    draft_vocab_size: Vocabulary | None = None
     rms_norm_eps: Epsilon = 1e-6
     max_position_embeddings: Count = 2048
     tie_word_embeddings: bool = False
-    # What our layers do not have, unless it has no effect.
-    hidden_act: str = "silu"
-    mlp_bias: bool = False
-    partial_rotary_factor: float = 1.0
     layer_types: Annotated[list[str], Field(fail_fast=True)] = Field(default=[])
     sliding_window: Count = 0
-    logit_scale: float = 1.0  # vLLM multiplies the draft's logits by it
-
-
-class FullLayerKeys(LayerKeys):
-    """The same where the vocabulary cannot be read from the tensors."""
-
-    vocab_size: Vocabulary
+    use_sliding_window: bool | None = None
+    max_window_layers: Count = 0  # of Qwen2 and 3: without `layer_types` those from here on slide
+    # What our layers do not have.
+    model_type: Annotated[
+        str,
+        only(
+            *LIKE_LLAMA,
+            why="how its layers differ from Llama's is not known here; if they do not, write llama",
+        ),
+    ] = "llama"
+    hidden_act: Annotated[str, only("silu", "swish", why=NOT_OURS)] = "silu"
+    mlp_bias: Annotated[bool, only(False, why=NOT_OURS)] = False
+    partial_rotary_factor: Annotated[float, only(1, why=NOT_OURS)] = 1.0
+    rope_is_neox_style: Annotated[bool, only(True, why=NOT_OURS)] = True
+    use_gemma_norm: Annotated[bool, only(False, why=NOT_OURS)] = False
+    logit_scale: Annotated[float, only(1, why="our heads do not scale logits, as vLLM would")] = 1.0
 
 
 def layer_options(
-    checkpoint: Checkpoint, config: Mapping[str, Any], keys: LayerKeys, first_layer: str
+    checkpoint: Checkpoint, place: Place, keys: LayerKeys, first_layer: str, kind: str = FULL
 ) -> dict[str, Any]:
-    """The fields of `LayerConfig` from `config`, in which `keys` were read.
+    """The fields of `LayerConfig` from the object at `place`, in which `keys` were read.
 
-    The first layer's tensors have names that begin with `first_layer`. Raises UserError for options
-    that our layers do not have.
+    The first layer's tensors have names that begin with `first_layer`; `kind` is that of all
+    layers. Raises UserError where configuration and tensors disagree.
     """
-    refuse_options(checkpoint.config_file, keys)
     attention = first_layer + "self_attn."
     hidden, heads = keys.hidden_size, keys.num_attention_heads
     shared, size = keys.num_key_value_heads or heads, keys.head_dim or hidden // heads
@@ -89,27 +123,41 @@ def layer_options(
         "attention_bias": attention + "q_proj.bias" in checkpoint.tensors,
         "rms_norm_eps": keys.rms_norm_eps,
         "max_position_embeddings": keys.max_position_embeddings,
-        "rope_parameters": rope_of(config, size, checkpoint.config_file),
+        "rope_parameters": rope_of(checkpoint, size, place, kind),
     }
 
 
-def refuse_options(file: Path, keys: LayerKeys) -> None:
-    """Raise UserError for options that our layers do not implement."""
-    windows = any(kind != "full_attention" for kind in keys.layer_types)
-    asked = {
-        "hidden_act": keys.hidden_act not in ("silu", "swish"),
-        "mlp_bias": keys.mlp_bias,
-        "partial_rotary_factor": keys.partial_rotary_factor != 1,
-        "logit_scale": keys.logit_scale != 1,
-        # A window as long as the context hides nothing.
-        "layer_types": windows and keys.sliding_window < keys.max_position_embeddings,
-    }
-    for key, present in asked.items():
-        if present:
-            raise UserError(
-                f"{file}: {key} is {shown(getattr(keys, key))}, which our draft layers cannot "
-                "compute"
-            )
+def kinds_of_layers(keys: LayerKeys, num_layers: int) -> set[str]:
+    """What there is of layers that see all and layers that slide, by the keys of transformers."""
+    if keys.layer_types:
+        return set(keys.layer_types)
+    from_here = num_layers
+    if keys.use_sliding_window and keys.sliding_window:
+        from_here = min(num_layers, keys.max_window_layers)
+    return {FULL} if from_here == num_layers else {SLIDING} if from_here == 0 else {FULL, SLIDING}
+
+
+def window_hides(keys: LayerKeys, window: int) -> bool:
+    """Whether a window hides anything; one as long as the context does not."""
+    return not 0 < keys.max_position_embeddings <= window
+
+
+def refuse_windows(file: Path, keys: LayerKeys, num_layers: int) -> None:
+    """Raise UserError for layers that see only a window, which EAGLE's layers here do not have."""
+    if kinds_of_layers(keys, num_layers) == {FULL} or not window_hides(keys, keys.sliding_window):
+        return
+    raise UserError(
+        f"{file}: layer_types is {shown(keys.layer_types)} with a sliding_window of "
+        f"{keys.sliding_window}, but layers of EAGLE heads see everything here; train it with full "
+        "attention, or serve it with the software that trained it"
+    )
+
+
+class FullLayerKeys(LayerKeys):
+    """The same where the vocabulary cannot be read from the tensors."""
+
+    vocab_size: Vocabulary
+    draft_vocab_size: Vocabulary | None = None
 
 
 def without_output_bias(tensors: Tensors) -> Tensors:
@@ -158,8 +206,10 @@ def draft_vocabulary(checkpoint: Checkpoint, vocab_size: int, claimed: int | Non
     if int(known.sum()) != len(ids):
         raise UserError(f"{checkpoint.weights}: d2t points to some token twice")
     if "t2d" in checkpoint.tensors:
+        checkpoint.shape("t2d", 1)
         stored = checkpoint.load("t2d").bool()
-        if stored.shape != known.shape or not torch.equal(stored, known):
+        # Either vocabulary may be padded, with numbers that are no tokens.
+        if not torch.equal(stored.nonzero(), known.nonzero()):
             raise UserError(f"{checkpoint.weights}: t2d marks other tokens than d2t points to")
     return {"d2t": d2t, "t2d": known}
 

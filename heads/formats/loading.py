@@ -54,11 +54,13 @@ def read_foreign(path: Path, target: TargetFacts) -> tuple[Format, Foreign]:
     """The format and the head of the checkpoint at `path`.
 
     Raises UserError as `recognised` does, when the head is not understood, when its configuration
-    is out of bounds, and when a tensor holds values that are not finite.
+    has keys that are not known or is out of bounds, and when a tensor holds values that are not
+    finite.
     """
     known, checkpoint = recognised(path)
     try:
         foreign = known.read(checkpoint, target)
+        checkpoint.account.refuse_unknown(checkpoint.config, checkpoint.config_file, known.name)
         check_head_config(foreign.config, checkpoint.config_file)
     except UserError:
         raise

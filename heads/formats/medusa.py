@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -34,7 +35,16 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.files import Checkpoint
-from drafthead.heads.formats.keys import Count, Keys, Parts, Size, TargetLayers, Vocabulary
+from drafthead.heads.formats.keys import (
+    Count,
+    Keys,
+    Parts,
+    Reasons,
+    Size,
+    TargetLayers,
+    Vocabulary,
+    only,
+)
 from drafthead.heads.target.target import Target
 
 MERGED = "medusa_head."
@@ -78,6 +88,10 @@ FIRST_BLOCK = "branches.0.blocks.0.weight"
 class MedusaKeys(Keys):
     """Sizes that a configuration may state; published ones miscount the heads."""
 
+    neutral: ClassVar[Reasons] = {
+        "shown by the tensors": "medusa_num_layers version medusa_fc_bias model_type",
+        "how vLLM drafts": "max_paths topk max_seq_len",
+    }
     hidden_size: Size | None = None
     vocab_size: Vocabulary | None = None
     medusa_num_heads: Count | None = None
@@ -88,13 +102,17 @@ class VllmKeys(MedusaKeys):
     """vLLM's keys."""
 
     num_hidden_layers: Parts | None = None  # blocks of a head
-    logit_scale: float = 1.0
+    truncated_vocab_size: Vocabulary | None = None
+    logit_scale: Annotated[float, only(1, why="our heads do not scale logits")] = 1.0
     original_lm_head: bool = False
 
 
 class ModelKeys(Keys):
     """Of a whole model."""
 
+    neutral: ClassVar[Reasons] = {
+        "of the target, which is loaded with its own class": "(?!medusa).*"
+    }
     num_hidden_layers: TargetLayers | None = None
 
 
@@ -255,7 +273,7 @@ class MergedMedusa(Format):
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The heads; the other weights are the target's, which is loaded separately."""
         foreign = read_heads(checkpoint, IN_MODEL)
-        names = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight"}
+        names = {"embedding": "embed_tokens.weight", "output": "lm_head.weight"}
         layers = checkpoint.keys(ModelKeys).num_hidden_layers
         return replace(
             foreign,
@@ -274,11 +292,11 @@ class MergedMedusa(Format):
 
 @register_format
 class VllmMedusa(WritableFormat):
-    """vLLM's names, which only vLLM reads; it drafts chains only."""
+    """vLLM's names, which only vLLM reads, up to 0.32; it drafts chains only."""
 
     name = "vllm-medusa"
     families = ("medusa",)
-    readers = "vLLM"
+    readers = "vLLM up to 0.32"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """Some tensors are named after blocks and layers, with or without a prefix."""
@@ -290,10 +308,9 @@ class VllmMedusa(WritableFormat):
         if names.prefix + "token_map" in checkpoint.tensors:
             raise UserError(f"{checkpoint.weights} has a token_map: heads here know every token")
         keys = checkpoint.keys(VllmKeys)
-        if keys.logit_scale != 1:
-            raise UserError(f"{checkpoint.weights}: a logit_scale other than 1 is not supported")
         num_heads, num_layers = names.count(checkpoint.tensors)
         keys.check(num_heads=num_heads, num_hidden_layers=num_layers)
+        keys.check(truncated_vocab_size=keys.vocab_size)
         if not keys.original_lm_head:
             return read_heads(checkpoint, names)
         name = names.projection(0, 0)

@@ -1,7 +1,8 @@
-"""IBM's MLP speculator (Wertheimer et al., 2024) as fms-extras writes it and vLLM reads it."""
+"""IBM's MLP speculator (Wertheimer et al., 2024), which fms-extras writes and vLLM 0.32 reads."""
 
 import math
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import torch
 from torch.nn.functional import gelu
@@ -22,7 +23,16 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
-from drafthead.heads.formats.keys import Count, Keys, Parts, Size, Vocabulary
+from drafthead.heads.formats.keys import (
+    WRITTEN,
+    Count,
+    Keys,
+    Parts,
+    Reasons,
+    Size,
+    Vocabulary,
+    only,
+)
 from drafthead.heads.formats.layers import Tensors, rms_normed
 from drafthead.heads.target.target import Target
 
@@ -44,7 +54,12 @@ def kinds_of(part: str) -> tuple[str, ...]:
 class MlpKeys(Keys):
     """The keys of fms-extras and vLLM."""
 
-    method: str = "sum_rnn"
+    neutral: ClassVar[Reasons] = {
+        **WRITTEN,
+        "shown by the tensors": "model_type",
+        "how its readers draft": "n_candidates top_k_tokens_per_head",
+    }
+    method: Annotated[str, only("sum_rnn", why="our heads are the MLP, not the LSTM")] = "sum_rnn"
     n_predict: Parts | None = None
     tie_weights: bool = False
     scale_input: bool = False
@@ -59,7 +74,7 @@ class MlpSpeculatorFormat(WritableFormat):
 
     name = "mlp"
     families = ("mlp_speculator",)
-    readers = "vLLM, text-generation-inference, fms-extras"
+    readers = "vLLM up to 0.32, text-generation-inference, fms-extras"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """It has the first embedding, projection, norm and head."""
@@ -68,8 +83,6 @@ class MlpSpeculatorFormat(WritableFormat):
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The steps; tied ones must be equal if the file holds all of them."""
         keys = checkpoint.keys(MlpKeys)
-        if keys.method != "sum_rnn":
-            raise UserError(f"{checkpoint.weights}: only the method sum_rnn is supported")
         inner, hidden = checkpoint.shape(stored_name("projections", 0, "weight"), 2)
         vocab = checkpoint.shape(stored_name("outputs", 0, "weight"), 2)[0]
         config = MlpSpeculatorConfig(

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.keys import Keys, Positive
+from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.keys import Keys, Place, Positive, Reasons, only
 from drafthead.heads.formats.printing import shown
 
 DEFAULT_THETA = 10000.0  # of transformers, for a configuration without one
@@ -23,11 +24,15 @@ NEEDED = {
 
 
 class RopeKeys(Keys):
-    """Rotary parameters as transformers 5 names them; others have no effect."""
+    """Rotary parameters as transformers 5 names them."""
 
+    neutral: ClassVar[Reasons] = {
+        "the older name of rope_type": "type",
+        "for pictures; of text all kinds of position are equal": "mrope_section mrope_interleaved",
+    }
     rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] = "default"
     rope_theta: Annotated[float, Field(ge=1, le=1e15)] = DEFAULT_THETA
-    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] = 1.0  # our layers rotate all
+    partial_rotary_factor: Annotated[float, only(1, why="our layers rotate whole heads")] = 1.0
     factor: Positive | None = None
     original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
     attention_factor: Positive | None = None
@@ -45,7 +50,7 @@ class RopeKeys(Keys):
 def known_rope(
     rope: Mapping[str, Any], head_dim: int, file: Path, within: str = "rope_parameters"
 ) -> dict[str, Any]:
-    """The rotary parameters that transformers knows; it would warn of every other key.
+    """The rotary parameters that transformers knows; it would warn of neutral ones.
 
     Raises UserError for those with which positions would not be rotated sensibly.
     """
@@ -73,19 +78,28 @@ class RopeForms(Keys):
     rope_theta: Any = None
 
 
-def rope_of(config: Mapping[str, Any], head_dim: int, file: Path) -> dict[str, Any]:
-    """Rotary parameters in the form of transformers 5, from those of 4 or 5.
+class RopeKinds(Keys):
+    """The rotary parameters of each kind of layer, which some models have."""
 
-    Raises UserError for unsupported parameters, and when the forms disagree.
+    full_attention: dict[str, Any] | None = None
+    sliding_attention: dict[str, Any] | None = None
+
+
+def rope_of(
+    checkpoint: Checkpoint, head_dim: int, place: Place, kind: str = "full_attention"
+) -> dict[str, Any]:
+    """Rotary parameters in the form of transformers 5, from those of 4 or 5 at `place`.
+
+    `kind` is that of the head's layers. Raises UserError for unsupported parameters, and when the
+    forms disagree.
     """
-    forms = RopeForms.of({key: config.get(key) for key in RopeForms.model_fields}, file)
+    file, forms = checkpoint.config_file, checkpoint.keys(RopeForms, *place)
+    checkpoint.account.add(RopeKeys, (*place, "rope_scaling"))
     new = forms.rope_parameters or {}
-    if "full_attention" in new:  # some models have one for each kind of layer
-        new = new["full_attention"]
-        if not isinstance(new, dict):
-            raise UserError(
-                f"{file}: rope_parameters.full_attention is {shown(new)}, but must be an object"
-            )
+    if set(RopeKinds.model_fields) & set(new):
+        new = rope_of_kind(checkpoint, kind, (*place, "rope_parameters"))
+    else:
+        checkpoint.account.add(RopeKeys, (*place, "rope_parameters"))
     chosen: dict[str, Any] = {}
     if forms.rope_theta is not None:
         chosen["rope_theta"] = forms.rope_theta
@@ -102,6 +116,20 @@ def rope_of(config: Mapping[str, Any], head_dim: int, file: Path) -> dict[str, A
     return {**chosen, "rope_theta": float(chosen["rope_theta"])}
 
 
+def rope_of_kind(checkpoint: Checkpoint, kind: str, place: Place) -> dict[str, Any]:
+    """The rotary parameters of a kind of layer from the object at `place`, which has several.
+
+    Raises UserError when there are none of this kind.
+    """
+    kinds = checkpoint.keys(RopeKinds, *place)
+    for name in RopeKinds.model_fields:  # of layers that the head does not have, too
+        checkpoint.account.add(RopeKeys, (*place, name))
+    found = getattr(kinds, kind)
+    if found is None:
+        raise UserError(f"{checkpoint.config_file}: {'.'.join((*place, kind))} is missing")
+    return found
+
+
 def with_type(form: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """One form without nulls, its type under `rope_type`; older configurations call it `type`."""
     found = {key: value for key, value in form.items() if value is not None and key != "type"}
@@ -110,4 +138,6 @@ def with_type(form: Mapping[str, Any], file: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: rope_type is {shown(found['rope_type'])} and type is {shown(old)}"
         )
+    if found.get("rope_type") == "mrope":  # default, but for pictures
+        found["rope_type"] = "default"
     return {"rope_type": "default", **found}

@@ -8,7 +8,7 @@ Ours are one less.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -29,8 +29,17 @@ from drafthead.heads.formats.base import (
     write_tensors,
 )
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
-from drafthead.heads.formats.keys import Keys, LayerIds, Parts, Token, Vocabulary
-from drafthead.heads.formats.layers import layer_keys, with_output_bias
+from drafthead.heads.formats.keys import (
+    WRITTEN,
+    Keys,
+    LayerIds,
+    Parts,
+    Reasons,
+    Size,
+    Vocabulary,
+    only,
+)
+from drafthead.heads.formats.layers import SLIDING, layer_keys, with_output_bias
 from drafthead.heads.target.target import Target
 
 KIND = "speculators_model_type"
@@ -41,44 +50,68 @@ CLASSES = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
 }
+LAYERS = "transformer_layer_config"
+TIED = "an output head that is the embedding of its own file is not read here"
 WRITTEN_LIKE = "0.9.0"  # the version of speculators whose files we write
 
 
 class Proposal(Keys):
     """One way to draft."""
 
+    neutral: ClassVar[Reasons] = {
+        "how guesses are accepted": "proposal_type verifier_accept_k accept_tolerance"
+    }
     speculative_tokens: Parts | None = None
 
 
 class Verifier(Keys):
     """The target."""
 
+    neutral: ClassVar[Reasons] = {"shown by the target": "architectures"}
     name_or_path: str | None = None
 
 
 class SpeculatorsConfig(Keys):
     """How the head is used."""
 
+    neutral: ClassVar[Reasons] = {
+        "repeats speculators_model_type": "algorithm",
+        "of one": "default_proposal_method",
+    }
     proposal_methods: Annotated[list[Proposal], Field(fail_fast=True)] = Field(default=[])
     verifier: Verifier = Verifier()
 
 
 class SpeculatorsKeys(Keys):
-    """The keys that all kinds of head share, and optional ones of some."""
+    """The keys that all kinds of head share."""
 
-    speculators_model_type: Literal["eagle3", "peagle", "dflash", "dspark"]
+    neutral: ClassVar[Reasons] = {
+        **WRITTEN,
+        "of the writer": "speculators_version has_no_defaults_at_init",
+    }
+    speculators_model_type: Annotated[
+        str, only(*EAGLES, *BLOCKS, why="heads of this kind are not read; serve it with vLLM")
+    ]
     transformer_layer_config: dict[str, Any]
     speculators_config: SpeculatorsConfig = SpeculatorsConfig()
     draft_vocab_size: Vocabulary | None = None
-    embed_requires_grad: bool | None = None  # EAGLE-3
-    aux_hidden_state_layer_ids: LayerIds = Field(default=[])  # DFlash
-    sample_from_anchor: bool | None = None  # DFlash
+    target_hidden_size: Size | None = None
+    tie_word_embeddings: Annotated[bool, only(False, why=TIED)] = False
 
 
-class MaskKeys(Keys):
-    """What P-EAGLE, DFlash and DSpark have."""
+class SpeculatorsEagleKeys(Keys):
+    """What EAGLE-3 and P-EAGLE have beside EAGLE-3's own keys."""
 
-    mask_token_id: Token
+    embed_requires_grad: bool | None = None
+
+
+class SpeculatorsBlockKeys(Keys):
+    """What DFlash and DSpark have beside DFlash's own keys."""
+
+    aux_hidden_state_layer_ids: LayerIds = Field(default=[])
+    # Whether slots of sliding layers see all of their block; those of others always do. (But vLLM
+    # 0.33 reads it as the causality of all layers.)
+    sliding_window_non_causal: bool = False
 
 
 @register_format
@@ -98,7 +131,8 @@ class Speculators(WritableFormat):
         keys = checkpoint.keys(SpeculatorsKeys)
         kind = keys.speculators_model_type
         found = (read_eagle if kind in EAGLES else read_block)(checkpoint, keys, target)
-        keys.check(draft_vocab_size=found.config.draft_vocab_size or found.config.vocab_size)
+        vocab = found.config.draft_vocab_size or found.config.vocab_size
+        keys.check(draft_vocab_size=vocab, target_hidden_size=found.target.hidden_size)
         named = replace(found.target, name=keys.speculators_config.verifier.name_or_path)
         return replace(found, target=named)
 
@@ -146,11 +180,14 @@ class Speculators(WritableFormat):
     def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
         """Logits [K, V], computed as the kind of head does."""
         config, tensors = read_json(folder / CONFIG_FILE), all_tensors(folder)
-        layers = config["transformer_layer_config"]
+        layers = config[LAYERS]
         if config[KIND] in EAGLES:
             return eagle3.replayed(layers, config, tensors, probe)
         mask, root = config["mask_token_id"], config["sample_from_anchor"]
-        return block_parallel.replayed(layers, config, tensors, probe, mask, root)
+        slides = layers["layer_types"][0] == SLIDING
+        causal = slides and not config["sliding_window_non_causal"]
+        seen = block_parallel.Seen(causal, layers["sliding_window"] if slides else 0)
+        return block_parallel.replayed(layers, config, tensors, probe, mask, root, seen)
 
 
 def architectures_of(target: Target | None) -> list[str]:
@@ -179,22 +216,22 @@ def read_eagle(checkpoint: Checkpoint, keys: SpeculatorsKeys, target: TargetFact
 
     Embeddings that were trained are the head's own; others are the target's.
     """
-    parallel, flags = keys.speculators_model_type == "peagle", checkpoint.keys(eagle3.Eagle3Keys)
+    parallel, flags = keys.speculators_model_type == "peagle", checkpoint.keys(eagle3.FlagKeys)
     taps, notes = our_taps(flags.eagle_aux_hidden_state_layer_ids, eagle3.IDS, target)
     methods = keys.speculators_config.proposal_methods
     depth = (methods[0].speculative_tokens if methods else None) or Eagle3Config.depth
-    trained = parallel if keys.embed_requires_grad is None else keys.embed_requires_grad
+    trained = checkpoint.keys(SpeculatorsEagleKeys).embed_requires_grad
+    trained = parallel if trained is None else trained
     trained = trained and eagle3.EMBEDDINGS in checkpoint.tensors
     options = {
         "norm_before_residual": flags.norm_before_residual,
         "norm_feedback": flags.norm_output,
         "embeddings": "own" if trained else "target",
-        "mask_token": checkpoint.keys(MaskKeys).mask_token_id if parallel else None,
+        "mask_token": eagle3.mask_token_of(checkpoint) if parallel else None,
         "depth": depth,
         "ttt_steps": min(depth, Eagle3Config.ttt_steps),
     }
-    layers = keys.transformer_layer_config
-    found = eagle3.read_eagle3(checkpoint, layers, "layers.0.", taps, options)
+    found = eagle3.read_eagle3(checkpoint, (LAYERS,), "layers.0.", taps, options)
     eagle3.check_norms(checkpoint, flags, found.config, optional=False)
     return replace(found, notes=notes)
 
@@ -216,7 +253,7 @@ def describe_eagle(head: DraftHead) -> dict[str, Any]:
         "norm_output": config.norm_feedback,
         **{key: config.tap_norm == norm for key, norm in eagle3.NORM_FLAGS.items()},
         **({"mask_token_id": config.mask_token} if kind == "peagle" else {}),
-        "transformer_layer_config": {
+        LAYERS: {
             "model_type": "qwen3" if config.qk_norm else "llama",
             **layer_keys(config, config.num_layers, config.vocab_size),
         },
@@ -227,17 +264,21 @@ def describe_eagle(head: DraftHead) -> dict[str, Any]:
 
 
 def read_block(checkpoint: Checkpoint, keys: SpeculatorsKeys, target: TargetFacts) -> Foreign:
-    """A DFlash or DSpark head; `sample_from_anchor` is whether the root's slot drafts too."""
-    named = keys.aux_hidden_state_layer_ids
-    taps, notes = our_taps(named, "aux_hidden_state_layer_ids", target)
+    """A DFlash or DSpark head; `sample_from_anchor` is whether the root's slot drafts too.
+
+    Full layers see all of a block, sliding ones the slots before, unless a key says otherwise.
+    """
+    own = checkpoint.keys(SpeculatorsBlockKeys)
+    block = block_parallel.block_keys(checkpoint, block_parallel.BlockKeys)
+    taps, notes = our_taps(own.aux_hidden_state_layer_ids, "aux_hidden_state_layer_ids", target)
     if taps is None:
         raise UserError(
             f"{checkpoint.path} does not say which layers it reads: name the target it was made for"
         )
-    root = keys.sample_from_anchor
-    root = keys.speculators_model_type == "dspark" if root is None else root
-    mask, layers = checkpoint.keys(MaskKeys).mask_token_id, keys.transformer_layer_config
-    found = block_parallel.read_block(checkpoint, taps, mask, root, layers)
+    if own.sliding_window_non_causal:
+        block = block.model_copy(update={"causal": False})
+    root = keys.speculators_model_type == "dspark"
+    found = block_parallel.read_block(checkpoint, block, taps, root, (LAYERS,))
     shown = f"{', '.join(map(str, taps))} ({eagle3.OUTPUTS})"
     return replace(found, taps=shown, notes=notes)
 
@@ -247,17 +288,20 @@ def describe_block(head: DraftHead) -> dict[str, Any]:
     config: ParallelConfig = head.config
     block_parallel.refuse_unlike("speculators", config, {})
     plain = config.correction == "none" and config.confidence_weight == 0
+    # Only sliding layers can be causal; a window as long as the context hides nothing.
+    window = config.window or (config.max_position_embeddings if config.causal else 0)
     return {
         KIND: "dflash" if plain else "dspark",
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.taps],
         "block_size": config.block_size,
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.root_predicts,
-        "sliding_window_non_causal": False,
+        # Of full layers it says nothing, but vLLM 0.33 makes every layer causal where it is false.
+        "sliding_window_non_causal": not config.causal,
         **({} if plain else block_parallel.correction_keys(config)),
-        "transformer_layer_config": {
+        LAYERS: {
             "model_type": "qwen3",
             **layer_keys(config, config.num_layers, config.vocab_size),
-            "layer_types": ["full_attention"] * config.num_layers,
+            **block_parallel.window_keys(config.num_layers, window),
         },
     }

@@ -8,6 +8,14 @@ from drafthead.heads.trees.tree import Budget, Path, TreeShape
 
 # Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
 UNMEASURED_ALPHA = 0.6
+# The choices that Medusa publishes for Vicuna 7B and Hydra takes over, in their order: ranks of the
+# guesses at depth 1, 2, ... Heads of other targets are served with them, too.
+MEDUSA_CHOICES = """
+0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21
+004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001
+16 070
+"""
+MEDUSA_PATHS: tuple[Path, ...] = tuple(tuple(map(int, path)) for path in MEDUSA_CHOICES.split())
 # Tree sizes that differ enough to choose between; 64 nodes are cheap to verify on large GPUs only.
 TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -57,15 +65,22 @@ class StaticTrees:
     """The static tree of a head for each budget: grown from measured paths, or always the same."""
 
     def __init__(
-        self, path_counts: dict[Path, int] | None, max_depth: int, fixed: TreeShape | None = None
+        self,
+        path_counts: dict[Path, int] | None,
+        max_depth: int,
+        fixed: TreeShape | None = None,
+        usual: tuple[Path, ...] = (),
     ):
-        """Without a fixed tree and without measured paths, the trees are chains."""
+        """Without a fixed tree and without measured paths, the trees are grown from the `usual`
+        ones, the most frequent first; without these, too, they are chains.
+        """
         self.path_counts, self.max_depth, self.fixed = path_counts, max_depth, fixed
+        self.order = path_counts or {path: -place for place, path in enumerate(usual)}
         self.grown: dict[Budget, TreeShape] = {}
         if fixed is not None:
             self.budgets: tuple[Budget, ...] = (fixed.budget,)
         else:
-            self.budgets = (shallow_budgets if path_counts else chain_budgets)(max_depth)
+            self.budgets = (shallow_budgets if self.order else chain_budgets)(max_depth)
 
     def shape(self, budget: Budget) -> TreeShape:
         """The tree for a budget; always the fixed tree, if there is one."""
@@ -75,15 +90,14 @@ class StaticTrees:
             depth = min(budget.depth, self.max_depth)
             self.grown[budget] = (
                 self._from_paths(budget.nodes, depth)
-                if self.path_counts
+                if self.order
                 else TreeShape.chain(min(depth, budget.nodes - 1))
             )
         return self.grown[budget]
 
     def _from_paths(self, num_nodes: int, depth: int) -> TreeShape:
         """The best tree by the measured paths; a chain of 1 where no guess was ever right."""
-        assert self.path_counts is not None
-        grown = grow_tree(self.path_counts, num_nodes, depth)
+        grown = grow_tree(self.order, num_nodes, depth)
         return grown if grown.depth > 0 else TreeShape.chain(1)
 
     def scores(self, shape: TreeShape) -> list[float]:
@@ -102,13 +116,21 @@ class StaticTrees:
     def chances(self, budget: Budget) -> tuple[float, ...] | None:
         """How often the tree for a budget was accepted to depth 1, 2, ...; None if never measured.
 
-        A true continuation follows one path at most, so the shares of a depth's paths add up.
+        A true continuation follows one path at most, so the shares of a depth's paths add up. Of a
+        tree that was not measured they are those of its scores.
         """
-        if not self.path_counts or not self.path_counts.get(()):
+        counts = self.path_counts
+        if not self.order or (counts and not counts.get(())):
             return None
-        everywhere = self.path_counts[()]
         shape = self.shape(budget)
-        accepted = [0] * shape.depth
-        for path in shape.paths:
-            accepted[len(path) - 1] += self.path_counts.get(path, 0)
-        return tuple(count / everywhere for count in accepted)
+        accepted = [0.0] * shape.depth
+        for path, share in zip(shape.paths, self._shares(shape), strict=True):
+            accepted[len(path) - 1] += share
+        return tuple(accepted)
+
+    def _shares(self, shape: TreeShape) -> list[float]:
+        """How often the path of each node below the root was right."""
+        counts = self.path_counts or {}
+        if everywhere := counts.get((), 0):
+            return [counts.get(path, 0) / everywhere for path in shape.paths]
+        return [math.exp(score) for score in self.scores(shape)[1:]]

@@ -85,12 +85,20 @@ def measured_plan(decoder: Decoder, batch: int, temperature: float, fresh: bool)
         decoder.warm_up((kind.rows,), fresh, temperature=temperature)
     rows = plan_rows(plans.plan(kind, temperature))
     notes = [reason(rows), timing_note(kind.rows, batch, is_stored, plans.file)]
-    if all(drafter.chances(b) == Drafter.chances(drafter, b) for b in drafter.budgets):
+    if never_measured(drafter):
         notes.append(
             "the head's acceptance was never measured: each depth is assumed to be accepted "
             f"{UNMEASURED_ALPHA:g} times as often as the one before"
         )
     return MeasuredPlan(rows, notes, kind.rows)
+
+
+def never_measured(drafter: Drafter) -> bool:
+    """Whether a drafter's chances are assumed, those of a tree of its authors or of any other."""
+    head = getattr(drafter, "head", None)
+    if head is not None and head.usual_paths and not head.path_counts:
+        return True
+    return all(drafter.chances(b) == Drafter.chances(drafter, b) for b in drafter.budgets)
 
 
 def timing_note(timed: int, batch: int, is_stored: bool, file: Path) -> str:

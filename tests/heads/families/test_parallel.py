@@ -34,6 +34,7 @@ PUBLISHED = {
     "JetSpec": {"causal": True, "root_predicts": False, "correction": "none"},
     "DSpark": {"causal": False, "correction": "markov", "confidence_weight": 1.0},
     "Domino": {"causal": False, "root_predicts": False, "correction": "recurrent"},
+    "sliding": {"causal": True, "root_predicts": False, "correction": "none", "window": 7},
 }
 
 
@@ -73,6 +74,8 @@ def session_after(head: ParallelHead, target: Target, batch: HeadBatch, row: int
         {"causal": True, "root_predicts": False, "mask_token": 3},
         {"causal": False, "root_predicts": True, "tap_norm": False},
         {"causal": False, "root_predicts": False, "num_layers": 1},
+        {"causal": False, "root_predicts": True, "window": 7},
+        {"causal": True, "root_predicts": True, "window": 6},
     ],
     ids=str,
 )
@@ -114,9 +117,18 @@ def test_a_block_sees_its_context_and_itself(target, make_head) -> None:
         assert mask == [[int(c == "1") for c in row.replace(" ", "")] for row in rows]
 
 
-def test_a_context_read_in_pieces_equals_one_read_at_once(target, make_head) -> None:
+def test_a_slot_sees_the_positions_of_its_window(target, make_head) -> None:
+    """Anchor 3, so that the block of two begins at 4; by a window of 3, its own position counts."""
+    segments, anchors = torch.tensor([[1, 1, 1, 1, 1]]), torch.tensor([[3]])
+    head = make_head("parallel", target, block_size=2, causal=False, window=3)
+    mask = head.training_mask(segments, anchors)[0, 0].int().tolist()
+    assert mask == [[0, 0, 1, 1, 0, 1, 1], [0, 0, 0, 1, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_a_context_read_in_pieces_equals_one_read_at_once(target, make_head, window) -> None:
     """Two rows that take in different numbers of positions, the second of them padded."""
-    head = make_head("parallel", target)
+    head = make_head("parallel", target, window=window)
     batch = batch_of(target, [[1] * 12, [1] * 12])
     session = drafter_for(head, target).start(batch.input_ids, torch.tensor([3, 2]))
     done = torch.tensor([0, 0])
@@ -494,6 +506,8 @@ def test_a_draft_vocabulary_of_all_tokens_changes_nothing(target, make_head) -> 
         ({"taps": [1, 1]}, r"different layers.*\[1, 1\]"),
         ({"taps": [-2]}, r"from -1 on"),
         ({"mask_token": -1}, "mask_token"),
+        ({"block_size": 6, "window": 5}, "window must be 0 or hold a block of 6, got 5"),
+        ({"window": -1}, "window must be 0"),
         ({"correction_rank": -1}, "got -1"),
         ({"correction_rank": 64, "hidden_size": 32}, "correction_rank .*64"),
         ({"draft_vocab_size": 70, "vocab_size": 64}, "draft_vocab_size .*70"),

@@ -31,6 +31,9 @@ OWN = [
     Written("plain", "dflash", "parallel", DFLASH),
     Written("shape", "dflash", "parallel", {**DFLASH, **SHAPE, "attention_bias": True}),
     Written("final norm", "dflash", "parallel", {**DFLASH, "taps": (0, LAYERS)}),
+    Written("causal", "dflash", "parallel", {**DFLASH, "causal": True}),
+    Written("window", "dflash", "parallel", {**DFLASH, "window": 6}),
+    Written("causal window", "dflash", "parallel", {**DFLASH, "causal": True, "window": 6}),
     Written("plain", "dflash-transformers", "parallel", DFLASH),
     Written("shape", "dflash-transformers", "parallel", {**DFLASH, **SHAPE}),
     Written("vanilla", "dspark", "parallel", DSPARK),
@@ -43,6 +46,9 @@ OWN = [
     Written("confidence", "dspark", "parallel", {**DSPARK, "confidence_reads_token": False}),
     Written("dflash", "speculators", "parallel", DFLASH),
     Written("dflash from the anchor", "speculators", "parallel", {**DFLASH, "root_predicts": True}),
+    Written("causal", "speculators", "parallel", {**DFLASH, "causal": True}),
+    Written("window", "speculators", "parallel", {**DSPARK, "window": 6}),
+    Written("causal window", "speculators", "parallel", {**DFLASH, "causal": True, "window": 6}),
     Written("dflash of few tokens", "speculators", "parallel", {**DFLASH, **SMALL, **SHAPE}),
     Written("vanilla of few tokens", "speculators", "parallel", {**DSPARK, **SMALL}),
     Written("gated", "speculators", "parallel", {**DSPARK, "correction": "gated", "taps": (7, -1)}),
@@ -274,7 +280,6 @@ def target8() -> Target:
     ("name", "options", "complaint"),
     [
         ("dflash", {"tap_norm": True}, "head.tap_norm True"),
-        ("dflash", {"causal": True}, "head.causal True"),
         ("dflash", {"root_feature": True}, "head.root_feature True"),
         ("dflash", {"root_predicts": True}, "head.root_predicts True"),
         ("dflash", {"correction": "markov"}, "head.correction 'markov'"),
@@ -285,7 +290,10 @@ def target8() -> Target:
         ("dspark", {}, "head.root_predicts False"),
         ("dspark", {"root_predicts": True, "taps": (7,)}, "after the final norm"),
         ("speculators", {"taps": (3, 8)}, r"head.taps \[3, 8\]: the state after the final norm"),
-        ("speculators", {"causal": True}, "head.causal True"),
+        ("dspark", {"root_predicts": True, "causal": True}, "head.causal True"),
+        ("dspark", {"root_predicts": True, "window": 9}, "head.window 9"),
+        ("dflash-transformers", {"causal": True}, "head.causal True"),
+        ("dflash-transformers", {"window": 9}, "head.window 9"),
     ],
 )
 def test_what_a_format_cannot_express_is_named(name, options, complaint, target8, tmp_path) -> None:
@@ -317,14 +325,18 @@ def test_a_head_made_for_another_target_is_told_by_its_copies(target8, tmp_path)
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_attention_heads": 8}, "8 heads of 8"),
         (
-            {"layer_types": ["sliding_attention"], "sliding_window": 16},
-            "layer_types is .*sliding_attention",
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
+            "layer_types is .*all or none",
+        ),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 4},
+            "a window of 4, which is shorter than a block of 5",
         ),
         (
             {"dflash_config": {"mask_token_id": 3, "target_layer_ids": "all"}},
             "target_layer_ids is 'all'",
         ),
-        ({"dflash_config": {}}, "dflash_config.mask_token_id is missing"),
+        ({"dflash_config": {}}, "mask_token_id is missing"),
         ({"rope_parameters": "llama3"}, "rope_parameters is 'llama3'"),
     ],
 )

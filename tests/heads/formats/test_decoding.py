@@ -271,6 +271,15 @@ def test_answers_on_static_trees_take_the_same_steps(
         assert_same_answers(found, expected_answers(case, run))
 
 
+@pytest.mark.parametrize("case", cases("e2e_medusa/*", "e2e_hydra/*"), ids=name_of)
+def test_heads_that_were_not_measured_take_the_authors_tree(case: Case) -> None:
+    """Without a word about trees: the mean steps are theirs, of chains they were 2.4."""
+    run = next(run for run in case.decode["runs"] if run["tree"] == "mc_sim_7b_63")
+    head = load_head(case.path, case.target)
+    found = answers(head, case.target, Budget(64, 4), None, inputs_of(case, run))
+    assert_same_answers(found, expected_answers(case, run))
+
+
 @pytest.mark.parametrize("case", cases("e2e_eagle1/*"), ids=name_of)
 def test_answers_on_dynamic_trees_take_the_same_steps(
     case: Case, monkeypatch: pytest.MonkeyPatch

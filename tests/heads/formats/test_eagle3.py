@@ -33,12 +33,15 @@ OWN = [
     Written("plain", "eagle3-sglang", "eagle3", {**EAGLE3, "draft_vocab_size": 40}),
     Written("full vocabulary", "eagle3-sglang", "eagle3", {**EAGLE3, **GQA}),
     Written("wider than the target", "eagle3-sglang", "eagle3", {**EAGLE3, "hidden_size": 48}),
+    Written("norms and layers", "eagle3-sglang", "eagle3", {"num_layers": 2}),
+    Written("joint norm", "eagle3-sglang", "eagle3", {"tap_norm": "joint"}),
     Written("3.1", "eagle3-vllm", "eagle3", {"draft_vocab_size": 40, "embeddings": "own"}),
     Written(
         "joint norm", "eagle3-vllm", "eagle3",
         {"tap_norm": "joint", "norm_feedback": False, "norm_before_residual": True},
     ),
     Written("two layers", "eagle3-vllm", "eagle3", {"num_layers": 2, "attention_bias": True}),
+    Written("Qwen3's layers", "eagle3-vllm", "eagle3", {"qk_norm": True, **GQA}),
 ]  # fmt: skip
 TTT = [
     Written("3.1", "speculators", "eagle3", {"draft_vocab_size": 40}),
@@ -336,15 +339,11 @@ def target8() -> Target:
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("eagle3-sglang", {}, "head.tap_norm 'each'"),
-        ("eagle3-sglang", {"tap_norm": "none"}, "head.norm_feedback True"),
-        ("eagle3-sglang", {**EAGLE3, "norm_before_residual": True}, "norm_before_residual True"),
-        ("eagle3-sglang", {**EAGLE3, "num_layers": 2}, "head.num_layers 2"),
-        ("eagle3-sglang", {**EAGLE3, "embeddings": "own"}, "head.embeddings 'own'"),
-        ("eagle3-sglang", {**EAGLE3, "taps": (0, 3, 4)}, r"versions disagree on ids"),
-        ("eagle3-sglang", {**EAGLE3, "taps": (1, 3)}, r"taps three layers"),
+        ("eagle3-sglang", {"norm_before_residual": True}, "norm_before_residual True"),
+        ("eagle3-sglang", {"qk_norm": True}, "head.qk_norm True"),
+        ("eagle3-sglang", {"embeddings": "own"}, "head.embeddings 'own'"),
+        ("eagle3-sglang", {"taps": (3,)}, r"SGLang leaves fc out for one tap"),
         ("eagle3-vllm", {"taps": (1, 3, 7)}, r"head.taps \[1, 3, 7\]: it reads inputs of layers"),
-        ("eagle3-vllm", {"qk_norm": True}, "head.qk_norm True"),
         ("eagle3-vllm", {"mask_token": 3}, "head.mask_token 3"),
         ("speculators", {"hidden_size": 48}, "head.hidden_size 48 on a target of width 32"),
         ("speculators", {"taps": (1, 3, 8)}, r"head.taps \[1, 3, 8\]"),
@@ -363,8 +362,25 @@ def test_each_runtime_is_told_the_layers_in_its_own_convention(target8, tmp_path
     key = "eagle_aux_hidden_state_layer_ids"
     sglang = exported(head, target8, "eagle3-sglang", tmp_path / "sglang")
     assert sglang["eagle_config"][key] == [1, 3, 4]
+    assert sglang[key] == [2, 4, 5]  # vLLM and llama.cpp know no others
     assert exported(head, target8, "eagle3-vllm", tmp_path / "vllm")[key] == [2, 4, 5]
     assert exported(head, target8, "speculators", tmp_path / "speculators")[key] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("taps", [(0, 3, 4), (2, 4), (1, 2, 4, 6)])
+def test_sglang_reads_any_number_of_taps(taps, target8, tmp_path) -> None:
+    config = exported(
+        random_head("eagle3", target8, {"taps": taps}), target8, "eagle3-sglang", tmp_path / "head"
+    )
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(taps)
+    assert load_head(tmp_path / "head", target8).config.taps == taps
+
+
+def test_of_deepseek_sglang_reads_others(target8, tmp_path) -> None:
+    head = random_head("eagle3", target8, {"taps": (0, 3, 4)})
+    target8.config.model_type = "deepseek_v3"
+    with pytest.raises(UserError, match="on deepseek_v3: of this target SGLang reads them as"):
+        exported(head, target8, "eagle3-sglang", tmp_path / "head")
 
 
 @pytest.mark.parametrize(
@@ -394,7 +410,8 @@ def test_layer_ids_of_unknown_convention_are_read_as_sglang_reads_them(
 def test_without_ids_and_target_the_target_is_asked_for(target8, tmp_path) -> None:
     head = random_head("eagle3", target8, EAGLE3)
     config = exported(head, target8, "eagle3-sglang", tmp_path / "head")
-    del config["eagle_config"]
+    for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids"):
+        del config[key]
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
     _, foreign = read_foreign(tmp_path / "head", TargetFacts())
     assert "which layers" in foreign.needs_target

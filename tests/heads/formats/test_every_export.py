@@ -120,7 +120,7 @@ def test_a_depth_that_the_format_has_no_key_for_comes_back(
 
 def test_a_depth_that_is_lost_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(48)
-    monkeypatch.setattr("drafthead.heads.formats.eagle.DEPTH", "another key")
+    monkeypatch.setattr("drafthead.heads.formats.eagle.DEPTH", "pad_token_id")  # read by no one
     head = random_head("eagle", target, {"depth": 3, "ttt_steps": 1})
     with pytest.raises(UserError, match="eagle cannot express a depth of 3"):
         export_head(head, TargetFacts.of(target), target, "eagle", tmp_path / "out")

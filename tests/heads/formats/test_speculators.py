@@ -36,6 +36,9 @@ BLOCK = {
 BLOCKS = {
     "dflash": {"correction": "none", "root_predicts": False, "draft_vocab_size": 40},
     "dflash of all tokens": {"correction": "none", "root_predicts": False, "head_dim": 12},
+    "causal dflash": {"correction": "none", "root_predicts": False, "causal": True},
+    # Their window counts from the block's first slot, so it is compared where it hides nothing.
+    "sliding": {"correction": "none", "causal": False, "window": LENGTH + 4},
     "dspark": {"confidence_weight": 1.0, "draft_vocab_size": 40},
     "gated dspark": {"correction": "gated", "confidence_weight": 1.0, "attention_bias": True},
     "recurrent dspark": {"correction": "recurrent", "confidence_weight": 1.0},

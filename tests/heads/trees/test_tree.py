@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.trees.static import grow_tree
-from drafthead.heads.trees.tree import TokenTree, TreeShape, TreeTables, ancestor_mask
+from drafthead.heads.trees.static import MEDUSA_PATHS, StaticTrees, grow_tree
+from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables, ancestor_mask
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
 PARENTS = [-1, 0, 0, 1, 1, 2]
@@ -100,3 +100,23 @@ def test_a_row_may_have_a_tree_of_its_own() -> None:
     assert tree.depths.tolist() == [DEPTHS, [0, 1, 2, 3, 4, 5]]
     assert tree.ancestors.equal(ancestor_mask(parents))
     assert (tree.max_depth, tree.width, tree.draft_ids) == (5, 2, None)
+
+
+# Trees of heads that were not measured
+
+
+def test_an_unmeasured_head_grows_its_trees_from_the_usual_paths() -> None:
+    trees = StaticTrees(None, 4, usual=MEDUSA_PATHS)
+    assert sorted(trees.shape(Budget(64, 4)).paths) == sorted(MEDUSA_PATHS)
+    assert set(trees.shape(Budget(6, 4)).paths) == set(MEDUSA_PATHS[:5])
+    assert StaticTrees(None, 1, usual=MEDUSA_PATHS).shape(Budget(4, 1)).paths == ((0,), (1,), (2,))
+    measured = {(): 9, (0,): 5, (3,): 4}
+    assert StaticTrees(measured, 4, usual=MEDUSA_PATHS).shape(Budget(3, 1)).paths == ((0,), (1,))
+
+
+def test_a_wider_tree_is_taken_to_be_accepted_more_often() -> None:
+    trees = StaticTrees(None, 4, usual=MEDUSA_PATHS)
+    chain, wide = trees.chances(Budget(2, 1)), trees.chances(Budget(64, 4))
+    assert chain == pytest.approx((0.6,))  # of the first guess; the next in as many of the others
+    assert 0.6 < wide[0] < 1 and sorted(wide, reverse=True) == list(wide)
+    assert StaticTrees(None, 4).chances(Budget(2, 1)) is None
