@@ -1,0 +1,41 @@
+"""A cache and a home of the session's own: tests neither read nor leave anything in the user's.
+
+What one run of the tests has compiled serves its other tests, and goes with the session.
+"""
+
+import os
+import shutil
+import site
+from pathlib import Path
+from tempfile import mkdtemp
+
+# Each would go before the cache or the home.
+OTHER_PLACES = (
+    "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_TOKEN",
+    "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CONFIG_HOME",
+)  # fmt: skip
+
+
+def begin_session() -> Path | None:
+    """Set the environment of this process and of those that it starts; call it before imports.
+
+    Gives the folder to remove at the end. None in a worker of pytest-xdist, which has inherited
+    the session's environment.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return None
+    folder = Path(mkdtemp(prefix="drafthead-tests-"))
+    # Packages that were installed for the user alone are found through the home.
+    os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())
+    for name in OTHER_PLACES:
+        os.environ.pop(name, None)
+    for name, part in (("HOME", "home"), ("XDG_CACHE_HOME", "cache")):
+        (folder / part).mkdir()
+        os.environ[name] = str(folder / part)
+    return folder
+
+
+def end_session(folder: Path | None) -> None:
+    """Remove what the session has kept."""
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
