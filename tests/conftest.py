@@ -5,12 +5,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from session_folder import begin_session, end_session
+import session_folder  # before transformers is imported, which looks for the user's home
 
 # Before transformers is imported, also by commands that tests start: a name that is no folder is
 # looked for nowhere else, instead of on a hub five times in 45 seconds.
 os.environ["HF_HUB_OFFLINE"] = "1"
-SESSION = begin_session()
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ class ScriptedRandom(RowRandom):
 
 def pytest_unconfigure() -> None:
     """Nothing of the session stays."""
-    end_session(SESSION)
+    session_folder.end_session()
 
 
 @pytest.fixture(autouse=True)

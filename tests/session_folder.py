@@ -1,6 +1,7 @@
 """A cache and a home of the session's own: tests neither read nor leave anything in the user's.
 
-What one run of the tests has compiled serves its other tests, and goes with the session.
+Importing this sets the environment, of this process and of those that it starts. What one test has
+compiled serves the others of the session, and goes with it.
 """
 
 import os
@@ -17,10 +18,9 @@ OTHER_PLACES = (
 
 
 def begin_session() -> Path | None:
-    """Set the environment of this process and of those that it starts; call it before imports.
+    """Set the environment, and give the folder to remove at the end.
 
-    Gives the folder to remove at the end. None in a worker of pytest-xdist, which has inherited
-    the session's environment.
+    None in a worker of pytest-xdist, which has inherited the session's environment.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return None
@@ -35,7 +35,10 @@ def begin_session() -> Path | None:
     return folder
 
 
-def end_session(folder: Path | None) -> None:
+SESSION = begin_session()
+
+
+def end_session() -> None:
     """Remove what the session has kept."""
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    if SESSION is not None:
+        shutil.rmtree(SESSION, ignore_errors=True)
