@@ -37,6 +37,9 @@ def apply_rope(file: GgufFile, config: PreTrainedConfig) -> None:
     plain["rope_theta"] = float(file.of_model("rope.freq_base", 10000.0))
     apply_width(file, config, plain)
     found = with_factors(file, config, scaled(file, config, plain))
+    original = found.get("original_max_position_embeddings")
+    if original and hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = original  # it goes first, in Phi 3
     if by_kind:
         theta = float(file.of_model("rope.freq_base_swa", 10000.0))
         sliding = {**plain, "rope_theta": theta}
