@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.configuration_utils import PretrainedConfig
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -43,6 +44,11 @@ def possible(config: PretrainedConfig) -> Iterator[Finish]:
     cap = getattr(config, "final_logit_softcapping", None)
     scales = dict.fromkeys([scale / divisor * multiplier, 1.0, *others])
     yield from (Finish(*both) for both in product(scales, dict.fromkeys([cap, None])))
+
+
+def has_numbers(weight: torch.Tensor) -> bool:
+    """Whether a weight [...] has values: where only sizes are wanted, nothing is loaded."""
+    return not (weight.is_meta or isinstance(weight, FakeTensor))
 
 
 def difference(found: torch.Tensor, logits: torch.Tensor) -> float:

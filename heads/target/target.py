@@ -49,7 +49,13 @@ from drafthead.heads.target.loading import (
     quantisation_of,
     quantising_options,
 )
-from drafthead.heads.target.logit_finish import Finish, by_rounding, difference, possible
+from drafthead.heads.target.logit_finish import (
+    Finish,
+    by_rounding,
+    difference,
+    has_numbers,
+    possible,
+)
 from drafthead.heads.target.masks import (
     LayerMasks,
     check_forward,
@@ -134,7 +140,7 @@ class Target:
         Raises UserError when it is in no way that its configuration explains.
         """
         ways = list(possible(self.config))
-        if self.device.type == "meta":  # without numbers, only to measure what it takes
+        if not has_numbers(self.model.get_input_embeddings().weight):
             return ways[0]
         try:
             hidden, logits = self.sample_pass()
