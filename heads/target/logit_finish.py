@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.configuration_utils import PretrainedConfig
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -47,8 +46,10 @@ def possible(config: PretrainedConfig) -> Iterator[Finish]:
 
 
 def has_numbers(weight: torch.Tensor) -> bool:
-    """Whether a weight [...] has values: where only sizes are wanted, nothing is loaded."""
-    return not (weight.is_meta or isinstance(weight, FakeTensor))
+    """Whether a weight [...] has values here: where only sizes are wanted, or on other devices too,
+    it is a tensor of another class.
+    """
+    return not weight.is_meta and type(weight.data) is torch.Tensor
 
 
 def difference(found: torch.Tensor, logits: torch.Tensor) -> float:
