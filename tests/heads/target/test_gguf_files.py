@@ -17,6 +17,7 @@ from drafthead.heads.target import gguf_files
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
 from drafthead.scripts.data.inspect_data import load_tokenizer
+from drafthead.scripts.models import info
 
 TEXT = "Größe <|user|> of 12 abacus"
 
@@ -180,3 +181,15 @@ def test_without_the_package_the_command_is_named(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "gguf" else find(n))
     with pytest.raises(UserError, match="python -m pip install gguf"):
         model_folder(path)
+
+
+def test_info_lists_what_became_of_every_key(tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "small.gguf"
+    write_small(path)
+    monkeypatch.setenv("COLUMNS", "200")
+    info.main(path)
+    told = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    becomes = {line.split()[0]: line.split(maxsplit=1)[-1] for line in told if "." in line}
+    assert becomes["llama.rope.freq_base"] == becomes["tokenizer.ggml.merges"] == "in the copy"
+    assert becomes["GGUF.version"] == "changes nothing"
+    assert any("tensors, each equal to what the package gguf reads" in line for line in told)
