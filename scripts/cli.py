@@ -3,6 +3,9 @@
 import importlib
 import logging
 import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import typer
 
@@ -64,11 +67,28 @@ def build_app(requested: str | None) -> typer.Typer:
         verb = name_of(module)
         if verb == requested:
             main = importlib.import_module(f"drafthead.scripts.{module}").main
-            app.command(verb, short_help=summary)(main)
+            app.command(verb, short_help=summary)(telling_interrupts(main))
             quieten_transformers()
         else:
             app.command(verb, short_help=summary)(lambda: None)
     return app
+
+
+class InterruptedVerbError(Exception):
+    """Ctrl-C in a verb: typer would end the process at a KeyboardInterrupt, without a word."""
+
+
+def telling_interrupts(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb, which raises InterruptedVerbError instead of KeyboardInterrupt."""
+
+    @wraps(verb)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            verb(*arguments, **options)
+        except KeyboardInterrupt:
+            raise InterruptedVerbError from None
+
+    return run
 
 
 def quieten_transformers() -> None:
@@ -97,7 +117,7 @@ def main() -> None:
         sys.exit(fail(str(error), 2))
     except OSError as error:
         sys.exit(fail(f"{error.strerror or error}: {error.filename or 'a file'}", 1))
-    except KeyboardInterrupt:
+    except (InterruptedVerbError, KeyboardInterrupt):
         sys.exit(fail("interrupted; what was written so far is kept", 130))
 
 

@@ -2,8 +2,10 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+
+import session_folder  # before transformers is imported, which looks for the user's home
 
 # Before transformers is imported, also by commands that tests start: a name that is no folder is
 # looked for nowhere else, instead of on a hub five times in 45 seconds.
@@ -11,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from steady import steady_clock
 from tiny import BUSHY, END, HIDDEN, VOCAB, letters_tokenizer, tiny_llama
 
 from drafthead.heads.base import HEADS, DraftHead
@@ -31,7 +34,6 @@ from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.text_writing import TextWriter
 from drafthead.infer.drafters.translation import Translator
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.train.data import token_table
 from drafthead.train.draft_models.student import FAMILY
 
 
@@ -53,10 +55,22 @@ class ScriptedRandom(RowRandom):
         return sample(probs, keys)
 
 
+def pytest_unconfigure() -> None:
+    """Nothing of the session stays."""
+    session_folder.end_session()
+
+
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:
     """Tiny models only lose time to threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def steady_steps(tmp_path_factory) -> Iterator[None]:
+    """For tests of which drafts are expected: `steady_clock`."""
+    with steady_clock(tmp_path_factory.mktemp("step_costs")):
+        yield
 
 
 @pytest.fixture
@@ -82,14 +96,6 @@ def sizes_rendered(monkeypatch) -> Callable[[str], list[int]]:
         return sizes
 
     return watch
-
-
-@pytest.fixture(autouse=True)
-def own_token_cache(monkeypatch, tmp_path_factory) -> None:
-    """Data sets of the tests stay out of the user's cache."""
-    folder = tmp_path_factory.getbasetemp() / "tokens"
-    folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(token_table, "cache_or_scratch", lambda _: folder)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, checkpoints_at
 from drafthead.heads.formats.keys import WRITTEN, Keys, Reasons
+from drafthead.heads.storage.files import let_others_read
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
@@ -161,6 +162,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write `model.safetensors` with tensors of any shape [...]."""
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    let_others_read(folder / WEIGHTS)
 
 
 def write_config(folder: Path, content: dict[str, Any]) -> None:

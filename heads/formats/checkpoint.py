@@ -19,7 +19,7 @@ from drafthead.heads.formats import load_head
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import ACCEPTANCE_FILE, TAP_CONVENTION, VERSION
 from drafthead.heads.formats.files import CONFIG_FILE, read_json
-from drafthead.heads.storage.files import write_text
+from drafthead.heads.storage.files import let_others_read, write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 
@@ -50,6 +50,7 @@ def save_head(
     }
     temporary = folder / (WEIGHTS_FILE + ".tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})
+    let_others_read(temporary)
     temporary.replace(folder / WEIGHTS_FILE)
     if head.path_counts is not None:
         write_acceptance(folder, head.path_counts)

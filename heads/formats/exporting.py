@@ -15,6 +15,7 @@ from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.storage.files import fresh_folder
 from drafthead.heads.target.features import Features
+from drafthead.heads.target.logit_finish import Finish
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
@@ -38,7 +39,7 @@ class StandIn(Target):
             max_position_embeddings=2048,
         )
         self.layers = range(facts.num_layers or 0)  # type: ignore[assignment]  # for their number
-        self.logit_scale, self.logit_cap = 1.0, None
+        self.finish = Finish()
         self.embedding = torch.randn(vocab, size, generator=generator)
         self.output = torch.randn(vocab, size, generator=generator) / size**0.5
 

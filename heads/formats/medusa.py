@@ -45,6 +45,7 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
     only,
 )
+from drafthead.heads.storage.files import let_others_read
 from drafthead.heads.target.target import Target
 
 MERGED = "medusa_head."
@@ -243,6 +244,7 @@ class Medusa(WritableFormat):
                     stored[OFFICIAL.bias(index, block)] = weight.new_zeros(weight.shape[0])
         if shared:
             save_file(stored, folder / "medusa_lm_head.safetensors")
+            let_others_read(folder / "medusa_lm_head.safetensors")
         else:
             torch.save(stored, folder / "medusa_lm_head.pt")
         described = {

@@ -28,6 +28,15 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def let_others_read(path: Path) -> None:
+    """Give a file the permissions of any new file: safetensors writes for the owner alone."""
+    probe = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    path.chmod(mode)
+
+
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `folder` at the end, or removed after an error.

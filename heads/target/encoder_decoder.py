@@ -25,9 +25,10 @@ from drafthead.heads.target.decoder_positions import (
     biased_attention,
     position_table,
 )
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
 from drafthead.heads.target.source_cache import SourceCache, SourceStates, for_decoder
-from drafthead.heads.target.target import Place, Target
+from drafthead.heads.target.target import Place, Taps, Target
 
 
 class EncoderDecoderTarget(Target):
@@ -75,6 +76,15 @@ class EncoderDecoderTarget(Target):
     def find_last_state(self, decoder: PreTrainedModel) -> Place:
         """What the output head reads: BART's decoder has no final norm, and T5 scales its state."""
         return Place(self.model.get_output_embeddings(), is_input=True)
+
+    def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden states [1, T, D] and logits [1, T, V] of an answer that is its source too."""
+        ids = self.sample_ids()
+        with torch.no_grad(), Taps(self, FeatureSpec()) as taps:
+            logits = self.model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
+        last = taps.features().last
+        assert last is not None
+        return last, logits
 
     def as_prompt(self, text: list[int]) -> list[int]:
         """The source, then the tokens with which the decoder begins.

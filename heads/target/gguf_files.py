@@ -1,7 +1,9 @@
 """Targets in GGUF files: dequantised once, into a folder that transformers loads like any other."""
 
+import copy
 import hashlib
 import importlib.util
+import json
 import logging
 import secrets
 import shutil
@@ -12,17 +14,31 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.disk_cache import cache_folder, cache_or_scratch
+from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.gguf_account import (
+    GgufFile,
+    apply_settings,
+    check_architecture,
+    check_keys,
+    end_ids,
+)
+from drafthead.heads.target.gguf_rope import apply_rope
+from drafthead.heads.target.gguf_text import split_as_stated
+from drafthead.heads.target.gguf_weights import check_weights
 
 logger = logging.getLogger(__name__)
 
 OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+ACCOUNT_FILE = "gguf.json"  # in a copy: what was read of its file, and what was compared
+# Goes up when copies hold more of their files: older ones are made again.
+COPY_VERSION = 2
 HEADER_BYTES = 1 << 20  # of a file's beginning that tell it from others
 # What `drafthead fetch` brings, each into a folder of its name.
 FETCHED_MODELS = ("smollm2", "gemma3-270m")
@@ -108,7 +124,9 @@ def fingerprint(file: Path) -> str:
     with file.open("rb") as opened:
         header = opened.read(HEADER_BYTES)
     digest = hashlib.blake2b(header, digest_size=8)
-    digest.update(f"{about.st_size} {about.st_mtime_ns} {transformers.__version__}".encode())
+    digest.update(
+        f"{about.st_size} {about.st_mtime_ns} {transformers.__version__} {COPY_VERSION}".encode()
+    )
     return digest.hexdigest()
 
 
@@ -135,30 +153,62 @@ def check_file(file: Path) -> None:
         )
 
 
-def write_copy(file: Path, folder: Path) -> None:
+def write_copy(path: Path, folder: Path) -> None:
     """Write a file's model in bfloat16 and its tokenizer, with the chat template, into a folder.
 
-    Raises UserError for what transformers cannot read.
+    Every key and every tensor is in the copy or known to be neutral, and the weights are those that
+    the package `gguf` reads; `ACCOUNT_FILE` in the folder lists it. Raises UserError for what
+    transformers cannot read, and for what a copy would not hold.
     """
-    loaded, tokenizer = read_file(file)
+    file = GgufFile(path)
+    check_architecture(file)
+    config = read_config(file)
+    loaded, tokenizer = read_file(path, config)
     # What transformers has loaded counts as quantised and cannot be saved, so its weights go into
     # another model of the same configuration.
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config = loaded.generation_config
+    model.generation_config.eos_token_id = end_ids(file) or None
+    split_as_stated(file, tokenizer)
+    count = check_weights(file, model.state_dict(), config)
+    neutral = check_keys(file)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    account = {
+        "file": str(path),
+        "architecture": file.architecture,
+        "weights": count,
+        "rope": getattr(config, "rope_parameters", None),
+        "ends": end_ids(file),
+        "keys_used": sorted(file.used),
+        "keys_neutral": sorted(neutral),
+    }
+    write_text(folder / ACCOUNT_FILE, json.dumps(account, indent=1))
 
 
-def read_file(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def read_config(file: GgufFile) -> PreTrainedConfig:
+    """The configuration of a file's model, with all that the file says; errors as `write_copy`."""
+    try:
+        config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"transformers cannot read {file.path}: {first_line(error)}") from error
+    apply_settings(file, config)
+    apply_rope(file, config)
+    return config
+
+
+def read_file(
+    file: Path, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A file's model in bfloat16, and its tokenizer; errors as `write_copy`."""
     try:
         pair: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.bfloat16, output_loading_info=True
-        )
+            file.parent, gguf_file=file.name, config=copy.deepcopy(config), dtype=torch.bfloat16,
+            output_loading_info=True,
+        )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # transformers raises many kinds
         raise UserError(f"transformers cannot read {file}: {first_line(error)}") from error

@@ -33,7 +33,10 @@ def part_of(target: Target, layers: Sequence[int]) -> Target:
     """
     target.refuse_encoder("drafting with some of its layers")
     refuse_other_layers(target, layers)
-    part = Target(with_layers(target.model, layers), target.tokenizer)
+    try:  # it reads some tokens
+        part = Target(with_layers(target.model, layers), target.tokenizer)
+    except UserError as error:
+        raise UserError(unlike(target, str(error))) from error
     part.numbers = tuple(layers)
     refuse_unlike(target, part)
     return part
@@ -106,10 +109,7 @@ def refuse_unlike(target: Target, part: Target) -> None:
     with hook_lock(target.model):
         with passed_over([target.layers[number] for number in passed]):  # type: ignore[index]
             expected = target.forward(tokens, tokens, None)
-        try:
-            found = part.forward(tokens, tokens, None)
-        except Exception as error:  # of transformers' code, of any kind
-            raise UserError(unlike(target, repr(error))) from error
+        found = part.forward(tokens, tokens, None)
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise UserError(unlike(target, "it then computes something else"))
 

@@ -49,6 +49,13 @@ from drafthead.heads.target.loading import (
     quantisation_of,
     quantising_options,
 )
+from drafthead.heads.target.logit_finish import (
+    Finish,
+    by_rounding,
+    difference,
+    has_numbers,
+    possible,
+)
 from drafthead.heads.target.masks import (
     LayerMasks,
     check_forward,
@@ -58,6 +65,8 @@ from drafthead.heads.target.masks import (
 )
 from drafthead.heads.target.placement import WHOLE, Placement
 from drafthead.heads.target.tree_cache import TreeCache
+
+SAMPLED = 4  # tokens of the pass that shows how a model makes logits
 
 
 @dataclass(frozen=True)
@@ -94,8 +103,8 @@ class Target:
         """Freeze `model` and find its layers; a PEFT wrapper is removed, its adapters stay.
 
         Raises UserError when decoder layers, final norm or output head are not found, when the
-        layers cannot run a token tree, or when the model has an encoder and this class is not for
-        such models, or the other way round.
+        layers cannot run a token tree, when the model's logits are not those of `project`, or when
+        the model has an encoder and this class is not for such models, or the other way round.
         """
         model = without_wrapper(model)
         self.check_kind(type(model).__name__, model.config.is_encoder_decoder)
@@ -115,10 +124,7 @@ class Target:
         self.has_alibi = uses_alibi(self.config)
         self.skips_logits = can_skip_logits(model, decoder)
         self.cache_name = cache_argument(type(model).forward)
-        scale = getattr(self.config, "logit_scale", None) or 1.0  # Cohere
-        divisor = getattr(self.config, "logits_scaling", None) or 1.0  # Granite
-        self.logit_scale: float = scale / divisor
-        self.logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.finish = self.find_finish()
 
     def check_decoder(self, decoder: PreTrainedModel) -> None:
         """Raise UserError with the reason when the decoder cannot run a token tree."""
@@ -127,6 +133,48 @@ class Target:
     def find_last_state(self, decoder: PreTrainedModel) -> Place:
         """Where the last hidden state is; raises UserError when the final norm is not found."""
         return Place(find_module(decoder, NORM_NAMES, "final norm"))
+
+    def find_finish(self) -> Finish:
+        """How the model makes logits of its output head's outputs, as one small pass shows.
+
+        Raises UserError when it is in no way that its configuration explains.
+        """
+        ways = list(possible(self.config))
+        if not has_numbers(self.model.get_input_embeddings().weight):
+            return ways[0]
+        try:
+            hidden, logits = self.sample_pass()
+        except Exception as error:  # models raise many kinds
+            reason = str(error).strip().partition("\n")[0] or repr(error)
+            raise UserError(
+                f"{type(self.model).__name__} cannot read {SAMPLED} tokens: {reason}"
+            ) from error
+        differences = {}
+        for way in ways:
+            self.finish = way
+            differences[way] = difference(self.project(hidden), logits)
+        best = min(ways, key=differences.__getitem__)
+        if differences[best] <= by_rounding(self.dtype):
+            return best
+        raise UserError(
+            f"{type(self.model).__name__} is not supported as a target: its logits are not what "
+            "its output head makes of the last hidden state, whatever constants of its "
+            "configuration scale and cap them"
+        )
+
+    def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden states [1, T, D] and the model's own logits [1, T, V] of some tokens."""
+        ids = self.sample_ids()
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        output = self.run(ids, positions, None, FeatureSpec())
+        assert output.features.last is not None
+        return output.features.last, output.logits
+
+    def sample_ids(self) -> torch.Tensor:
+        """Ids [1, T] of tokens that are likely to be text: neither the first ones nor the last."""
+        count = self.model.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(SAMPLED, device=self.device) + count // 3
+        return (ids % count)[None]
 
     @classmethod
     def check_kind(cls, name: str, with_encoder: bool) -> None:
@@ -336,11 +384,7 @@ class Target:
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The model's scaling and cap, applied to outputs [..., V] of its output head."""
-        if self.logit_scale != 1:
-            logits = logits * self.logit_scale
-        if self.logit_cap is not None:
-            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
-        return logits
+        return self.finish(logits)
 
     @torch.no_grad()
     def run(

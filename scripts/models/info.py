@@ -1,13 +1,16 @@
-"""`drafthead info`: what a checkpoint holds, ours or another's."""
+"""`drafthead info`: what a checkpoint holds, ours or another's, or the copy of a GGUF file."""
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts
 from drafthead.heads.formats.printing import printable
+from drafthead.heads.target.gguf_files import ACCOUNT_FILE, model_folder
 from drafthead.scripts import options
 from drafthead.scripts.reports.tables import print_table
 
@@ -20,10 +23,17 @@ def main(
 ) -> None:
     """Print family, target, size, features, vocabulary and origin of a draft head.
 
+    Of a target in a GGUF file: what its copy holds, and what of it was compared with the file.
+
     The head is read as all other verbs read it, so a damaged one is refused here too. What only
     the target can show, such as the shapes of tensors that the file leaves open, is not checked;
     the table says so.
     """
+    account = Path(model_folder(path)) / ACCOUNT_FILE
+    if account.exists():
+        rows = rows_of_copy(json.loads(account.read_text(encoding="utf-8")), account.parent)
+        print_table(escape(printable(str(path))), ("", "value"), rows, ())
+        return
     known, foreign = read_foreign(path, TargetFacts())
     if not foreign.needs_target:
         build_head(foreign, path)
@@ -61,6 +71,20 @@ def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
     if foreign.needs_target:
         rows.append(("left to the target", foreign.needs_target))
     return [(printable(name, LONGEST), printable(value, LONGEST)) for name, value in rows]
+
+
+def rows_of_copy(account: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """What is known of the copy of a GGUF file, as rows of name and value that are fit to print."""
+    rows = [
+        ("format", f"GGUF, architecture {account['architecture']}, read from a copy in bfloat16"),
+        ("copy", str(folder)),
+        ("weights", f"{account['weights']} tensors, each equal to what the package gguf reads"),
+        ("rotary positions", json.dumps(account["rope"])),
+        ("ends of answers", ", ".join(map(str, account["ends"])) or "none"),
+        *((key, "in the copy") for key in account["keys_used"]),
+        *((key, "changes nothing") for key in account["keys_neutral"]),
+    ]
+    return [(escape(printable(name)), escape(printable(value))) for name, value in rows]
 
 
 def checked(foreign: Foreign) -> str:

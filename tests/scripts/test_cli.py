@@ -449,3 +449,13 @@ def test_a_full_disk_is_said_in_one_sentence(run, monkeypatch, tmp_path) -> None
     status, _, err = run("compare", *TARGET, "--prompts", "@prompts.jsonl", *output)
     assert status == 1
     assert err.strip().splitlines()[-1] == "drafthead: No space left on device: comparison.json"
+
+
+def test_ctrl_c_ends_a_verb_with_one_sentence(run, monkeypatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("drafthead.infer.decoder.loaded_target", interrupt)
+    status, _, err = run("generate", *TARGET, "--prompt", "x")
+    assert status == 130
+    assert err.strip().splitlines()[-1].startswith("drafthead: interrupted; what was written")

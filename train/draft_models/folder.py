@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from drafthead.heads.layers.draft_vocabulary import tables_of
-from drafthead.heads.storage.files import write_text
+from drafthead.heads.storage.files import let_others_read, write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.frequent_tokens import (
     DRAFT_IDS,
@@ -39,7 +39,8 @@ def save_draft_model(
             write_text(Path(temporary) / DRAFT_IDS_FILE, json.dumps({DRAFT_IDS: guesses.tolist()}))
         written = json.dumps({"target": target_name, **origin}, indent=2)
         write_text(Path(temporary) / ORIGIN_FILE, written + "\n")
-        for file in Path(temporary).iterdir():
+        for file in sorted(Path(temporary).iterdir()):
+            let_others_read(file)
             shutil.move(file, folder / file.name)
 
 

@@ -1,6 +1,7 @@
 """A full disk is reported in one sentence, whichever library noticed it, and in whichever words."""
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ def full_disk_named(path: Path) -> Iterator[None]:
 def _is_full(error: BaseException, path: Path) -> bool:
     """Whether the error says so, or is one of a library that lost the reason on its way."""
     if isinstance(error, OSError) and error.errno in NO_SPACE:
+        return True
+    # Libraries in Rust quote the system's own sentence; what did not fit may be gone again.
+    if any(os.strerror(number) in str(error) for number in NO_SPACE):
         return True
     folder = next((p for p in (path, *path.parents) if p.is_dir()), None)
     return folder is not None and shutil.disk_usage(folder).free < LEFT_ON_A_FULL_DISK

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.checkpoint import load_head, save_head
+from drafthead.heads.formats.exporting import export_head
 
 
 @pytest.fixture
@@ -32,6 +34,16 @@ def test_a_head_comes_back_as_it_was(saved, target, make_head, family) -> None:
     assert description["features"]["layer_convention"] == "output of layer"
     assert description["target"]["name"] == "some/target"
     assert not list(saved.glob("*.tmp"))
+
+
+def test_whoever_may_read_new_files_may_read_a_head(target, make_head, tmp_path) -> None:
+    (new := tmp_path / "new").touch()
+    head = make_head("medusa", target)
+    save_head(head, tmp_path / "ours", target, "some/target", {})
+    export_head(head, TargetFacts.of(target), target, "vllm-medusa", tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        modes = {file.name: file.stat().st_mode for file in (tmp_path / folder).iterdir()}
+        assert set(modes.values()) == {new.stat().st_mode}, modes
 
 
 def test_a_missing_folder_is_named(target, tmp_path, family) -> None:

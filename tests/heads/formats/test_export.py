@@ -15,6 +15,7 @@ from drafthead.heads.formats import FORMATS, build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import difference_of, export_head
 from drafthead.heads.formats.medusa import VllmMedusa
+from drafthead.heads.target.logit_finish import Finish
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
@@ -111,7 +112,7 @@ def test_an_export_whose_reader_computes_something_else_is_not_kept(
 def test_a_head_of_a_target_that_scales_its_logits_is_not_exported(
     model: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "logit_scale", 0.25)
+    monkeypatch.setattr(model, "finish", Finish(0.25))
     with pytest.raises(UserError, match="would not compute what"):
         export_head(random_head("medusa", model, {}), FACTS, model, "medusa", tmp_path / "out")
 

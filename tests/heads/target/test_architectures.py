@@ -11,10 +11,12 @@ from tiny import HIDDEN, VOCAB
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.logit_finish import Finish
 from drafthead.heads.target.masks import LayerKind, key_positions, masks_by_kind
 from drafthead.heads.target.placement import Placement
 from drafthead.heads.target.target import Target
@@ -47,6 +49,54 @@ def test_layers_on_disk_give_the_states_of_layers_in_memory(name: str, tmp_path:
     torch.testing.assert_close([*found.features.taps], [*expected.features.taps])
     for read in (Target.output_weight, Target.input_weight):
         assert read(elsewhere).equal(read(whole))
+
+
+# Small enough for any architecture that has such settings; the others keep theirs.
+FEW = {
+    **HEAD, **EXPERTS, "num_experts": 4, "num_local_experts": 4, "moe_num_experts": 4,
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+CONSTANTS = {"logit_scale": 0.5, "logits_scaling": 0.25, "final_logit_softcapping": 3.0}
+
+
+def any_small_model(name: str) -> PreTrainedModel | None:
+    """A random float32 model with constants for its logits; None where these sizes make none."""
+    own = ARCHITECTURES.get(name, FEW)
+    for options in (own, {**own, **LATENT}):
+        try:
+            config = AutoConfig.for_model(name, **SIZES | options)
+            for constant, value in CONSTANTS.items():
+                if getattr(config, constant, None) is not None:
+                    setattr(config, constant, value)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            if model.num_parameters() < 4e6:
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(config).float().eval()
+                model(torch.tensor([[5, 6, 7]]))
+                return model
+        except Exception:  # as many kinds as there are models
+            continue
+    return None
+
+
+def test_logits_by_formula_are_those_of_all_models_that_are_accepted() -> None:
+    compared, scaled = [], []
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if (model := any_small_model(name)) is None:
+            continue
+        try:
+            target = Target(model)
+        except UserError as error:
+            assert "its logits are not" not in str(error)
+            continue
+        ids = torch.randint(1, VOCAB, (2, 9))
+        found = target.run(ids, torch.arange(9).expand_as(ids), None, FeatureSpec())
+        torch.testing.assert_close(target.project(found.features.last), found.logits)
+        compared.append(name)
+        scaled += [name] if target.finish != Finish() else []
+    assert len(compared) > 80 and len(scaled) > 10
+    assert {"hyperclovax", "granite", "cohere", "gemma2"} <= {*scaled}
 
 
 REFUSED = {

@@ -5,26 +5,21 @@ import struct
 from pathlib import Path
 
 import gguf
-import numpy as np
+import gguf_writing
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, SPECIALS, byte_tokenizer, tiny_llama, write_target
-from transformers import LlamaForCausalLM
+from gguf_writing import TOKENS, write_gguf
+from tiny import SPECIALS, byte_tokenizer, tiny_llama, write_target
+from transformers import PreTrainedModel
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import gguf_files
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
 from drafthead.scripts.data.inspect_data import load_tokenizer
+from drafthead.scripts.models import info
 
 TEXT = "Größe <|user|> of 12 abacus"
-# Our names of a layer's weights and those of GGUF.
-LAYER = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -32,76 +27,27 @@ def _own_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def model() -> LlamaForCausalLM:
-    return tiny_llama(vocab_size=len(SPECIALS) + 257, rms_norm_eps=1e-6)
-
-
-def gguf_name(name: str) -> str:
-    for ours, theirs in (
-        ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output"),
-        ("model.layers", "blk"), *LAYER.items(),
-    ):  # fmt: skip
-        name = name.replace(ours, theirs)
-    return name
-
-
-def rotary_order(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys in GGUF's order: both numbers of a rotated pair side by side."""
-    halves = weight.reshape(heads, 2, -1, weight.shape[-1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
-
-
-def add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    vocab = byte_tokenizer().get_vocab()
-    tokens = [*sorted(vocab, key=lambda token: vocab[token]), "ab"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS)))
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(1)
-    writer.add_pad_token_id(0)
-    writer.add_chat_template(CHAT_TEMPLATE)
-
-
-def write_gguf(
+def write_small(
     path: Path, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, arch: str = "llama"
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """A small Llama with its tokenizer as a GGUF file; returns the model that it describes."""
-    stored = model()
-    config = stored.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    add_tokenizer(writer)
-    for name, parameter in stored.named_parameters():
-        # A copy holds bfloat16, so that is what the expected model holds.
-        values, stored_as = parameter.data.bfloat16().float().numpy(), gguf.GGMLQuantizationType.F32
-        if values.ndim == 2:
-            stored_as = kind
-        packed = gguf.quantize(values, stored_as)
-        parameter.data = torch.tensor(gguf.dequantize(packed, stored_as)).bfloat16().float()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        for part, number in heads.items():
-            if part in name:
-                packed = rotary_order(packed, number)
-        writer.add_tensor(gguf_name(name), packed, raw_dtype=stored_as)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return stored.eval()
+    model = tiny_llama(vocab_size=TOKENS, rms_norm_eps=1e-6)
+    config = model.config
+    keys = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }  # fmt: skip
+    return write_gguf(path, model, arch, keys, kind, pre=None)
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
 def test_a_file_loads_as_the_model_that_it_holds(tmp_path, kind) -> None:
     path = tmp_path / "small.gguf"
-    expected = write_gguf(path, gguf.GGMLQuantizationType[kind])
+    expected = write_small(path, gguf.GGMLQuantizationType[kind])
     target = Target.from_pretrained(path, "float32", "cpu")
     ids = torch.arange(40)[None] % target.vocab_size
     assert torch.equal(target.model(ids).logits, expected(ids).logits)
@@ -110,7 +56,7 @@ def test_a_file_loads_as_the_model_that_it_holds(tmp_path, kind) -> None:
 
 def test_tokens_control_tokens_and_chat_format_come_from_the_file(tmp_path) -> None:
     path = tmp_path / "small.gguf"
-    write_gguf(path)
+    write_small(path)
     tokenizer, plain = load_tokenizer(str(path)), byte_tokenizer()
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == TEXT and len(plain) in ids  # the merged token "ab"
@@ -122,12 +68,12 @@ def test_tokens_control_tokens_and_chat_format_come_from_the_file(tmp_path) -> N
 
 def test_a_copy_is_made_once_for_each_content(tmp_path) -> None:
     path = tmp_path / "small.gguf"
-    write_gguf(path)
+    write_small(path)
     first = Path(model_folder(path))
     made = (first / "config.json").stat().st_mtime_ns
     assert model_folder(tmp_path) == first
     assert (first / "config.json").stat().st_mtime_ns == made
-    write_gguf(path, gguf.GGMLQuantizationType.BF16)
+    write_small(path, gguf.GGMLQuantizationType.BF16)
     second = model_folder(path)
     assert second != first
     assert set(first.parent.iterdir()) == {first, second}
@@ -135,7 +81,7 @@ def test_a_copy_is_made_once_for_each_content(tmp_path) -> None:
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
     path = tmp_path / "small.gguf"
-    write_gguf(path)
+    write_small(path)
 
     def fail(_file: Path, folder: Path) -> None:
         (folder / "config.json").touch()
@@ -149,7 +95,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
 
 def test_without_a_cache_a_copy_lasts_for_the_process(tmp_path, monkeypatch) -> None:
     path = tmp_path / "small.gguf"
-    write_gguf(path)
+    write_small(path)
     (tmp_path / "cache").touch()
     first = model_folder(path)
     assert (Path(first) / "model.safetensors").exists() and model_folder(path) == first
@@ -160,7 +106,7 @@ def test_a_fetched_model_is_loaded_by_its_name(tmp_path, monkeypatch) -> None:
         model_folder("smollm2")
     folder = tmp_path / "cache" / "drafthead" / "models" / "smollm2"
     folder.mkdir(parents=True)
-    write_gguf(folder / "small.gguf")
+    write_small(folder / "small.gguf")
     assert model_folder("smollm2") == model_folder(folder)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()  # a folder here goes first
@@ -196,12 +142,12 @@ def split(path: Path) -> None:
         (lambda path: cut(path, 0.01), "not downloaded to its end"),
         (lambda path: cut(path, 0.9), "not downloaded to its end"),
         (split, "one of 2 parts"),
-        (lambda path: write_gguf(path, arch="wavtokenizer-dec"), "wavtokenizer-dec"),
+        (lambda path: write_small(path, arch="wavtokenizer-dec"), "wavtokenizer-dec"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, damage, problem) -> None:
     path = tmp_path / "small.gguf"
-    write_gguf(path)
+    write_small(path)
     damage(path)
     with pytest.raises(UserError, match=problem) as error:
         Target.from_pretrained(path)
@@ -210,8 +156,13 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, damage, p
 
 def test_missing_weights_are_an_error(tmp_path, monkeypatch) -> None:
     path = tmp_path / "small.gguf"
-    monkeypatch.setitem(LAYER, "mlp.up_proj", "renamed")
-    write_gguf(path)
+    pieces = gguf_writing.pieces
+    monkeypatch.setattr(
+        gguf_writing,
+        "pieces",
+        lambda *of: {n: t for n, t in pieces(*of).items() if "ffn_up" not in n},
+    )
+    write_small(path)
     with pytest.raises(UserError, match="lacks 2 of the model's weights"):
         model_folder(path)
 
@@ -225,8 +176,20 @@ def test_several_files_in_a_folder_are_refused_and_listed(tmp_path) -> None:
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch) -> None:
     path = tmp_path / "small.gguf"
-    write_gguf(path)
+    write_small(path)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "gguf" else find(n))
     with pytest.raises(UserError, match="python -m pip install gguf"):
         model_folder(path)
+
+
+def test_info_lists_what_became_of_every_key(tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "small.gguf"
+    write_small(path)
+    monkeypatch.setenv("COLUMNS", "200")
+    info.main(path)
+    told = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    becomes = {line.split()[0]: line.split(maxsplit=1)[-1] for line in told if "." in line}
+    assert becomes["llama.rope.freq_base"] == becomes["tokenizer.ggml.merges"] == "in the copy"
+    assert becomes["GGUF.version"] == "changes nothing"
+    assert any("tensors, each equal to what the package gguf reads" in line for line in told)

@@ -193,6 +193,14 @@ def test_trials_cost_at_most_their_share() -> None:
     assert others < (most + 0.05) * len(text.choices) + settings.first_loss / settings.least_loss
 
 
+@pytest.mark.parametrize("draft", [3.0, 15.0])
+def test_drafts_that_are_dear_for_good_are_seldom_tried_again(draft) -> None:
+    took = seconds(0.3, draft)
+    text = Text(timed_plan(took, CHANCES), took, noise=0.05)
+    assert text.decode(8000, alpha=0.7) > 0.96
+    assert any(text.choices[1000:]), "but they are"
+
+
 def test_drafts_return_after_steps_that_something_else_has_held_up() -> None:
     """One of the two timed steps of the first draft took a hundred times as long."""
     budget, took = Budget(4, 3), {None: 1.0, Budget(4, 3): 1.2}

@@ -11,6 +11,7 @@ import pytest
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.storage import disk_cache
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.timing import plans as plans_module
@@ -125,6 +126,25 @@ def test_a_new_rule_begins_with_the_costs_of_the_same_rows() -> None:
     greedy = StepKind("greedy", 4, filters=False, processors=False)
     match = StepKind("match", 4, filters=True, processors=False)
     assert match.distance(greedy) == 2 < match.distance(StepKind("match", 32, True, False)) == 3
+
+
+# ---- a busy hour --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "answers"), [(8, 1), (1, 100)])
+def test_a_size_that_a_busy_hour_has_ruled_out_is_tried_again(target, processes, answers) -> None:
+    """Answers of 16 quick steps, each in a process of its own or all in one."""
+
+    def begins_with() -> Budget | None:
+        return Plans(target, DRAFTER).planner(KIND, 0.0).choose(NO_OUTLOOK)
+
+    Plans(target, DRAFTER).set_timed(KIND, DEAR)
+    assert begins_with() is None
+    for _ in range(processes):
+        plans = Plans(target, DRAFTER)
+        for _ in range(answers):
+            decode(plans, drafted=1.1, steps=16)
+    assert begins_with() is not None
 
 
 # ---- kept on disk -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from drafthead.infer import Decoder
 from drafthead.scripts.decoding import chat
 
+pytestmark = pytest.mark.usefixtures("steady_steps")
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 

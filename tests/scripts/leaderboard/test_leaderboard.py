@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from tiny import write_conversations, write_target
 
 from drafthead.heads.errors import UserError
 from drafthead.scripts import cli
-from drafthead.scripts.leaderboard.config import Board, load_board
+from drafthead.scripts.leaderboard import training
+from drafthead.scripts.leaderboard.config import Board, Entry, load_board
 from drafthead.scripts.leaderboard.training import check_board
 from drafthead.train.run.summary import summarize
 
@@ -65,7 +67,6 @@ def leaderboard(folder, monkeypatch, capfd):
     def run(*settings: str) -> tuple[int, str, str]:
         words = ["drafthead", "leaderboard", "--config", str(folder / "board.yaml"), *settings]
         monkeypatch.setattr(sys, "argv", words)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         with pytest.raises(SystemExit) as stop:
             cli.main()
         output = capfd.readouterr()
@@ -106,6 +107,18 @@ def test_a_leaderboard_is_trained_raced_and_told_and_then_left_alone(leaderboard
     assert len(json.loads((folder / "out" / "leaderboard.json").read_text())["laps"]) == 1
 
 
+@pytest.fixture
+def four_steps_each(monkeypatch) -> None:
+    """Training ends by steps: in a second a busy machine may make one, and no loss is wrong yet."""
+    train, steps = training.train_in_process, ("train.max_minutes=null", "train.max_steps=4")
+
+    def train_so_long(entry: Entry) -> bool:
+        return train(replace(entry, settings=(*entry.settings, *steps)))
+
+    monkeypatch.setattr(training, "train_in_process", train_so_long)
+
+
+@pytest.mark.usefixtures("four_steps_each")
 def test_a_failed_training_names_the_entry_and_keeps_the_others(leaderboard, folder) -> None:
     output = folder / "failing"
     status, _, err = leaderboard(
@@ -114,7 +127,7 @@ def test_a_failed_training_names_the_entry_and_keeps_the_others(leaderboard, fol
         % (folder / "run.yaml"),
     )  # fmt: skip
     assert status == 2 and "training eagle failed" in err and "the loss became" in err
-    assert summarize(output / "heads" / "medusa").steps > 0
+    assert summarize(output / "heads" / "medusa").steps == 4
     assert not (output / "leaderboard.json").exists()
 
 

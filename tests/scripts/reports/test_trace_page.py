@@ -16,6 +16,7 @@ from drafthead.infer.engine.tracing import Trace
 from drafthead.scripts.decoding import trace_decoding
 from drafthead.scripts.reports.trace_page import as_page, as_text, spans
 
+pytestmark = pytest.mark.usefixtures("steady_steps")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -32,7 +33,7 @@ def decoder(folder: Path) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def trace(decoder: Decoder) -> Trace:
+def trace(decoder: Decoder, steady_steps: None) -> Trace:
     trace = decoder.trace("<b>&amp;</script>", max_new_tokens=40)
     assert trace.result.stats.tau > 1
     return trace

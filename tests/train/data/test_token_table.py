@@ -138,7 +138,6 @@ def test_what_is_left_out_has_the_name_that_the_file_has_now(cache, tmp_path, ca
 
 def test_without_a_cache_the_table_is_the_same(source, monkeypatch) -> None:
     monkeypatch.setattr(disk_cache, "usable_cache_folder", lambda _: None)
-    monkeypatch.setattr(module, "cache_or_scratch", disk_cache.cache_or_scratch)
     table = token_table(reading(source), byte_tokenizer())
     assert len(table) == 30
 

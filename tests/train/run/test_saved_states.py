@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny import tiny_llama
 
 from drafthead.heads.errors import UserError
@@ -105,6 +106,12 @@ def test_weights_have_one_fingerprint_in_every_type_and_another_after_any_traini
 FULL = {
     "the system's own error": (OSError(errno.ENOSPC, "No space left on device"), 10**12),
     "a quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), 10**12),
+    "a library in Rust": (
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
+        10**12,
+    ),
     "a library that lost the reason": (RuntimeError("unexpected pos 64 vs 0"), 0),
 }
 
