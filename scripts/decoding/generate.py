@@ -21,6 +21,7 @@ def main(
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
+    template_argument: options.TemplateArgument = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -91,6 +92,7 @@ def main(
             "min_block": min_block,
             "seed": seed,
             "generation_config": config,
+            "chat_template_kwargs": options.template_values(template_argument),
         },
     )
     if result.logprobs is not None and decoder.tokenizer is not None:
@@ -99,15 +101,15 @@ def main(
     print(summary(result), file=sys.stderr)
 
 
-def answer(decoder: Decoder, prompt: str, options: DecodeOptions) -> DecodeResult:
+def answer(decoder: Decoder, prompt: str, how: DecodeOptions) -> DecodeResult:
     """Print the answer while it is decoded, or several answers together, and return them."""
-    if options.get("num_return_sequences") == 1 and options.get("num_beams") == 1:
-        stream = decoder.stream(prompt, **options)
+    if how.get("num_return_sequences") == 1 and how.get("num_beams") == 1:
+        stream = decoder.stream(prompt, **how)
         for piece in stream:
             print(piece, end="", flush=True)
         print()
         return stream.result
-    result = decoder.generate(prompt, **options)
+    result = decoder.generate(prompt, **how)
     for number, text in enumerate(result.texts):
         score = "" if result.scores is None else f" score {result.scores[number]:.4f}"
         print(f"[{number}]{score}\n{text}")

@@ -10,14 +10,11 @@ from tiny import CHAT_TEMPLATE, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.template_arguments import check_template_arguments
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.supervision import supervised_sequences
 from drafthead.train.distillation import answers as distillation
-from drafthead.train.distillation.questions import (
-    check_template_arguments,
-    sampled,
-    with_system,
-)
+from drafthead.train.distillation.questions import sampled, with_system
 
 WARM = replace(SETTINGS, temperature=1.0)
 THINKING = CHAT_TEMPLATE.replace(
@@ -130,7 +127,7 @@ def test_arguments_that_the_template_does_not_read_are_refused(
 def test_a_base_model_has_no_template_arguments() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template, so --template-argument a"):
+    with pytest.raises(UserError, match="has no chat template, so the template argument a"):
         check_template_arguments(tokenizer, {"a": 1})
 
 
