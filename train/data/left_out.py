@@ -38,11 +38,11 @@ class LeftOut:
             raise UserError(f"{error} (strict: no row may be left out)") from error
         self.unusable += 1
         if len(self.problems) < NAMED:
-            self.problems.append(str(error))
+            self.problems.append(_printable(str(error)))
 
     def note_unread(self, names: Iterable[str]) -> None:
         """Count what of one row is not read."""
-        self.unread.update(names)
+        self.unread.update(map(_printable, names))
 
     def sentences(self, max_length: int | None = None) -> list[str]:
         """All of it in words; `max_length` is that of sequences, if they have one."""
@@ -80,3 +80,8 @@ class LeftOut:
         """Log what was left out of a source."""
         for sentence in self.sentences():
             logger.warning("%s: %s", source, sentence)
+
+
+def _printable(text: str) -> str:
+    """The text with halves of characters, which no terminal writes, as their numbers."""
+    return text.encode(errors="backslashreplace").decode()

@@ -107,6 +107,36 @@ def test_template_arguments_reach_every_prompt_and_the_row(output: Path) -> None
         distilled(decoder, asked(1, turns=2), output)
 
 
+def test_what_a_row_brings_for_the_template_is_asked_and_written(output: Path) -> None:
+    """So a file that was distilled and lost its ids is rendered as it was asked."""
+    tokenizer = thinking_tokenizer()
+    tokenizer.chat_template = "{{ tools[0].name }}" + THINKING
+    decoder, tool = FakeDecoder(tokenizer=tokenizer), {"name": "f"}
+    own = {"enable_thinking": False, "tools": [tool]}
+    prompts = [replace(asked(1)[0], template_arguments=own)]
+    settings = replace(SETTINGS, template_arguments={"enable_thinking": True})
+    distilled(decoder, prompts, output, settings)
+    row = rows_by_id(output)["row-0"]
+    assert row["chat_template_kwargs"] == {"enable_thinking": False} and row["tools"] == [tool]
+    prompt = decoder.tokenizer.decode(row["token_ids"][0]["prompt"])
+    assert prompt.startswith("f<|user|>") and prompt.endswith("<|assistant|>no ")
+    [conversation] = read_conversations(output)
+    assert conversation.template_arguments == own
+    other = [replace(prompts[0], template_arguments=own | {"tools": [{"name": "g"}]})]
+    with pytest.raises(UserError, match="the prompts have changed"):
+        distilled(decoder, other, output, settings)
+
+
+def test_rows_that_cannot_be_asked_are_left_out_and_named(output: Path, caplog) -> None:
+    prompts = asked(3)
+    prompts[1] = replace(prompts[1], messages=[{"role": "tool", "content": "42"}])
+    report = distilled(FakeDecoder(), prompts, output)
+    assert report.written == 2 and set(rows_by_id(output)) == {"row-0", "row-2"}
+    assert "1 of 3 rows are left out; the first: row 2 of" in caplog.text
+    with pytest.raises(UserError, match="no row can be asked; the first: .*role `tool`"):
+        distilled(FakeDecoder(), prompts[1:2], output.with_name("other.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
