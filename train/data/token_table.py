@@ -179,6 +179,27 @@ class TokenTable(Sequence[TokenSequence]):
             counts += np.bincount(kept, weights, vocab_size)
         return torch.from_numpy(counts.astype(np.int64))
 
+    def most_frequent(self) -> tuple[int, int, int]:
+        """The token that answers have most often after their first one, how often, of how many.
+
+        Whoever always guesses it is right so often.
+        """
+        times, first, found = np.bincount(self.chosen, minlength=len(self.data)), 0, []
+        for batch in self.data.data.to_batches():
+            lengths = batch.column("length").to_numpy()
+            weights = times[first : first + len(batch)].repeat(lengths)
+            first += len(batch)
+            ids, learnt = (batch.column(name).flatten() for name in ("input_ids", "supervised"))
+            mask = learnt.to_numpy(zero_copy_only=False)
+            guessed = mask & np.roll(mask, 1)
+            guessed[np.cumsum(lengths) - lengths] = False  # what begins a sequence follows nothing
+            found.append((ids.to_numpy()[guessed], weights[guessed]))
+        tokens, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+        if not len(tokens):
+            return 0, 0, 0
+        counts = np.bincount(tokens, weights)
+        return int(counts.argmax()), int(counts.max()), int(counts.sum())
+
 
 def mixed(tables: Sequence[TokenTable], weights: Sequence[float], seed: int) -> TokenTable:
     """Tables as one, each sequence of a table as often as its weight says.
