@@ -49,7 +49,7 @@ from drafthead.infer.request.decode_options import (
     read_options,
     refuse_in_pieces,
 )
-from drafthead.infer.request.generation_config import refuse_other_start
+from drafthead.infer.request.generation_config import refuse_other_start, with_own_settings
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
@@ -412,13 +412,17 @@ class Decoder:
         seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.max_length)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
         custom, criteria = settings.logits_processor, settings.stopping_criteria
+        config = settings.config
+        if settings.use_model_defaults:
+            own = getattr(self.target.model, "generation_config", None)
+            config = with_own_settings(config, own, self.target.model.name_or_path or "the model")
         return Request(
             ids,
             limits,
             settings.sampling,
             seeds,
             end_ids,
-            processors_for(self.target, settings.config, custom, prefixes, limits, end_ids),
+            processors_for(self.target, config, custom, prefixes, limits, end_ids),
             stops_for(settings.stop_strings, criteria, self.tokenizer, prefixes),
             self.draft_temperature,
             max_seconds=settings.max_seconds,

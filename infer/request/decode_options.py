@@ -92,6 +92,9 @@ class DecodeOptions(TypedDict, total=False):
     # Record the log-probability of each token, and those of the target's so many most probable ones
     # beside it (0: of none). Steps are then not one graph with `compile`, only their passes are.
     logprobs: int | None
+    # Whether penalties, n-grams and suppressed tokens that are not given come from the model's own
+    # generation_config.json, as in `model.generate`; True by default.
+    use_model_defaults: bool
     # Everything else under transformers' names: penalties, n-grams, bad words, forced and
     # suppressed tokens, and also `frequency_penalty` and `presence_penalty`, which transformers
     # lacks. What cannot be honoured raises UserError by name.
@@ -129,6 +132,7 @@ class DecodeSettings:
     streamer: BaseStreamer | None = None
     beams: BeamOptions | None = None  # None: no beam search
     template_arguments: TemplateArguments = field(default_factory=dict)
+    use_model_defaults: bool = True
 
     def seeds(self, rows: int) -> list[int]:
         """One seed for each answer; raises UserError when another number of seeds was given."""
@@ -208,6 +212,7 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         streamer=options.get("streamer"),
         beams=beams,
         template_arguments=read_template_arguments(options.get("chat_template_kwargs")),
+        use_model_defaults=options.get("use_model_defaults") is not False,
     )
 
 

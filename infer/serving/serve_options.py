@@ -24,6 +24,7 @@ SHARED = {
     "seed",
     "generation_config",
     "chat_template_kwargs",
+    "use_model_defaults",
     "logits_processor",
     "stopping_criteria",
 }

@@ -22,6 +22,7 @@ from drafthead.train.distillation.server import (
     ServerSource,
     find_model,
     stored_end_ids,
+    stored_penalty,
 )
 from drafthead.train.distillation.settings import DistillSettings
 from drafthead.train.distillation.shards import Shard
@@ -137,6 +138,7 @@ def source_of(
         source = DecoderSource(Decoder.from_pretrained(loaded, compile=compile))
     else:
         tokenizer = load_tokenizer(settings.target)
-        source = ServerSource(*served, tokenizer, stored_end_ids(settings.target, tokenizer))
+        ends, penalty = stored_end_ids(settings.target, tokenizer), stored_penalty(settings.target)
+        source = ServerSource(*served, tokenizer, ends, penalty)
     check_template_arguments(source.tokenizer, settings.template_arguments)
     return source

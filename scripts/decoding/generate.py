@@ -27,11 +27,11 @@ def main(
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: own.MinP = 0.0,
-    repetition_penalty: own.RepetitionPenalty = 1.0,
+    repetition_penalty: own.RepetitionPenalty = None,
     frequency_penalty: own.FrequencyPenalty = 0.0,
     presence_penalty: own.PresencePenalty = 0.0,
-    no_repeat_ngram_size: own.NoRepeatNgramSize = 0,
-    min_new_tokens: own.MinNewTokens = 0,
+    no_repeat_ngram_size: own.NoRepeatNgramSize = None,
+    min_new_tokens: own.MinNewTokens = None,
     stop: own.StopTexts = None,
     max_time: own.MaxTime = None,
     num_return_sequences: own.NumAnswers = 1,
@@ -57,7 +57,8 @@ def main(
     --head, --draft-model or --draft-layers; --prompt-lookup or --datastore alone or beside one of
     them, whose trees then have the best guesses of both; with none of them, plain decoding.
     The answer goes to standard output, the speed to standard error. Of several answers each is
-    printed when all are there, after its number.
+    printed when all are there, after its number. Penalties that are not given are those of the
+    model's own generation config.
     """
     text = prompt_text(prompt)
     decoder = Decoder.from_pretrained(
