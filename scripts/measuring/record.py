@@ -16,7 +16,11 @@ from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
-from drafthead.train.data.supervision import encode_prompt, unread_by_template
+from drafthead.train.data.supervision import (
+    encode_prompt,
+    refuse_missing_tokens,
+    unread_by_template,
+)
 from drafthead.train.data.token_table import Reading, TokenTable, token_table
 
 ROW = 1024  # tokens of given answers; longer conversations are cut
@@ -93,7 +97,9 @@ def prompt_of(
     if decoder.target.has_encoder:
         return encode_one(messages[first]["content"], decoder.tokenizer)
     arguments = {**template_arguments, **conversation.template_arguments}
-    return encode_prompt(decoder.tokenizer, messages[: first + 1], where, arguments)
+    ids = encode_prompt(decoder.tokenizer, messages[: first + 1], where, arguments)
+    refuse_missing_tokens(ids, decoder.target.vocab_size, decoder.tokenizer, where)
+    return ids
 
 
 def read_answers(source: str, limit: int, target: Target) -> TokenTable:

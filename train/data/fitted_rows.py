@@ -12,6 +12,7 @@ from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.splitting import Dialogue, split, turn_starts
 from drafthead.train.data.supervision import (
     SupervisedTokens,
+    refuse_missing_tokens,
     supervised_sequences,
     unread_by_template,
 )
@@ -76,13 +77,8 @@ def sequences_of(
     Raises UnusableRowError, also for a token that the target has no embedding for.
     """
     made = supervised_sequences(tokenizer, conversation, fit.template_arguments)
-    largest = max((max(one.input_ids) for one in made if one.input_ids), default=0)
-    if fit.vocab_size is not None and largest >= fit.vocab_size:
-        raise UnusableRowError(
-            f"{conversation.where} holds token {largest} {tokenizer.convert_ids_to_tokens(largest)}"
-            f", and the model has only {fit.vocab_size} tokens: resize the model, or take its own "
-            "tokenizer"
-        )
+    for one in made:
+        refuse_missing_tokens(one.input_ids, fit.vocab_size, tokenizer, conversation.where)
     if any(len(one.input_ids) > fit.max_length for one in made):
         return parts(tokenizer, conversation, fit, left_out) or made
     return made

@@ -86,6 +86,18 @@ def encoded(
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def refuse_missing_tokens(
+    ids: Sequence[int], vocab_size: int | None, tokenizer: PreTrainedTokenizerBase, where: str
+) -> None:
+    """Raise UnusableRowError for an id in ids [T] beyond the target's tokens, if they are known."""
+    largest = max(ids, default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise UnusableRowError(
+            f"{where} holds token {largest} {tokenizer.convert_ids_to_tokens(largest)}, and the "
+            f"model has only {vocab_size} tokens: resize the model, or take its own tokenizer"
+        )
+
+
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of control tokens: the named special tokens, and added tokens with the special flag."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -229,7 +241,7 @@ def supervise(
     template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> SupervisedTokens:
     """As `mark_answers`, but a conversation without a supervised token is an UnusableRowError."""
-    _refuse_hidden_calls(tokenizer, messages, where)
+    _refuse_hidden_calls(_Rendering(tokenizer, where, template_arguments), messages)
     marked = mark_answers(tokenizer, messages, where, 0, template_arguments)
     if not any(marked.mask):
         answered = any(message["role"] == "assistant" for message in messages[1:])
@@ -242,17 +254,20 @@ def supervise(
     return marked
 
 
-def _refuse_hidden_calls(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str
-) -> None:
+def _refuse_hidden_calls(rendering: _Rendering, messages: list[Message]) -> None:
     """Raise UnusableRowError for calls that the template does not write: an end would be learnt."""
-    for message in messages:
-        if message["role"] != "assistant":
-            continue
+    for index, message in enumerate(messages):
         for key in CALLS:
-            if message.get(key) and not reads(tokenizer, key):
+            if message["role"] != "assistant" or not message.get(key):
+                continue
+            if reads(rendering.tokenizer, key):
+                continue
+            # It may still write messages as a whole.
+            without = {name: value for name, value in message.items() if name != key}
+            upto = messages[: index + 1]
+            if rendering.text(upto) == rendering.text([*upto[:-1], without]):
                 raise UnusableRowError(
-                    f"{where}: the chat template does not write the `{key}` of an answer"
+                    f"{rendering.where}: the chat template does not write the `{key}` of an answer"
                 )
 
 

@@ -18,7 +18,11 @@ from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.train.data.answer_tokens import VOCABULARY_COLUMN, WEIGHTS_COLUMN
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
-from drafthead.train.data.supervision import encode_prompt, unread_by_template
+from drafthead.train.data.supervision import (
+    encode_prompt,
+    refuse_missing_tokens,
+    unread_by_template,
+)
 from drafthead.train.distillation.answer_source import AnswerSource, Questions
 from drafthead.train.distillation.answer_statistics import AnswerStatistics
 from drafthead.train.distillation.dialogue import Dialogue, Job
@@ -152,6 +156,7 @@ def _jobs(
         try:
             turns, question = user_turns(conversation), question_of(conversation)
             prompt = encode_prompt(source.tokenizer, turns[0], conversation.where, arguments)
+            refuse_missing_tokens(prompt, source.vocab_size, source.tokenizer, conversation.where)
         except UnusableRowError as error:
             left_out.leave(error)
             continue

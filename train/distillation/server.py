@@ -93,6 +93,8 @@ def stored_end_ids(target: str, tokenizer: PreTrainedTokenizerBase) -> frozenset
 class ServerSource:
     """A target on a server, of which only the tokenizer is here."""
 
+    vocab_size: int | None = None  # nobody can see it
+
     def __init__(
         self,
         connection: Connection,

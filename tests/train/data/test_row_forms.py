@@ -273,3 +273,13 @@ def test_answers_of_one_token_teach_nothing() -> None:
         UserError, match="no row can be used; the first: row 1 of f teaches nothing"
     ):
         list(fitted_rows(byte_tokenizer(), [one], Fit(64), LeftOut()))
+
+
+def test_a_template_that_writes_messages_as_a_whole_hides_no_calls() -> None:
+    whole = tokenizer(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m | tojson }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    answer = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    [marked] = supervised_sequences(whole, Conversation("a", [ASKED, answer], "f:1"))
+    assert any(marked.mask)

@@ -128,11 +128,15 @@ def test_what_a_row_brings_for_the_template_is_asked_and_written(output: Path) -
 
 
 def test_rows_that_cannot_be_asked_are_left_out_and_named(output: Path, caplog) -> None:
-    prompts = asked(3)
+    prompts, decoder = asked(4), FakeDecoder()
+    size = decoder.target.vocab_size
+    decoder.tokenizer.add_tokens([f"<{i}>" for i in range(size)], special_tokens=True)
     prompts[1] = replace(prompts[1], messages=[{"role": "tool", "content": "42"}])
-    report = distilled(FakeDecoder(), prompts, output)
+    prompts[3] = replace(prompts[3], messages=[{"role": "user", "content": f"<{size - 1}>"}])
+    report = distilled(decoder, prompts, output)
     assert report.written == 2 and set(rows_by_id(output)) == {"row-0", "row-2"}
-    assert "1 of 3 rows are left out; the first: row 2 of" in caplog.text
+    assert "2 of 4 rows are left out; the first: row 2 of" in caplog.text
+    assert f"and the model has only {size} tokens" in caplog.text
     with pytest.raises(UserError, match="no row can be asked; the first: .*role `tool`"):
         distilled(FakeDecoder(), prompts[1:2], output.with_name("other.jsonl"))
 
