@@ -151,16 +151,21 @@ def _jobs(
     """What is to be answered, most turns and longest prompts first, and ids that do not fit."""
     jobs: list[Job] = []
     too_long: list[str] = []
+    told: set[str] = set()  # places of rows, of which there may be several samples
     for conversation in conversations:
+        is_first = conversation.where not in told
+        told.add(conversation.where)
         arguments = settings.template_arguments | conversation.template_arguments
         try:
             turns, question = user_turns(conversation), question_of(conversation)
             prompt = encode_prompt(source.tokenizer, turns[0], conversation.where, arguments)
             refuse_missing_tokens(prompt, source.vocab_size, source.tokenizer, conversation.where)
         except UnusableRowError as error:
-            left_out.leave(error)
+            if is_first:
+                left_out.leave(error)
             continue
-        left_out.note_unread(unread_by_template(source.tokenizer, conversation))
+        if is_first:
+            left_out.note_unread(unread_by_template(source.tokenizer, conversation))
         if source.max_length is not None and len(prompt) >= source.max_length:
             too_long.append(conversation.id)
         else:
