@@ -21,6 +21,8 @@ from drafthead.infer.request.integers import integer_option, number_option
 
 logger = logging.getLogger(__name__)
 
+LONGEST = 40  # letters of a value that are logged
+
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 # These become logits processors. transformers does not know frequency_penalty and presence_penalty,
 # but its config carries them all the same: GenerationConfig(frequency_penalty=0.5).
@@ -145,8 +147,12 @@ def left_out_of(own: GenerationConfig, applied: Mapping[str, Any]) -> dict[str, 
 
 
 def listed(settings: Mapping[str, Any]) -> str:
-    """Settings for a sentence."""
-    return ", ".join(f"{key}={value!r:.40}" for key, value in sorted(settings.items()))
+    """Settings for a sentence; long lists are shortened."""
+    texts = {key: repr(value) for key, value in sorted(settings.items())}
+    return ", ".join(
+        f"{key}={text if len(text) <= LONGEST else text[:LONGEST] + '...'}"
+        for key, text in texts.items()
+    )
 
 
 @cache
