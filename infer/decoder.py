@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ from drafthead.infer.request.decode_options import (
     read_options,
     refuse_in_pieces,
 )
-from drafthead.infer.request.generation_config import refuse_other_start
+from drafthead.infer.request.generation_config import refuse_other_start, with_own_settings
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
@@ -283,7 +283,8 @@ class Decoder:
                 logger.info("warming up for %d prompts at a time", rows)
             tokens = min(TIMING_SETTINGS.prompt_tokens, (self.max_length or sys.maxsize) // 2)
             prompts = random_prompts(self.target.vocab_size, rows, tokens)
-            there = replace(settings, attention_mask=torch.ones_like(prompts))
+            mask = torch.ones_like(prompts)
+            there = replace(settings, attention_mask=mask, template_arguments={})
             # Answers that do not end before everything was timed.
             endless = replace(self._request(prompts, there), end_ids=frozenset(), stops=())
             self._warm_up(BatchRun(endless, self.target.device), settings, fresh)
@@ -332,7 +333,9 @@ class Decoder:
         waiting = WaitingRequests(requests, read)
         return serve(waiting, method_for, self.target.device, self.tokenizer, max_rows)
 
-    def remember(self, prompt: Prompt) -> None:
+    def remember(
+        self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Read what many prompts begin with, such as a system prompt, once for all of them.
 
         From then on `generate`, `stream`, `steps`, `serve` and `chat` read of prompts only what
@@ -343,7 +346,7 @@ class Decoder:
         Raises UserError for what is not one prompt of `generate`.
         """
         self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
-        settings = read_options({"max_new_tokens": 1})
+        settings = read_options({"max_new_tokens": 1, "chat_template_kwargs": chat_template_kwargs})
         run = BatchRun(self._request(prompt, settings, single=True), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
             self.memory.add(self._method(run, settings).read(run))
@@ -398,7 +401,9 @@ class Decoder:
         With `single` that is also more than one prompt.
         """
         pad = pad_token_of(self.target)
-        texts = encode(prompts, self.tokenizer, settings.attention_mask, pad)
+        texts = encode(
+            prompts, self.tokenizer, settings.attention_mask, pad, settings.template_arguments
+        )
         if single and len(texts) > 1:
             raise UserError(f"a request has one prompt, got {len(texts)}")
         texts = [text for text in texts for _ in range(settings.num_return_sequences)]
@@ -409,13 +414,17 @@ class Decoder:
         seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.max_length)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
         custom, criteria = settings.logits_processor, settings.stopping_criteria
+        config = settings.config
+        if settings.use_model_defaults:
+            own = getattr(self.target.model, "generation_config", None)
+            config = with_own_settings(config, own, self.target.model.name_or_path or "the model")
         return Request(
             ids,
             limits,
             settings.sampling,
             seeds,
             end_ids,
-            processors_for(self.target, settings.config, custom, prefixes, limits, end_ids),
+            processors_for(self.target, config, custom, prefixes, limits, end_ids),
             stops_for(settings.stop_strings, criteria, self.tokenizer, prefixes),
             self.draft_temperature,
             max_seconds=settings.max_seconds,

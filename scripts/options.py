@@ -1,7 +1,8 @@
 """Options that several verbs share: the same name, type and help everywhere."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,5 +72,37 @@ DtypeName = Annotated[
     ),
 ]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+TemplateArgument = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-argument",
+        help="Of the chat template, its value as JSON: enable_thinking=false. May be repeated. "
+        "Rows that have their own keep those.",
+        metavar="NAME=VALUE",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="End at the first row that cannot be used; else it is left out."),
+]
 NewFolder = Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")]
 HeadPath = Annotated[Path, typer.Argument(help=HEAD_HELP)]
+
+
+def template_values(given: list[str] | None) -> dict[str, Any]:
+    """The arguments by name; raises UserError for one that is not NAME=VALUE with a JSON value."""
+    values: dict[str, Any] = {}
+    for one in given or ():
+        name, equals, value = one.partition("=")
+        if not name.isidentifier() or not equals:
+            raise UserError(f"--template-argument is written NAME=VALUE, got {one}")
+        if name in values:
+            raise UserError(f"--template-argument {name} is given twice")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"--template-argument {one}: {value or 'nothing'} is no JSON; write true, false, "
+                f"numbers, or text in double quotes: '{name}=\"text\"'"
+            ) from error
+    return values

@@ -32,7 +32,7 @@ class FakeDecoder:
     delay: float = 0.0  # seconds a batch
     answer_tokens: int = 8
     tokenizer: PreTrainedTokenizerFast = field(default_factory=byte_tokenizer)
-    target: Target = field(default_factory=lambda: Target(tiny_llama()))
+    target: Target = field(default_factory=lambda: Target(tiny_llama(vocab_size=300)))
     batches: list[list[str]] = field(default_factory=list)  # prompts as texts
 
     @property

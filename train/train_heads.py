@@ -72,7 +72,7 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     )
     tokenizer = target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
-    rows, held_out = training_data(data, tokenizer, config.train.seed)
+    rows, held_out = training_data(data, tokenizer, config.train.seed, target.vocab_size)
     table = rows.sequences
     sources = Sources(rows.fingerprint(), weights_fingerprint(target))
     check_writers(", ".join(data.sources), table.writers, config.target.name, sources.target)

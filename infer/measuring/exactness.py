@@ -69,6 +69,7 @@ class SampledPair:
             verifier=self.verifier,
             seed=seed,
             generation_config=self.generation_config,
+            use_model_defaults=False,  # the law is that of the target's own logits
         )
 
 
@@ -187,7 +188,9 @@ def greedy_differences(
     differences = []
     for number, prompt in enumerate(prompts):
         expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
-        options: DecodeOptions = {"max_new_tokens": max_new_tokens, "verifier": verifier}
+        options: DecodeOptions = {
+            "max_new_tokens": max_new_tokens, "verifier": verifier, "use_model_defaults": False,
+        }  # fmt: skip
         answer = decoder.generate(prompt, **options).sequences[0]
         if answer != expected:
             differences.append(divergence("greedy", number, prompt, expected, answer, reference))

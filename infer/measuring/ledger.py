@@ -83,6 +83,7 @@ def measure_ledgers(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 seed=seed + number * len(prompts),
+                use_model_defaults=False,  # theory knows the target's own logits alone
             )
             stats[name].append(result.stats)
             on_batch()

@@ -3,7 +3,7 @@
 import difflib
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import numpy as np
@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.template_arguments import TemplateArguments
 from drafthead.infer.request.beam_options import BeamOptions, EarlyStopping, read_beams
 from drafthead.infer.request.generation_config import given_options, sampling_from
 from drafthead.infer.request.integers import ARRAYS, integer, integer_option
@@ -91,10 +92,16 @@ class DecodeOptions(TypedDict, total=False):
     # Record the log-probability of each token, and those of the target's so many most probable ones
     # beside it (0: of none). Steps are then not one graph with `compile`, only their passes are.
     logprobs: int | None
+    # Whether penalties, n-grams and suppressed tokens that are not given come from the model's own
+    # generation_config.json, as in `model.generate`; True by default.
+    use_model_defaults: bool
     # Everything else under transformers' names: penalties, n-grams, bad words, forced and
     # suppressed tokens, and also `frequency_penalty` and `presence_penalty`, which transformers
     # lacks. What cannot be honoured raises UserError by name.
     generation_config: GenerationConfig | None
+    # Arguments of the chat template for prompts that are texts or messages, as `tools`, `documents`
+    # or `enable_thinking` are. What the template does not read is refused.
+    chat_template_kwargs: Mapping[str, Any] | None
     # Called after every node of a token tree, as in `model.generate` after every token, so they
     # must be functions of `input_ids` and `scores` alone.
     logits_processor: Sequence[LogitsProcessor]
@@ -124,6 +131,8 @@ class DecodeSettings:
     top_logprobs: int | None = None
     streamer: BaseStreamer | None = None
     beams: BeamOptions | None = None  # None: no beam search
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    use_model_defaults: bool = True
 
     def seeds(self, rows: int) -> list[int]:
         """One seed for each answer; raises UserError when another number of seeds was given."""
@@ -202,7 +211,21 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         top_logprobs=top_logprobs,
         streamer=options.get("streamer"),
         beams=beams,
+        template_arguments=read_template_arguments(options.get("chat_template_kwargs")),
+        use_model_defaults=options.get("use_model_defaults") is not False,
     )
+
+
+def read_template_arguments(arguments: object) -> TemplateArguments:
+    """Arguments of the chat template by name; raises UserError for what is no mapping of names."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise UserError(
+            "chat_template_kwargs must be a mapping of names, as {'enable_thinking': False}, got "
+            f"{arguments!r}"
+        )
+    return arguments
 
 
 def read_config(config: object) -> GenerationConfig:

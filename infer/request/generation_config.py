@@ -1,11 +1,16 @@
 """Which options of transformers' `GenerationConfig` are applied, and which are refused by name.
 
-An ignored penalty is a wrong answer that looks right. Options left unset are off: `model.generate`
-would fill those from the model's own `generation_config.json` and then from its defaults
-(top_k 50). Pass `model.generation_config` to get the model's own settings.
+An ignored penalty is a wrong answer that looks right. So penalties, n-grams and suppressed tokens
+that are left unset come from the model's own `generation_config.json`, as in `model.generate`. How
+to sample, to search and how long does not: without an option decoding is greedy and nothing is
+filtered (`model.generate` might sample, from the top 50). What is applied and what is left out is
+logged, a line each.
 """
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
@@ -13,6 +18,10 @@ from transformers.generation.configuration_utils import GenerationConfig
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.request.integers import integer_option, number_option
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 40  # letters of a value that are logged
 
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 # These become logits processors. transformers does not know frequency_penalty and presence_penalty,
@@ -58,6 +67,9 @@ PREPARED = {
     "guidance_scale", "output_logits", "output_scores", "return_dict_in_generate", "token_healing",
     "top_h", "watermarking_config",
 }  # fmt: skip
+# Of the model's own settings these are applied where nothing else is given. `model.generate` knows
+# no frequency and presence penalty, and a target begins its answers with the forced token itself.
+OWN = PROCESSORS - {"forced_bos_token_id", "frequency_penalty", "presence_penalty"}
 KNOWN = PROCESSORS | LENGTHS_AND_ENDS | PASSES | BEAMS | WITHOUT_EFFECT | set(SAMPLING)
 # What to do instead of setting some of the options that are not supported.
 INSTEAD = {
@@ -85,13 +97,10 @@ NEUTRAL = {
 }
 
 
-def given_options(config: GenerationConfig) -> dict[str, Any]:
-    """The options of a config that are set and change something.
-
-    Raises UserError for one that is not supported here.
-    """
+def set_options(config: GenerationConfig) -> dict[str, Any]:
+    """The options of a config that are set and change something."""
     defaults = vars(GenerationConfig())
-    given = {
+    return {
         name: value
         for name, value in vars(config).items()
         if not name.startswith("_")
@@ -100,6 +109,72 @@ def given_options(config: GenerationConfig) -> dict[str, Any]:
         and value != defaults.get(name)
         and value != NEUTRAL.get(name)
     }
+
+
+def own_settings(own: GenerationConfig) -> dict[str, Any]:
+    """What of a model's own generation config is applied to its answers."""
+    return {key: value for key, value in set_options(own).items() if key in OWN}
+
+
+def with_own_settings(
+    config: GenerationConfig, own: GenerationConfig | None, name: str
+) -> GenerationConfig:
+    """A call's config, in which what is unset comes from the model's own: see `OWN`.
+
+    What of the model's own is applied and what is left out is logged once for each model, `name`.
+    """
+    if own is None:
+        return config
+    given = own_settings(own)
+    tell_of_own_settings(name, *(listed(part) for part in (given, left_out_of(own, given))))
+    missing = {key: value for key, value in given.items() if getattr(config, key, None) is None}
+    if not missing:
+        return config
+    config = copy.deepcopy(config)
+    config.update(**missing)
+    return config
+
+
+def left_out_of(own: GenerationConfig, applied: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a model's own settings is neither applied nor without effect."""
+    heeded = WITHOUT_EFFECT | {"eos_token_id", "forced_bos_token_id"} | applied.keys()
+    neutral = {"top_p": 1.0, "temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    return {
+        key: value
+        for key, value in set_options(own).items()
+        if key not in heeded and value != neutral.get(key)
+    }
+
+
+def listed(settings: Mapping[str, Any]) -> str:
+    """Settings for a sentence; long lists are shortened."""
+    texts = {key: repr(value) for key, value in sorted(settings.items())}
+    return ", ".join(
+        f"{key}={text if len(text) <= LONGEST else text[:LONGEST] + '...'}"
+        for key, text in texts.items()
+    )
+
+
+@cache
+def tell_of_own_settings(name: str, applied: str, left_out: str) -> None:
+    """Say, once for each model, what of its own settings holds for answers."""
+    if applied:
+        logger.warning("as the generation config of %s says, answers have %s", name, applied)
+    if left_out:
+        logger.warning(
+            "not applied of the generation config of %s: %s; sampling, beams and lengths are as "
+            "the options of a call say",
+            name,
+            left_out,
+        )
+
+
+def given_options(config: GenerationConfig) -> dict[str, Any]:
+    """The options of a config that are set and change something.
+
+    Raises UserError for one that is not supported here.
+    """
+    given = set_options(config)
     if refused := sorted(given.keys() - KNOWN):
         raise UserError(
             f"generation_config sets {refused[0]}={given[refused[0]]!r}, which is not supported "

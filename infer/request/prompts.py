@@ -10,6 +10,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.base_model import template_options
+from drafthead.heads.target.template_arguments import (
+    NO_ARGUMENTS,
+    TemplateArguments,
+    check_template_arguments,
+)
 from drafthead.infer.request.integers import ARRAYS, integer
 from drafthead.infer.request.padding import PadToken, masked, without_padding
 from drafthead.infer.request.token_rows import is_list, rows_of, token_rows, type_of
@@ -38,17 +43,19 @@ def encode(
     tokenizer: PreTrainedTokenizerBase | None,
     attention_mask: object = None,
     pad: PadToken | None = None,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[list[int]]:
     """Each prompt as token ids, without padding.
 
     A string is one user message when the tokenizer has a chat template, and plain text otherwise.
     Token ids in lists are taken as they are. In tensors, arrays and a tokenizer's output
     `attention_mask` marks padding with 0; without a mask it is the tokens `pad` at the beginning
-    and end of rows, as in transformers. Raises UserError for anything else, for an empty prompt, or
-    for text without a tokenizer.
+    and end of rows, as in transformers. `template_arguments` are the chat template's. Raises
+    UserError for anything else, for an empty prompt, for text without a tokenizer, and for template
+    arguments that have no effect.
     """
     source = prompts if attention_mask is None else with_mask(prompts, attention_mask)
-    encoded = PromptReader(tokenizer, pad).read(source)
+    encoded = PromptReader(tokenizer, pad, template_arguments).read(source)
     if not encoded:
         raise UserError("there is no prompt to decode")
     for number, ids in enumerate(encoded):
@@ -71,6 +78,7 @@ class PromptReader:
 
     tokenizer: PreTrainedTokenizerBase | None
     pad: PadToken | None
+    template_arguments: TemplateArguments
 
     def read(self, prompts: Any) -> list[list[int]]:
         """The token ids of one prompt, or of each prompt of a batch."""
@@ -85,7 +93,12 @@ class PromptReader:
     def rows(self, prompt: Any, name: str) -> list[list[int]]:
         """The token ids of one prompt, or of the rows of ids [B, T]."""
         if isinstance(prompt, str) or is_chat(prompt):
-            return [encode_one(prompt, self.tokenizer)]
+            return [encode_one(prompt, self.tokenizer, self.template_arguments)]
+        if self.template_arguments:
+            raise UserError(
+                f"chat_template_kwargs are for prompts that are texts or messages, and {name} has "
+                f"the type {kind_of(prompt)}: leave them out"
+            )
         if is_list(prompt) and (len(prompt) == 0 or is_token_ids(prompt)):
             return token_rows(prompt, name)
         if isinstance(prompt, ARRAYS) and prompt.ndim in (1, 2):
@@ -130,17 +143,20 @@ def is_token_ids(prompt: object) -> bool:
 
 
 def encode_one(
-    prompt: str | Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase | None
+    prompt: str | Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[int]:
     """A string or chat messages as token ids; see `encode`."""
     if tokenizer is None:
         raise UserError("the target has no tokenizer: pass prompts as token ids")
+    check_template_arguments(tokenizer, template_arguments)
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
     messages = [dict(message) for message in prompt]
-    options = template_options(tokenizer)
+    options = {**template_options(tokenizer), **template_arguments}
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **options

@@ -23,6 +23,8 @@ SHARED = {
     "min_block",
     "seed",
     "generation_config",
+    "chat_template_kwargs",
+    "use_model_defaults",
     "logits_processor",
     "stopping_criteria",
 }
@@ -71,4 +73,6 @@ def own_options(request: ServeRequest, seed: int) -> DecodeOptions:
     own: DecodeOptions = {"seed": seed if request.seed is None else request.seed}
     if request.max_new_tokens is not None:
         own["max_new_tokens"] = request.max_new_tokens
+    if request.chat_template_kwargs is not None:
+        own["chat_template_kwargs"] = request.chat_template_kwargs
     return own

@@ -1,7 +1,8 @@
 """What `Decoder.serve` takes and gives: requests, and their answers."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -20,6 +21,7 @@ class ServeRequest:
     id: Hashable = None  # comes back with the answer; None: the number of the request, from 0
     max_new_tokens: int | None = None
     seed: int | None = None  # None: the call's seed plus the number of the request
+    chat_template_kwargs: Mapping[str, Any] | None = None  # of a prompt that is text or messages
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,25 @@ from pathlib import Path
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.template_arguments import check_template_arguments
 from drafthead.infer import Decoder
 from drafthead.scripts import options
 from drafthead.scripts.data import distill_options as own
 from drafthead.scripts.data.inspect_data import load_tokenizer
 from drafthead.scripts.reports.answers import print_answers, some
 from drafthead.train.data.conversations import read_conversations
+from drafthead.train.data.left_out import LeftOut
 from drafthead.train.distillation.answer_source import AnswerSource, DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
 from drafthead.train.distillation.output_file import DistilledFile
-from drafthead.train.distillation.questions import check_template_arguments, sampled, with_system
+from drafthead.train.distillation.questions import sampled, with_system
 from drafthead.train.distillation.server import (
     Connection,
     ServedModel,
     ServerSource,
     find_model,
     stored_end_ids,
+    stored_penalty,
 )
 from drafthead.train.distillation.settings import DistillSettings
 from drafthead.train.distillation.shards import Shard
@@ -41,7 +44,7 @@ def print_report(report: DistillReport, path: Path) -> None:
     if report.shortened:
         notes.append(
             f"{len(report.shortened):,} conversations lost later turns that did not fit into the "
-            f"context: {some(report.shortened)}"
+            f"context, or that the chat template refused: {some(report.shortened)}"
         )
     print_answers(report.statistics, str(path), report.dropped, notes)
 
@@ -67,7 +70,8 @@ def main(
     prompt_column: own.PromptColumn = None,
     limit: own.Limit = None,
     system: own.System = None,
-    template_argument: own.TemplateArguments = None,
+    template_argument: options.TemplateArgument = None,
+    strict: options.Strict = False,
     # How it is answered.
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = 0.0,
@@ -106,18 +110,19 @@ def main(
         batch_size=batch_size,
         end_repetition=end_repetition,
         system=own.system_text(system),
-        template_arguments=own.template_values(template_argument),
+        template_arguments=options.template_values(template_argument),
         drop_cut=drop_cut,
         server_model=served[1].name if served else None,
     )
     path = Path(output) if part is None else part.path(Path(output))
     file = DistilledFile(path, settings, overwrite, part)
     file.check()  # before much is read
-    conversations = with_system(read_conversations(prompts, prompt_column, limit), settings.system)
-    conversations = sampled(conversations, samples, temperature)
+    left_out = LeftOut(strict)
+    conversations = read_conversations(prompts, prompt_column, limit, left_out)
+    conversations = sampled(with_system(conversations, settings.system), samples, temperature)
     with full_disk_named(path), file:
         source = source_of(served, settings, device, compile)
-        print_report(distill(source, conversations, file), path)
+        print_report(distill(source, conversations, file, left_out), path)
 
 
 def source_of(
@@ -133,6 +138,7 @@ def source_of(
         source = DecoderSource(Decoder.from_pretrained(loaded, compile=compile))
     else:
         tokenizer = load_tokenizer(settings.target)
-        source = ServerSource(*served, tokenizer, stored_end_ids(settings.target, tokenizer))
+        ends, penalty = stored_end_ids(settings.target, tokenizer), stored_penalty(settings.target)
+        source = ServerSource(*served, tokenizer, ends, penalty)
     check_template_arguments(source.tokenizer, settings.template_arguments)
     return source

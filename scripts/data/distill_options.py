@@ -1,8 +1,7 @@
 """The options of `drafthead distill`, by what they are about."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,14 +16,6 @@ System = Annotated[
     typer.Option(
         help="System message of conversations without one: the text, or @FILE.",
         metavar="TEXT|@FILE",
-    ),
-]
-TemplateArguments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--template-argument",
-        help="Of the chat template, its value as JSON: enable_thinking=false. May be repeated.",
-        metavar="NAME=VALUE",
     ),
 ]
 
@@ -73,22 +64,3 @@ def system_text(given: str | None) -> str | None:
         return Path(given[1:]).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--system {given}: the file cannot be read as text ({error})") from error
-
-
-def template_values(given: list[str] | None) -> dict[str, Any]:
-    """The arguments by name; raises UserError for one that is not NAME=VALUE with a JSON value."""
-    values: dict[str, Any] = {}
-    for one in given or ():
-        name, equals, value = one.partition("=")
-        if not name.isidentifier() or not equals:
-            raise UserError(f"--template-argument is written NAME=VALUE, got {one}")
-        if name in values:
-            raise UserError(f"--template-argument {name} is given twice")
-        try:
-            values[name] = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"--template-argument {one}: {value or 'nothing'} is no JSON; write true, false, "
-                f"numbers, or text in double quotes: '{name}=\"text\"'"
-            ) from error
-    return values

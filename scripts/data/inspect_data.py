@@ -12,28 +12,34 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.gguf_files import model_folder
+from drafthead.heads.target.template_arguments import (
+    NO_ARGUMENTS,
+    TemplateArguments,
+    check_template_arguments,
+)
+from drafthead.scripts import options
 from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (
     SupervisedTokens,
     mark_answers,
     special_ids,
     supervised_sequences,
+    unread_by_template,
 )
 
 SUPERVISED, CONTEXT, EDGE = "bold green", "dim", "red"
-NAMED = 10  # problems that are printed; the others are only counted
 
 
 @dataclass(frozen=True)
 class DataSummary:
     """Lengths of the usable sequences in tokens, and what is wrong with the others."""
 
-    rows: int
     with_ids: int  # rows that hold the token ids of their answers
     lengths: list[int]
     supervised: list[int]
     without_end: int  # rows whose last supervised token is no control token
-    problems: list[str]
+    left_out: LeftOut
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -46,24 +52,30 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise UserError(f"no tokenizer can be loaded from {name} ({reason})") from error
 
 
-def summarise(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]) -> DataSummary:
-    """Mark every conversation; rows that training leaves out are named in `problems`."""
-    lengths, supervised, problems = [], [], []
+def summarise(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    left_out: LeftOut,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
+) -> DataSummary:
+    """Mark every conversation; rows that training leaves out are added to `left_out`."""
+    lengths, supervised = [], []
     without_end = 0
     controls = special_ids(tokenizer)
     for conversation in conversations:
         try:
-            sequences = supervised_sequences(tokenizer, conversation)
+            sequences = supervised_sequences(tokenizer, conversation, template_arguments)
         except UserError as error:
-            problems.append(str(error))
+            left_out.leave(UnusableRowError(str(error)))
             continue
+        left_out.note_unread(unread_by_template(tokenizer, conversation))
         for marked in sequences:
             emitted = [i for i, learnt in zip(marked.input_ids, marked.mask, strict=True) if learnt]
             lengths.append(len(marked.input_ids))
             supervised.append(len(emitted))
             without_end += emitted[-1] not in controls
     with_ids = sum(conversation.tokens is not None for conversation in conversations)
-    return DataSummary(len(conversations), with_ids, lengths, supervised, without_end, problems)
+    return DataSummary(with_ids, lengths, supervised, without_end, left_out)
 
 
 def runs(marked: SupervisedTokens, token_by_token: bool) -> list[tuple[list[int], bool]]:
@@ -103,9 +115,9 @@ def summary_table(summary: DataSummary, title: str) -> Table:
     table = Table(title=title, show_header=False)
     total, learnt = sum(summary.lengths), sum(summary.supervised)
     rows = [
-        ("rows", f"{summary.rows:,}"),
+        ("rows", f"{summary.left_out.rows:,}"),
         ("rows with the ids that the target generated", f"{summary.with_ids:,}"),
-        ("rows that training leaves out", len(summary.problems)),
+        ("rows that training leaves out", summary.left_out.unusable),
     ]
     if total:
         rows += [
@@ -134,16 +146,21 @@ def main(
     show_tokens: Annotated[
         bool, typer.Option("--show-tokens", help="Show where tokens end.")
     ] = False,
+    template_argument: options.TemplateArgument = None,
+    strict: options.Strict = False,
 ) -> None:
     """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
-    conversations = read_conversations(data)
+    left_out = LeftOut(strict)
+    conversations = read_conversations(data, left_out=left_out)
     if row is not None and row > len(conversations):
         raise UserError(f"{data} has {len(conversations)} conversations, there is no row {row}")
     loaded = load_tokenizer(tokenizer)
+    arguments = options.template_values(template_argument)
+    check_template_arguments(loaded, arguments)
     console = Console(highlight=False, soft_wrap=True)
     shown = conversations[:rows] if row is None else [conversations[row - 1]]
-    show_conversations(console, loaded, shown, show_tokens)
-    show_summary(console, summarise(loaded, conversations), data)
+    show_conversations(console, loaded, shown, show_tokens, arguments)
+    show_summary(console, summarise(loaded, conversations, left_out, arguments), data)
 
 
 def show_conversations(
@@ -151,13 +168,14 @@ def show_conversations(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
     show_tokens: bool,
+    template_arguments: TemplateArguments,
 ) -> None:
     """Print conversations, or why nothing can be learnt of them."""
     for conversation in conversations:
         ids = "text only" if conversation.tokens is None else "token ids as generated"
         console.print(Text(f"{conversation.id} ({conversation.where}), {ids}", style="bold"))
         try:
-            sequences = sequences_to_show(tokenizer, conversation)
+            sequences = sequences_to_show(tokenizer, conversation, template_arguments)
         except UserError as error:
             console.print(Text(str(error), style=EDGE))
             continue
@@ -166,18 +184,20 @@ def show_conversations(
 
 
 def sequences_to_show(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    template_arguments: TemplateArguments,
 ) -> list[SupervisedTokens]:
     """What training reads of a conversation; of a text also when there is nothing to learn."""
     if conversation.tokens is None:
-        return [mark_answers(tokenizer, conversation.messages, conversation.where)]
+        arguments = {**template_arguments, **conversation.template_arguments}
+        where = conversation.where
+        return [mark_answers(tokenizer, conversation.messages, where, 0, arguments)]
     return supervised_sequences(tokenizer, conversation)
 
 
 def show_summary(console: Console, summary: DataSummary, title: str) -> None:
-    """Print the statistics and the first problems."""
+    """Print the statistics, and what is left out or not read."""
     console.print(summary_table(summary, title))
-    for problem in summary.problems[:NAMED]:
-        console.print(Text(problem, style=EDGE))
-    if len(summary.problems) > NAMED:
-        console.print(f"... and {len(summary.problems) - NAMED} more")
+    for sentence in summary.left_out.sentences():
+        console.print(Text(sentence, style=EDGE))

@@ -29,6 +29,7 @@ def main(
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    template_argument: options.TemplateArgument = None,
     show_drafts: Annotated[
         bool, typer.Option(help="Colour the text that was drafted and accepted.")
     ] = False,
@@ -56,6 +57,7 @@ def main(
     how: DecodeOptions = {
         "max_new_tokens": max_new_tokens, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "seed": seed,
+        "chat_template_kwargs": options.template_values(template_argument),
     }  # fmt: skip
     if compile:  # before the first answer, not in the middle of it
         decoder.warm_up(**how)

@@ -21,16 +21,17 @@ def main(
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
+    template_argument: options.TemplateArgument = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: own.MinP = 0.0,
-    repetition_penalty: own.RepetitionPenalty = 1.0,
+    repetition_penalty: own.RepetitionPenalty = None,
     frequency_penalty: own.FrequencyPenalty = 0.0,
     presence_penalty: own.PresencePenalty = 0.0,
-    no_repeat_ngram_size: own.NoRepeatNgramSize = 0,
-    min_new_tokens: own.MinNewTokens = 0,
+    no_repeat_ngram_size: own.NoRepeatNgramSize = None,
+    min_new_tokens: own.MinNewTokens = None,
     stop: own.StopTexts = None,
     max_time: own.MaxTime = None,
     num_return_sequences: own.NumAnswers = 1,
@@ -56,7 +57,8 @@ def main(
     --head, --draft-model or --draft-layers; --prompt-lookup or --datastore alone or beside one of
     them, whose trees then have the best guesses of both; with none of them, plain decoding.
     The answer goes to standard output, the speed to standard error. Of several answers each is
-    printed when all are there, after its number.
+    printed when all are there, after its number. Penalties that are not given are those of the
+    model's own generation config.
     """
     text = prompt_text(prompt)
     decoder = Decoder.from_pretrained(
@@ -91,6 +93,7 @@ def main(
             "min_block": min_block,
             "seed": seed,
             "generation_config": config,
+            "chat_template_kwargs": options.template_values(template_argument),
         },
     )
     if result.logprobs is not None and decoder.tokenizer is not None:
@@ -99,15 +102,15 @@ def main(
     print(summary(result), file=sys.stderr)
 
 
-def answer(decoder: Decoder, prompt: str, options: DecodeOptions) -> DecodeResult:
+def answer(decoder: Decoder, prompt: str, how: DecodeOptions) -> DecodeResult:
     """Print the answer while it is decoded, or several answers together, and return them."""
-    if options.get("num_return_sequences") == 1 and options.get("num_beams") == 1:
-        stream = decoder.stream(prompt, **options)
+    if how.get("num_return_sequences") == 1 and how.get("num_beams") == 1:
+        stream = decoder.stream(prompt, **how)
         for piece in stream:
             print(piece, end="", flush=True)
         print()
         return stream.result
-    result = decoder.generate(prompt, **options)
+    result = decoder.generate(prompt, **how)
     for number, text in enumerate(result.texts):
         score = "" if result.scores is None else f" score {result.scores[number]:.4f}"
         print(f"[{number}]{score}\n{text}")

@@ -6,7 +6,7 @@ import typer
 
 # What is asked, and when the answer ends.
 Prompt = Annotated[str | None, typer.Option(help="The user's message; by default standard input.")]
-MinNewTokens = Annotated[int, typer.Option(help="Fewest new tokens.")]
+MinNewTokens = Annotated[int | None, typer.Option(help="Fewest new tokens.")]
 StopTexts = Annotated[
     list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
 ]
@@ -32,7 +32,8 @@ MinP = Annotated[
     ),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1: tokens of prompt and answer become less probable.")
+    float | None,
+    typer.Option(help="Above 1: tokens of prompt and answer become less probable; 1 is off."),
 ]
 FrequencyPenalty = Annotated[
     float,
@@ -43,7 +44,7 @@ PresencePenalty = Annotated[
     typer.Option(help="Subtracted from the logit of every token that occurs in the answer."),
 ]
 NoRepeatNgramSize = Annotated[
-    int, typer.Option(help="No n-gram of this size is repeated; 0 is off.")
+    int | None, typer.Option(help="No n-gram of this size is repeated; 0 is off.")
 ]
 
 # Which drafted tokens are accepted.

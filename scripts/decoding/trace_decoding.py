@@ -25,6 +25,7 @@ def main(
     draft_layers: options.DraftLayers = None,
     prompt_lookup: options.PromptLookupSwitch = False,
     datastore: options.DatastoreFolder = None,
+    template_argument: options.TemplateArgument = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("trace.html"),
     format: Annotated[
         Literal["html", "text"],
@@ -63,6 +64,7 @@ def main(
         top_p=top_p,
         verifier=verifier,
         seed=seed,
+        chat_template_kwargs=options.template_values(template_argument),
     )
     tokenizer = decoder.tokenizer
     if tokenizer is None:

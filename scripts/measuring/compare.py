@@ -38,6 +38,7 @@ def main(
     ] = None,
     top_p: options.TopP = 1.0,
     max_new_tokens: options.MaxNewTokens = 128,
+    template_argument: options.TemplateArgument = None,
     batch_size: options.BatchSize = 1,
     limit: options.PromptLimit = 20,
     rounds: Annotated[int, typer.Option(help="Times that every prompt is decoded.")] = 3,
@@ -75,7 +76,8 @@ def main(
         loaded, head or [], assistant, chain, [tree_nodes], compile, with_lookup=True,
         stored=stored, own_layers=own_layers,
     )  # fmt: skip
-    questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens)
+    arguments = options.template_values(template_argument)
+    questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens, arguments)
     rows, differing = run_races(drafters, questions, terms, assisted=True)
     notes = predictions(rows)
     if 0 in temperatures:
@@ -83,7 +85,7 @@ def main(
     print_report(rows, notes)
     about = {
         **describe_run(target, loaded), "prompts": len(questions), "max_new_tokens": max_new_tokens,
-        "rounds": rounds, "batch_size": batch_size, "top_p": top_p,
+        "rounds": rounds, "batch_size": batch_size, "top_p": top_p, "template_arguments": arguments,
         "divergences": [vars(divergence) for divergence in differing],
     }  # fmt: skip
     write_report(rows, notes, about, output)

@@ -6,10 +6,21 @@ from typing import NamedTuple
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.template_arguments import (
+    NO_ARGUMENTS,
+    TemplateArguments,
+    check_template_arguments,
+)
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
-from drafthead.train.data.conversations import read_conversations
+from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.left_out import LeftOut, UnusableRowError
+from drafthead.train.data.supervision import (
+    encode_prompt,
+    refuse_missing_tokens,
+    unread_by_template,
+)
 from drafthead.train.data.token_table import Reading, TokenTable, token_table
 
 ROW = 1024  # tokens of given answers; longer conversations are cut
@@ -33,21 +44,32 @@ class Prompt(NamedTuple):
     category: str | None
 
 
-def read_prompts(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[Prompt]:
-    """The first user turns of a source.
+def read_prompts(
+    source: str,
+    limit: int,
+    decoder: Decoder,
+    max_new_tokens: int,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
+) -> list[Prompt]:
+    """The first user turns of a source; `template_arguments` are of rows that have none.
 
-    Prompts that do not fit into the context are left out, with a message. Raises UserError when a
-    conversation has no user turn, or when no prompt is left.
+    Rows that cannot be asked and prompts that do not fit into the context are left out, with a
+    message. Raises UserError when no prompt is left.
     """
-    prompts = []
-    for conversation in read_conversations(source, limit=limit):
-        first = next((i for i, m in enumerate(conversation.messages) if m["role"] == "user"), None)
-        if first is None:
-            raise UserError(f"{conversation.where} has no user message to answer")
-        asked = conversation.messages[: first + 1]
-        source = asked[first]["content"]  # what an encoder reads
-        ids = encode_one(source if decoder.target.has_encoder else asked, decoder.tokenizer)
+    assert decoder.tokenizer is not None  # a target read from disk has one
+    check_template_arguments(decoder.tokenizer, template_arguments)
+    prompts, left_out = [], LeftOut()
+    for conversation in read_conversations(source, limit=limit, left_out=left_out):
+        try:
+            ids = prompt_of(conversation, decoder, template_arguments)
+        except UnusableRowError as error:
+            left_out.leave(error)
+            continue
+        left_out.note_unread(unread_by_template(decoder.tokenizer, conversation))
         prompts.append(Prompt(ids, conversation.category))
+    left_out.tell(source)
+    if not prompts:
+        raise UserError(f"no row can be asked; the first: {left_out.problems[0]}")
     room = decoder.max_length
     prefix = decoder.target.answer_prefix
     short = [
@@ -55,12 +77,29 @@ def read_prompts(source: str, limit: int, decoder: Decoder, max_new_tokens: int)
         for p in prompts
         if room is None or max(len(prefix(p.ids)) + max_new_tokens, len(p.ids)) <= room
     ]
-    if left_out := len(prompts) - len(short):
-        print(f"{left_out} of {len(prompts)} prompts left out: with {max_new_tokens} new tokens "
+    if too_long := len(prompts) - len(short):
+        print(f"{too_long} of {len(prompts)} prompts left out: with {max_new_tokens} new tokens "
               f"they exceed the target's context of {room}")  # fmt: skip
     if not short:
         raise UserError(f"no prompt of {source} fits into the target's context of {room} tokens")
     return short
+
+
+def prompt_of(
+    conversation: Conversation, decoder: Decoder, template_arguments: TemplateArguments
+) -> list[int]:
+    """The ids [T] of a conversation up to its first user turn; UnusableRowError without one."""
+    messages, where = conversation.messages, conversation.where
+    first = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if first is None:
+        raise UnusableRowError(f"{where} has no user message to answer")
+    assert decoder.tokenizer is not None
+    if decoder.target.has_encoder:
+        return encode_one(messages[first]["content"], decoder.tokenizer)
+    arguments = {**template_arguments, **conversation.template_arguments}
+    ids = encode_prompt(decoder.tokenizer, messages[: first + 1], where, arguments)
+    refuse_missing_tokens(ids, decoder.target.vocab_size, decoder.tokenizer, where)
+    return ids
 
 
 def read_answers(source: str, limit: int, target: Target) -> TokenTable:
@@ -70,7 +109,7 @@ def read_answers(source: str, limit: int, target: Target) -> TokenTable:
     """
     assert target.tokenizer is not None  # a target read from disk has one
     longest = min(ROW, target.max_length or ROW)
-    return token_table(Reading(source, None, longest, limit), target.tokenizer)
+    return token_table(Reading(source, None, longest, limit, target.vocab_size), target.tokenizer)
 
 
 def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:

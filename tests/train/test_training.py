@@ -22,7 +22,7 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 from runs import run, write_inputs, write_run
 from tiny import byte_tokenizer, write_conversations
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.errors import UserError
@@ -699,6 +699,24 @@ def test_rows_that_do_not_divide_among_processes_are_refused(configure):
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice(configure):
     with pytest.raises(UserError, match=r"lower optimizer.lr"):
         run(configure(max_steps=50), "optimizer.name=adamw", "optimizer.lr=1e30")
+
+
+@pytest.mark.parametrize("damaged", ["model.norm.weight", "lm_head.weight"])
+def test_numbers_of_the_target_are_told_from_a_learning_rate(
+    configure, files: Path, tmp_path: Path, damaged: str
+):
+    model = LlamaForCausalLM.from_pretrained(files / "target")
+    weight = model.get_parameter(damaged)
+    weight.data.view(-1)[0] = float("nan")
+    model.save_pretrained(tmp_path / "damaged")
+    byte_tokenizer().save_pretrained(tmp_path / "damaged")
+    with pytest.raises(UserError, match="because the target's own .* are not finite"):
+        run(configure(family="eagle"), f"target.name={tmp_path / 'damaged'}")
+
+
+def test_a_head_that_one_token_would_beat_is_named_at_the_end(configure, caplog):
+    run(configure(max_steps=1), "optimizer.lr=1e-9")
+    assert "first guess is right for" in caplog.text and "alone would be for" in caplog.text
 
 
 def test_bad_input_is_one_sentence_and_exit_status_2(configure):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.train.data.left_out import UnusableRowError
 
 IDS_COLUMN, VOCABULARY_COLUMN, WEIGHTS_COLUMN = "token_ids", "vocabulary", "target_weights"
 
@@ -35,7 +36,7 @@ class StoredTokens:
 def stored_tokens(values: Mapping[str, Any], place: str) -> StoredTokens | None:
     """The token ids in a row's columns; None if there are none in our form.
 
-    Raises UserError that names `place` for ids that are no ids.
+    Raises UnusableRowError that names `place` for ids that are no ids.
     """
     turns = values.get(IDS_COLUMN)
     if not isinstance(turns, list) or not turns or not all(isinstance(t, dict) for t in turns):
@@ -43,7 +44,7 @@ def stored_tokens(values: Mapping[str, Any], place: str) -> StoredTokens | None:
     for turn in turns:
         for part in ("prompt", "answer"):
             if not _are_ids(turn.get(part)):
-                raise UserError(
+                raise UnusableRowError(
                     f"{place}: `{part}` in `{IDS_COLUMN}` must be a list of token ids; remove the "
                     f"column `{IDS_COLUMN}` to train on the text"
                 )
@@ -56,7 +57,10 @@ def _are_ids(values: object) -> bool:
 
 
 def check_vocabulary(stored: StoredTokens, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raise UserError that names `where` if the ids cannot be those of this tokenizer."""
+    """Raise UserError that names `where` if the ids cannot be those of this tokenizer.
+
+    It is an UnusableRowError if they may be, but for an id that the tokenizer does not have.
+    """
     if stored.vocabulary != vocabulary_of(tokenizer):
         raise UserError(
             f"the token ids in {where} are not those of the tokenizer of "
@@ -66,7 +70,7 @@ def check_vocabulary(stored: StoredTokens, tokenizer: PreTrainedTokenizerBase, w
     ids = (i for turn in stored.answers for i in (*turn.prompt, *turn.answer))
     largest = max(ids, default=0)
     if largest >= len(tokenizer):
-        raise UserError(
+        raise UnusableRowError(
             f"token id {largest} in {where} is beyond the tokenizer's {len(tokenizer)} tokens: "
             "distil the row again"
         )

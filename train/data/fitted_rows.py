@@ -6,106 +6,96 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.template_arguments import TemplateArguments
 from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.splitting import Dialogue, split, turn_starts
 from drafthead.train.data.supervision import (
     SupervisedTokens,
-    UnusableRowError,
+    refuse_missing_tokens,
     supervised_sequences,
+    unread_by_template,
 )
 
 
-@dataclass
-class LeftOut:
-    """What training does not see of a data set as it is there."""
+@dataclass(frozen=True)
+class Fit:
+    """What sequences must fit, and how rows are rendered that do not say it themselves."""
 
-    rows: int = 0  # all there are
-    split: int = 0  # rows that were split at turns
-    parts: int = 0  # sequences that these have become
-    fixed: int = 0  # rows with several turns whose prompts the template does not make
-    cut: int = 0  # sequences that were cut, those in `too_late` included
-    problems: list[str] = field(default_factory=list)  # rows that cannot be used, and why
-    too_late: list[str] = field(default_factory=list)  # places of sequences cut before their answer
-
-    def sentences(self, max_length: int) -> list[str]:
-        """What a user should know of it."""
-        sentences = []
-        if self.problems:
-            counts = f"{len(self.problems)} of {self.rows}"
-            sentences.append(f"{counts} rows are left out; the first: {self.problems[0]}")
-        if self.split:
-            sentences.append(
-                f"{self.split} of {self.rows} rows are longer than {max_length} tokens and are "
-                f"split at turns into {self.parts} sequences"
-            )
-        if self.fixed:
-            sentences.append(
-                f"{self.fixed} of {self.rows} rows are longer than {max_length} tokens and cannot "
-                "be split: their prompts are not what the chat template makes of their messages"
-            )
-        if self.cut:
-            first = f" (the first is {self.too_late[0]})" if self.too_late else ""
-            sentences.append(
-                f"{self.cut} sequences that cannot be split are cut to {max_length} tokens, "
-                f"{len(self.too_late)} of them dropped because no answer was left{first}"
-            )
-        return sentences
+    max_length: int  # tokens; longer conversations are split at turns
+    vocab_size: int | None = None  # tokens that the target has embeddings for; None: not known
+    template_arguments: TemplateArguments = field(default_factory=dict)
 
 
 def fitted_rows(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Iterable[Conversation],
-    max_length: int,
+    fit: Fit,
     left_out: LeftOut,
 ) -> Iterator[SupervisedTokens]:
-    """The sequences of all conversations, of at most `max_length` tokens, as they come.
+    """The sequences of all conversations, of at most `fit.max_length` tokens, as they come.
 
     A longer conversation is split at its turns (`splitting`); a turn that is longer alone is cut.
     What has nothing to learn is added to `left_out`. Raises UserError if nothing else was there,
     and for a tokenizer that cannot be used.
     """
-    found = False
+    count, found = 0, False
     for conversation in conversations:
-        left_out.rows += 1
+        count += 1
         try:
-            sequences = supervised_sequences(tokenizer, conversation)
-            if any(len(one.input_ids) > max_length for one in sequences):
-                sequences = parts(tokenizer, conversation, max_length, left_out) or sequences
+            sequences = sequences_of(tokenizer, conversation, fit, left_out)
         except UnusableRowError as error:
-            left_out.problems.append(str(error))
+            left_out.leave(error)
             continue
+        left_out.note_unread(unread_by_template(tokenizer, conversation))
         for marked in sequences:
-            left_out.cut += len(marked.input_ids) > max_length
-            kept = SupervisedTokens(marked.input_ids[:max_length], marked.mask[:max_length])
-            if any(kept.mask):
+            is_cut = len(marked.input_ids) > fit.max_length
+            left_out.cut += is_cut
+            kept = SupervisedTokens(
+                marked.input_ids[: fit.max_length], marked.mask[: fit.max_length]
+            )
+            if kept.teaches:
                 found = True
                 yield kept
-            else:
-                left_out.too_late.append(conversation.where)
-    if len(left_out.problems) == left_out.rows:
-        raise UserError(left_out.problems[0])
-    if not found:
-        raise UserError(
-            f"no answer of {left_out.rows} rows begins within {max_length} tokens: "
-            "raise the maximum length"
-        )
+            elif is_cut:
+                left_out.too_late += 1
+                left_out.first_too_late = left_out.first_too_late or conversation.where
+    if found:
+        return
+    if left_out.problems and not left_out.too_late:
+        raise UserError(f"no row can be used; the first: {left_out.problems[0]}")
+    raise UserError(
+        f"no answer of {count} rows begins within {fit.max_length} tokens: raise the maximum length"
+    )
+
+
+def sequences_of(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, fit: Fit, left_out: LeftOut
+) -> list[SupervisedTokens]:
+    """The sequences of one conversation, split if it is too long.
+
+    Raises UnusableRowError, also for a token that the target has no embedding for.
+    """
+    made = supervised_sequences(tokenizer, conversation, fit.template_arguments)
+    for one in made:
+        refuse_missing_tokens(one.input_ids, fit.vocab_size, tokenizer, conversation.where)
+    if any(len(one.input_ids) > fit.max_length for one in made):
+        return parts(tokenizer, conversation, fit, left_out) or made
+    return made
 
 
 def parts(
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: Conversation,
-    max_length: int,
-    left_out: LeftOut,
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, fit: Fit, left_out: LeftOut
 ) -> list[SupervisedTokens]:
     """The sequences that a conversation is split into; none when it has no turns to split at."""
     starts = turn_starts(conversation.messages)
     if len(starts) < 3:
         return []
-    dialogue = Dialogue.of(tokenizer, conversation, starts)
+    dialogue = Dialogue.of(tokenizer, conversation, starts, fit.template_arguments)
     if dialogue is None:
         left_out.fixed += 1
         return []
-    made = [one for one in split(dialogue, max_length) if any(one.mask)]
+    made = [one for one in split(dialogue, fit.max_length) if any(one.mask)]
     left_out.split += 1
     left_out.parts += len(made)
     return made

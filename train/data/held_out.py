@@ -8,16 +8,20 @@ from drafthead.train.data.packing import DataConfig, PackedData, load_packed, pa
 
 
 def training_data(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocab_size: int | None = None,
 ) -> tuple[PackedData, PackedData | None]:
     """The rows to train on, and those to measure on if the configuration asks for any.
 
-    Raises UserError for data that cannot be read, has nothing to learn or nothing to measure on.
+    `vocab_size` is the number of tokens that the target has. Raises UserError for data that cannot
+    be read, has nothing to learn or nothing to measure on.
     """
-    rows = load_packed(config.sources, tokenizer, config, seed)
+    rows = load_packed(config.sources, tokenizer, config, seed, None, vocab_size)
     if config.validation is not None:
         source = {config.validation: 1.0}
-        held_out = load_packed(source, tokenizer, config, 0, config.max_validation)
+        held_out = load_packed(source, tokenizer, config, 0, config.max_validation, vocab_size)
         check_held_out(rows, held_out, config.validation)
         return rows, held_out
     if config.validation_share is not None:

@@ -8,8 +8,8 @@ import bisect
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,9 @@ class DataConfig:
     validation: str | None = None
     validation_share: float | None = None
     prompt_column: str | None = None
+    # Of the chat template, such as enable_thinking: false; rows that have their own keep those.
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False  # end at the first row that cannot be used, instead of leaving it out
     max_length: int = 512  # tokens in a row
     max_validation: int = 500  # conversations
     feature_folder: str | None = None  # where the target's features are kept after the first epoch
@@ -58,6 +61,18 @@ class DataConfig:
     def sources(self) -> dict[str, float]:
         """The sources of training data, and how often an epoch has each of their conversations."""
         return {self.train: 1.0} if isinstance(self.train, str) else self.train
+
+    def reading(self, source: str, limit: int | None, vocab_size: int | None) -> Reading:
+        """How a source is read for a target of so many tokens, at most `limit` rows of it."""
+        return Reading(
+            source,
+            self.prompt_column,
+            self.max_length,
+            limit,
+            vocab_size,
+            self.template_arguments,
+            self.strict,
+        )
 
 
 @dataclass(frozen=True)
@@ -117,14 +132,15 @@ def load_packed(
     config: DataConfig,
     seed: int,
     limit: int | None = None,
+    vocab_size: int | None = None,
 ) -> PackedData:
     """Read, tokenise, mix and pack sources by their weights, at most `limit` rows of each.
 
-    Raises UserError for data that cannot be read or has nothing to learn.
+    `vocab_size` is the number of tokens that the target has. Raises UserError for data that cannot
+    be read or has nothing to learn.
     """
     tables = [
-        token_table(Reading(source, config.prompt_column, config.max_length, limit), tokenizer)
-        for source in sources
+        token_table(config.reading(source, limit, vocab_size), tokenizer) for source in sources
     ]
     weights = list(sources.values())
     table = tables[0] if weights == [1.0] else mixed(tables, weights, seed)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from drafthead.heads.target.template_arguments import NO_ARGUMENTS, TemplateArguments
 from drafthead.train.data.answer_tokens import AnswerTokens
-from drafthead.train.data.conversations import Conversation, Message
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.left_out import UnusableRowError
+from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import (
     SupervisedTokens,
-    UnusableRowError,
     encode_prompt,
     encoded,
     join_turns,
@@ -47,29 +49,39 @@ class Dialogue:
     conversation: Conversation
     starts: list[int]  # see `turn_starts`
     answers: Mapping[int, list[int]] | None  # stored ids [T], by number of the message
+    template_arguments: TemplateArguments
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, starts: list[int]
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        conversation: Conversation,
+        starts: list[int],
+        template_arguments: TemplateArguments = NO_ARGUMENTS,
     ) -> "Dialogue | None":
         """The dialogue of a conversation whose turns start at the messages `starts`.
+
+        `template_arguments` are those of rows that do not say otherwise.
 
         None when a row's prompts are not what the template makes of its messages: then nobody
         knows what the prompt of a part would have been.
         """
         answers = None
+        arguments = {**template_arguments, **conversation.template_arguments}
         if conversation.tokens is not None:
             messages, stored = conversation.messages, conversation.tokens.answers
             numbers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             where = conversation.where
             try:
-                prompts = [encode_prompt(tokenizer, messages[:i], where) for i in numbers]
+                prompts = [
+                    encode_prompt(tokenizer, messages[:i], where, arguments) for i in numbers
+                ]
             except UnusableRowError:  # of messages that the template refuses
                 return None
             if prompts != [turn.prompt for turn in stored]:
                 return None
             answers = {i: turn.answer for i, turn in zip(numbers, stored, strict=True)}
-        return cls(tokenizer, conversation, starts, answers)
+        return cls(tokenizer, conversation, starts, answers, arguments)
 
     def __len__(self) -> int:
         """Number of turns."""
@@ -80,16 +92,17 @@ class Dialogue:
 
         Of text it is one sequence, of stored ids as many as `join_turns` makes.
         """
-        where = self.conversation.where
+        where, arguments = self.conversation.where, self.template_arguments
         if self.answers is None:
             messages = self._messages(first, self.starts[end])
             context = len(self._messages(first, self.starts[learnt]))
-            return [mark_answers(self.tokenizer, messages, where, context)]
+            return [mark_answers(self.tokenizer, messages, where, context, arguments)]
         numbers = [i for i in self.answers if self.starts[learnt] <= i < self.starts[end]]
         return join_turns(
             [
                 AnswerTokens(
-                    encode_prompt(self.tokenizer, self._messages(first, i), where), self.answers[i]
+                    encode_prompt(self.tokenizer, self._messages(first, i), where, arguments),
+                    self.answers[i],
                 )
                 for i in numbers
             ]
@@ -101,7 +114,8 @@ class Dialogue:
             made = self.sequences(first, learnt, end)
             return max((len(one.input_ids) for one in made), default=0)
         messages = self._messages(first, self.starts[end])
-        return len(encoded(self.tokenizer, messages, self.conversation.where))
+        where, arguments = self.conversation.where, self.template_arguments
+        return len(encoded(self.tokenizer, messages, where, arguments))
 
     def _messages(self, first: int, end: int) -> list[Message]:
         """The beginning, and the messages from turn `first` up to message `end`."""

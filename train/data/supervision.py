@@ -5,21 +5,22 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 `{% generation %}` tags. A base model has none: its answers continue the prompts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.base_model import template_options
+from drafthead.heads.target.template_arguments import NO_ARGUMENTS, TemplateArguments, reads
 from drafthead.train.data.answer_tokens import AnswerTokens, check_vocabulary
-from drafthead.train.data.conversations import Conversation, Message
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.left_out import UnusableRowError
+from drafthead.train.data.row_forms import Message, is_unwritten
 
-
-class UnusableRowError(UserError):
-    """A row that nothing can be learnt from; training goes on without it."""
+CALLS = ("tool_calls", "function_call")  # keys of messages that are the answer, or part of it
+OWN_KEYS = {"role", "content", "finished"}  # of messages: what no template need read
 
 
 @dataclass(frozen=True)
@@ -29,47 +30,72 @@ class SupervisedTokens:
     input_ids: list[int]
     mask: list[bool]
 
+    @property
+    def teaches(self) -> bool:
+        """Whether a head can learn from it: it guesses what follows an answer's first token."""
+        return any(before and learnt for before, learnt in pairwise(self.mask))
+
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     where: str,
     add_generation_prompt: bool = False,
-    template_arguments: Mapping[str, Any] | None = None,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> str:
     """The text of a conversation under the tokenizer's chat template, which may have arguments.
 
     Raises UnusableRowError if it refuses the messages.
     """
-    options = {**template_options(tokenizer), **(template_arguments or {})}
+    options = {**template_options(tokenizer), **template_arguments}
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+        text = str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+            )
         )
-    except (TemplateError, TypeError) as error:
+        text.encode()  # a template may cut a character in half, or find one in an argument
+    except Exception as error:  # templates are programs of their own, and raise many kinds
         roles = ", ".join(message["role"] for message in messages)
         raise UnusableRowError(
             f"{where}: the chat template refuses the roles {roles} ({error}); "
             "remove or merge the messages that it does not accept"
         ) from error
-    return str(text)
+    return text
 
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     where: str,
-    template_arguments: Mapping[str, Any] | None = None,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[int]:
     """Token ids [T] that ask the target for the next answer; errors as `render`."""
     text = render(tokenizer, messages, where, True, template_arguments)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:
+def encoded(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
+) -> list[int]:
     """Token ids [T] of a conversation under the tokenizer's chat template; errors as `render`."""
-    text = render(tokenizer, messages, where)
+    text = render(tokenizer, messages, where, False, template_arguments)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def refuse_missing_tokens(
+    ids: Sequence[int], vocab_size: int | None, tokenizer: PreTrainedTokenizerBase, where: str
+) -> None:
+    """Raise UnusableRowError for an id in ids [T] beyond the target's tokens, if they are known."""
+    largest = max(ids, default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise UnusableRowError(
+            f"{where} holds token {largest} {tokenizer.convert_ids_to_tokens(largest)}, and the "
+            f"model has only {vocab_size} tokens: resize the model, or take its own tokenizer"
+        )
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -83,6 +109,7 @@ def mark_answers(
     messages: list[Message],
     where: str = "the conversation",
     context: int = 0,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> SupervisedTokens:
     """The whole conversation's ids [T] and a mask [T] of those that the assistant has to emit.
 
@@ -92,15 +119,17 @@ def mark_answers(
     reasoning, or moves the system text to the last turn) is not supervised, nor is one among the
     first `context` messages.
 
-    Raises UserError if the template refuses the messages or the tokenizer has no offsets.
+    Raises UserError if the template refuses the messages or the tokenizer has no offsets, and
+    UnusableRowError for an answer without a text of which the template shows nothing else.
     """
-    text = render(tokenizer, messages, where)
-    ids, bounds = _encode(tokenizer, messages, text, where)
+    rendering = _Rendering(tokenizer, where, template_arguments)
+    text = rendering.text(messages)
+    ids, bounds = rendering.encode(messages, text)
     blank = [not text[start:end].strip() for start, end in bounds]
     controls = special_ids(tokenizer)
     mask = [False] * len(ids)
     for index, message in enumerate(messages[context:], context):
-        span = _answer_span(tokenizer, messages, index, text, where)
+        span = rendering.answer_span(messages, index, text)
         if span is None:
             continue
         # A token that crosses a border also holds text that the assistant does not write. In
@@ -108,25 +137,65 @@ def mark_answers(
         inside = [i for i, (s, e) in enumerate(bounds) if s >= span[0] and e <= span[1]]
         control = [ids[i] in controls for i in inside]
         finished = message.get("finished", True)
-        for i in inside[: _answer_length(control, [blank[i] for i in inside], finished)]:
+        emitted = inside[: _answer_length(control, [blank[i] for i in inside], finished)]
+        if is_unwritten(message) and all(ids[i] in controls or blank[i] for i in emitted):
+            raise UnusableRowError(
+                f"{where}: message {index + 1} has no text, and the chat template writes nothing "
+                "else of it: an answer that ends at once would be learnt"
+            )
+        for i in emitted:
             mask[i] = True
     return SupervisedTokens(ids, mask)
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str, where: str
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids [T] of the rendered messages and the characters that each token covers."""
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
+@dataclass(frozen=True)
+class _Rendering:
+    """How one conversation is rendered."""
+
+    tokenizer: PreTrainedTokenizerBase
+    where: str
+    template_arguments: TemplateArguments
+
+    def text(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+        """See `render`."""
+        arguments = self.template_arguments
+        return render(self.tokenizer, messages, self.where, add_generation_prompt, arguments)
+
+    def encode(self, messages: list[Message], text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids [T] of the rendered messages and the characters that each token covers."""
+        tokenizer = self.tokenizer
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"{type(tokenizer).__name__} has no character offsets: load a fast tokenizer"
+            )
+        found = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    options = template_options(tokenizer)
-    own = tokenizer.apply_chat_template(messages, return_dict=False, **options)
-    if encoded["input_ids"] != own:
-        raise UserError(f"{where}: the tokenizer's own chat encoding differs from that of the text")
-    return encoded["input_ids"], _contiguous(encoded["offset_mapping"])
+        options = {**template_options(tokenizer), **self.template_arguments}
+        own = tokenizer.apply_chat_template(messages, return_dict=False, **options)
+        if found["input_ids"] != own:
+            raise UserError(
+                f"{self.where}: the tokenizer's own chat encoding differs from that of the text"
+            )
+        return found["input_ids"], _contiguous(found["offset_mapping"])
+
+    def answer_span(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
+        """Where message `index` is in the full rendering; None if it answers no prompt."""
+        if messages[index]["role"] != "assistant" or index == 0:
+            return None
+        before, upto = messages[:index], messages[: index + 1]
+        prompt = self.text(before, add_generation_prompt=True)
+        shown = text if len(upto) == len(messages) else self.text(upto)
+        start, end = _common(prompt, text), _common(shown, text)
+        if start < len(prompt):
+            # The full text may lack the end of the generation prompt (an opened <think>), but not
+            # its beginning: then the user's part differs, and the span would include some of it.
+            history = _common(prompt, self.text(before))
+            if start <= history:
+                return None
+        if end < len(shown) and messages[index]["content"].strip() not in text[start:end]:
+            return None
+        return (start, end) if start < end else None
 
 
 def _contiguous(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -141,31 +210,6 @@ def _contiguous(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
         bounds.append((min(start, reached), end))
         reached = max(reached, end)
     return bounds
-
-
-def _answer_span(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    index: int,
-    text: str,
-    where: str,
-) -> tuple[int, int] | None:
-    """Where message `index` is in the full rendering; None if it answers no prompt."""
-    if messages[index]["role"] != "assistant" or index == 0:
-        return None
-    before, upto = messages[:index], messages[: index + 1]
-    prompt = render(tokenizer, before, where, add_generation_prompt=True)
-    shown = text if len(upto) == len(messages) else render(tokenizer, upto, where)
-    start, end = _common(prompt, text), _common(shown, text)
-    if start < len(prompt):
-        # The full text may lack the end of the generation prompt (an opened <think>), but not its
-        # beginning: then the user's part differs, and the span would include some of it.
-        history = _common(prompt, render(tokenizer, before, where))
-        if start <= history:
-            return None
-    if end < len(shown) and messages[index]["content"].strip() not in text[start:end]:
-        return None
-    return (start, end) if start < end else None
 
 
 def _common(left: str, right: str) -> int:
@@ -191,10 +235,14 @@ def _answer_length(control: list[bool], blank: list[bool], finished: bool) -> in
 
 
 def supervise(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str = "the conversation"
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str = "the conversation",
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> SupervisedTokens:
     """As `mark_answers`, but a conversation without a supervised token is an UnusableRowError."""
-    marked = mark_answers(tokenizer, messages, where)
+    _refuse_hidden_calls(_Rendering(tokenizer, where, template_arguments), messages)
+    marked = mark_answers(tokenizer, messages, where, 0, template_arguments)
     if not any(marked.mask):
         answered = any(message["role"] == "assistant" for message in messages[1:])
         reason = (
@@ -206,17 +254,60 @@ def supervise(
     return marked
 
 
+def _refuse_hidden_calls(rendering: _Rendering, messages: list[Message]) -> None:
+    """Raise UnusableRowError for calls that the template does not write: an end would be learnt."""
+    for index, message in enumerate(messages):
+        for key in CALLS:
+            if message["role"] != "assistant" or not message.get(key):
+                continue
+            if reads(rendering.tokenizer, key):
+                continue
+            # It may still write messages as a whole.
+            without = {name: value for name, value in message.items() if name != key}
+            upto = messages[: index + 1]
+            if rendering.text(upto) == rendering.text([*upto[:-1], without]):
+                raise UnusableRowError(
+                    f"{rendering.where}: the chat template does not write the `{key}` of an answer"
+                )
+
+
 def supervised_sequences(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[SupervisedTokens]:
     """The sequences to learn from: of stored token ids, or else one of the text.
 
-    Raises UserError as `supervise` does, and for stored ids of another tokenizer.
+    `template_arguments` are those of rows that do not say otherwise. Raises UserError as
+    `supervise` does, for stored ids of another tokenizer, and UnusableRowError where nothing can be
+    learnt.
     """
+    where = conversation.where
     if conversation.tokens is None:
-        return [supervise(tokenizer, conversation.messages, conversation.where)]
-    check_vocabulary(conversation.tokens, tokenizer, conversation.where)
-    return join_turns(conversation.tokens.answers)
+        arguments = {**template_arguments, **conversation.template_arguments}
+        made = [supervise(tokenizer, conversation.messages, where, arguments)]
+    else:
+        check_vocabulary(conversation.tokens, tokenizer, where)
+        made = join_turns(conversation.tokens.answers)
+    if not any(one.teaches for one in made):
+        raise UnusableRowError(
+            f"{where} teaches nothing: its answers have one token, and a head guesses what follows "
+            "an answer's first token"
+        )
+    return made
+
+
+def unread_by_template(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> Iterator[str]:
+    """What a conversation brings for the chat template, and what that does not read."""
+    if conversation.tokens is not None:  # was rendered when it was answered
+        return
+    keys = {key for message in conversation.messages for key in message} - OWN_KEYS
+    for kind, names in (("argument", conversation.template_arguments), ("key of messages", keys)):
+        for name in sorted(names):
+            if not reads(tokenizer, name):
+                yield f"{kind} `{name}`, of which the chat template knows nothing"
 
 
 def join_turns(answers: Sequence[AnswerTokens]) -> list[SupervisedTokens]:

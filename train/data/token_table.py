@@ -10,7 +10,7 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -26,14 +26,15 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.storage.disk_cache import cache_or_scratch
 from drafthead.heads.storage.files import fresh_folder, write_text
-from drafthead.heads.target.vocabulary import vocabulary_of
-from drafthead.train.data.conversations import (
-    Conversation,
-    Writer,
-    iter_conversations,
-    source_digest,
+from drafthead.heads.target.template_arguments import (
+    TemplateArguments,
+    check_template_arguments,
 )
-from drafthead.train.data.fitted_rows import LeftOut, fitted_rows
+from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.train.data.conversations import Conversation, Writer, iter_conversations
+from drafthead.train.data.fitted_rows import Fit, fitted_rows
+from drafthead.train.data.left_out import LeftOut, UnusableRowError
+from drafthead.train.data.row_sources import source_digest
 from drafthead.train.data.supervision import SupervisedTokens
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ ROWS, RECORD = "rows.arrow", "record.json"
 BATCH = 1024  # sequences that are written at a time
 # Of the files; raise it when other tokens are made of a conversation, or the record has other
 # fields.
-VERSION = 4
+VERSION = 5
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -71,6 +72,15 @@ class Reading:
     prompt_column: str | None
     max_length: int  # tokens; longer conversations are split at turns
     limit: int | None  # conversations, from the first
+    vocab_size: int | None = None  # tokens that the target has embeddings for; None: not known
+    # Of the chat template, for rows that do not say otherwise.
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    strict: bool = False  # a row that cannot be used is an error
+
+    @property
+    def fit(self) -> Fit:
+        """What its sequences must fit."""
+        return Fit(self.max_length, self.vocab_size, self.template_arguments)
 
 
 class TokenTable(Sequence[TokenSequence]):
@@ -169,6 +179,27 @@ class TokenTable(Sequence[TokenSequence]):
             counts += np.bincount(kept, weights, vocab_size)
         return torch.from_numpy(counts.astype(np.int64))
 
+    def most_frequent(self) -> tuple[int, int, int]:
+        """The token that answers have most often after their first one, how often, of how many.
+
+        Whoever always guesses it is right so often.
+        """
+        times, first, found = np.bincount(self.chosen, minlength=len(self.data)), 0, []
+        for batch in self.data.data.to_batches():
+            lengths = batch.column("length").to_numpy()
+            weights = times[first : first + len(batch)].repeat(lengths)
+            first += len(batch)
+            ids, learnt = (batch.column(name).flatten() for name in ("input_ids", "supervised"))
+            mask = learnt.to_numpy(zero_copy_only=False)
+            guessed = mask & np.roll(mask, 1)
+            guessed[np.cumsum(lengths) - lengths] = False  # what begins a sequence follows nothing
+            found.append((ids.to_numpy()[guessed], weights[guessed]))
+        tokens, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+        if not len(tokens):
+            return 0, 0, 0
+        counts = np.bincount(tokens, weights)
+        return int(counts.argmax()), int(counts.max()), int(counts.sum())
+
 
 def mixed(tables: Sequence[TokenTable], weights: Sequence[float], seed: int) -> TokenTable:
     """Tables as one, each sequence of a table as often as its weight says.
@@ -195,14 +226,18 @@ def mixed(tables: Sequence[TokenTable], weights: Sequence[float], seed: int) -> 
 def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTable:
     """The source as tokens, out of the cache if it was read before.
 
-    Raises UserError for data that cannot be read or has nothing to learn.
+    Raises UserError for data that cannot be read or has nothing to learn, and for template
+    arguments that the tokenizer's chat template does not read.
     """
+    check_template_arguments(tokenizer, reading.template_arguments)
     folder = cache_or_scratch("tokens") / key_of(reading, tokenizer)
     # One process reads; the others of a run wait, and find what it has made.
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             make(folder, reading, tokenizer)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    if reading.strict and record["problems"]:  # it was read by a run that is not strict
+        LeftOut(strict=True).leave(UnusableRowError(record["problems"][0]))
     for sentence in record["left_out"]:
         # The same content may have been read under another name.
         here = sentence.replace(record["source"], reading.source)
@@ -214,7 +249,11 @@ def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTa
 def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
     """A name for what the tokens depend on."""
     digest = hashlib.sha256()
-    parts = (VERSION, source_digest(reading.source), *astuple(reading)[1:], tokenizer.chat_template)
+    arguments = json.dumps(dict(reading.template_arguments), sort_keys=True)
+    parts = (
+        VERSION, source_digest(reading.source), reading.prompt_column, reading.max_length,
+        reading.limit, reading.vocab_size, arguments, tokenizer.chat_template,
+    )  # fmt: skip
     digest.update(repr(parts).encode(errors="surrogatepass"))
     # A tokenizer in Python can only be used for rows that hold token ids.
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else vocabulary_of(tokenizer)
@@ -235,13 +274,16 @@ def make(folder: Path, reading: Reading, tokenizer: PreTrainedTokenizerBase) -> 
                 yield conversation
 
     with fresh_folder(folder) as temporary:
-        conversations = iter_conversations(reading.source, reading.prompt_column, reading.limit)
-        left_out = LeftOut()
-        rows = fitted_rows(tokenizer, noted(conversations), reading.max_length, left_out)
+        left_out = LeftOut(strict=reading.strict)
+        conversations = iter_conversations(
+            reading.source, reading.prompt_column, reading.limit, left_out
+        )
+        rows = fitted_rows(tokenizer, noted(conversations), reading.fit, left_out)
         record = {
             "source": reading.source,
             "digest": write_rows(temporary / ROWS, rows),
             "writers": sorted((w and (w.name, w.weights) for w in writers), key=repr),
+            "problems": left_out.problems[:1],
             "left_out": left_out.sentences(reading.max_length),
         }
         write_text(temporary / RECORD, json.dumps(record))

@@ -142,7 +142,7 @@ def rendered_prompt(conversation: Conversation, seen: Examination) -> list[int]:
     assert tokenizer is not None
     roles = [message["role"] for message in conversation.messages]
     before = conversation.messages[: roles.index("assistant") if "assistant" in roles else None]
-    return encode_prompt(tokenizer, before, conversation.where)
+    return encode_prompt(tokenizer, before, conversation.where, conversation.template_arguments)
 
 
 def shown(seen: Examination, ids: list[int]) -> str:
@@ -239,7 +239,14 @@ def overlap(seen: Examination) -> Finding | None:
     try:
         tables = [
             token_table(
-                Reading(source, data.get("prompt_column"), data["max_length"], None),
+                Reading(
+                    source,
+                    data.get("prompt_column"),
+                    data["max_length"],
+                    None,
+                    patient.target.vocab_size,
+                    data.get("template_arguments", {}),
+                ),
                 patient.target.tokenizer,
             )
             for source in there

@@ -30,6 +30,7 @@ class AnswerSource(Protocol):
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
     max_length: int | None  # of prompt and answer in tokens; None: unlimited, or not known
+    vocab_size: int | None  # tokens that the target has embeddings for; None: not known
 
     def weights(self) -> str | None:
         """The `weights_fingerprint` of the target; None where it cannot be seen."""
@@ -50,6 +51,7 @@ class DecoderSource:
             raise UserError("the target has no tokenizer, so prompts cannot be written for it")
         self.decoder, self.tokenizer = decoder, decoder.tokenizer
         self.end_ids, self.max_length = frozenset(decoder.end_ids), decoder.max_length
+        self.vocab_size: int | None = decoder.target.vocab_size
 
     def weights(self) -> str | None:
         """The `weights_fingerprint` of the target."""

@@ -17,12 +17,17 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.train.data.answer_tokens import VOCABULARY_COLUMN, WEIGHTS_COLUMN
 from drafthead.train.data.conversations import Conversation
-from drafthead.train.data.supervision import encode_prompt
+from drafthead.train.data.left_out import LeftOut, UnusableRowError
+from drafthead.train.data.supervision import (
+    encode_prompt,
+    refuse_missing_tokens,
+    unread_by_template,
+)
 from drafthead.train.distillation.answer_source import AnswerSource, Questions
 from drafthead.train.distillation.answer_statistics import AnswerStatistics
 from drafthead.train.distillation.dialogue import Dialogue, Job
 from drafthead.train.distillation.output_file import DistilledFile
-from drafthead.train.distillation.questions import question_hash, user_turns
+from drafthead.train.distillation.questions import question_of, user_turns
 from drafthead.train.distillation.settings import DistillSettings
 from drafthead.train.jobs.console import AnswerBar
 
@@ -54,7 +59,10 @@ class _Window:
 
 
 def distill(
-    source: AnswerSource, conversations: Sequence[Conversation], file: DistilledFile
+    source: AnswerSource,
+    conversations: Sequence[Conversation],
+    file: DistilledFile,
+    left_out: LeftOut | None = None,
 ) -> DistillReport:
     """Add the target's answer to every user turn of every conversation to a file that is open.
 
@@ -62,16 +70,21 @@ def distill(
     was cut before its EOS), tokens, settings, source, and the ids of each prompt and answer. Turns
     are answered in order, later ones after the target's own earlier answers. Rows come longest
     prompt first, not in the source's order. Rows already in the file stay as they are. A shard
-    answers its windows of all conversations, which must stay the same. Raises UserError for rows
-    that were asked something else, and if no prompt fits into the context.
+    answers its windows of all conversations, which must stay the same. Rows that cannot be asked
+    are added to `left_out`, which is logged. Raises UserError for rows that were asked something
+    else, and if no prompt can be asked or fits into the context.
     """
     settings = file.settings
+    left_out = left_out or LeftOut(rows=len(conversations))
     file.start()
     common = _agree(source, file)
     file.resume()
     _refuse_changed(conversations, file)
     before = len(file.written.questions)
-    jobs, too_long = _jobs(source, _to_plan(conversations, file), settings)
+    jobs, too_long = _jobs(source, _to_plan(conversations, file), settings, left_out)
+    left_out.tell(settings.prompts)
+    if not (jobs or too_long or file.written.questions) and left_out.problems:
+        raise UserError(f"no row can be asked; the first: {left_out.problems[0]}")
     if too_long and len(too_long) == len(conversations):
         raise UserError(
             f"all {len(too_long)} prompts are longer than the context of {source.max_length} "
@@ -114,7 +127,7 @@ def _refuse_changed(conversations: Sequence[Conversation], file: DistilledFile) 
     known = file.written.questions | file.written.dropped
     for conversation in conversations:
         question = known.get(conversation.id)
-        if question is not None and question != question_hash(user_turns(conversation)):
+        if question is not None and question != question_of(conversation):
             raise UserError(
                 f"{conversation.where} is not what row {conversation.id} of {file.path} answers: "
                 "the prompts have changed; choose another --output, or --overwrite to start again"
@@ -130,20 +143,33 @@ def _to_plan(conversations: Sequence[Conversation], file: DistilledFile) -> list
 
 
 def _jobs(
-    source: AnswerSource, conversations: list[Conversation], settings: DistillSettings
+    source: AnswerSource,
+    conversations: list[Conversation],
+    settings: DistillSettings,
+    left_out: LeftOut,
 ) -> tuple[list[Job], list[str]]:
     """What is to be answered, most turns and longest prompts first, and ids that do not fit."""
     jobs: list[Job] = []
     too_long: list[str] = []
+    told: set[str] = set()  # places of rows, of which there may be several samples
     for conversation in conversations:
-        turns = user_turns(conversation)
-        prompt = encode_prompt(
-            source.tokenizer, turns[0], conversation.where, settings.template_arguments
-        )
+        is_first = conversation.where not in told
+        told.add(conversation.where)
+        arguments = settings.template_arguments | conversation.template_arguments
+        try:
+            turns, question = user_turns(conversation), question_of(conversation)
+            prompt = encode_prompt(source.tokenizer, turns[0], conversation.where, arguments)
+            refuse_missing_tokens(prompt, source.vocab_size, source.tokenizer, conversation.where)
+        except UnusableRowError as error:
+            if is_first:
+                left_out.leave(error)
+            continue
+        if is_first:
+            left_out.note_unread(unread_by_template(source.tokenizer, conversation))
         if source.max_length is not None and len(prompt) >= source.max_length:
             too_long.append(conversation.id)
         else:
-            jobs.append(Job(conversation, turns, question_hash(turns), len(prompt)))
+            jobs.append(Job(conversation, turns, question, arguments, len(prompt)))
     # Similar lengths share a batch, and a batch that does not fit into memory fails at once.
     jobs.sort(key=lambda job: (len(job.turns), job.prompt_length), reverse=True)
     return jobs, too_long

@@ -9,14 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.train.data.answer_tokens import IDS_COLUMN, AnswerTokens
-from drafthead.train.data.conversations import Conversation, Message
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.left_out import UnusableRowError
+from drafthead.train.data.row_forms import ARGUMENTS_COLUMN, LISTED_ARGUMENTS, Message
 from drafthead.train.data.supervision import encode_prompt
 from drafthead.train.distillation.answer_source import AnswerSource, EncodedAnswer
 from drafthead.train.distillation.answer_statistics import FROM_TEXT_COLUMN, REASONS_COLUMN
 from drafthead.train.distillation.questions import row_seed
 from drafthead.train.distillation.settings import DistillSettings
-
-ARGUMENTS_COLUMN = "chat_template_kwargs"  # what other trainers call them
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Job:
 
     conversation: Conversation
     turns: list[list[Message]]  # each ends with the user message to answer
-    question: str  # see `question_hash`
+    question: str  # see `question_of`
+    arguments: dict[str, Any]  # of the chat template
     prompt_length: int  # tokens of the first prompt
 
 
@@ -34,7 +35,7 @@ class Dialogue:
 
     def __init__(self, job: Job, settings: DistillSettings):
         self.conversation, self.turns, self.question = job.conversation, job.turns, job.question
-        self.settings = settings
+        self.settings, self.arguments = settings, job.arguments
         self.messages: list[Message] = []
         self.answers: list[AnswerTokens] = []
         self.reasons: list[FinishReason | None] = []  # why each answer ended
@@ -42,17 +43,22 @@ class Dialogue:
         self.from_text = False  # the ids of some answer were encoded again
 
     def request(self, number: int, source: AnswerSource) -> ServeRequest | None:
-        """The next turn to answer; None after the last, and if its prompt does not fit."""
-        turn, settings = len(self.answers), self.settings
+        """The next turn to answer; None after the last, and if its prompt does not fit.
+
+        That is also a prompt that the template refuses after the answers so far.
+        """
+        turn = len(self.answers)
         if turn == len(self.turns) or self.is_dropped:
             return None
         messages = self.messages + self.turns[turn]
-        self.prompt = encode_prompt(
-            source.tokenizer, messages, self.conversation.where, settings.template_arguments
-        )
+        where = self.conversation.where
+        try:
+            self.prompt = encode_prompt(source.tokenizer, messages, where, self.arguments)
+        except UnusableRowError:
+            return None
         if source.max_length is not None and len(self.prompt) >= source.max_length:
             return None
-        seed = row_seed(settings.seed, self.conversation.id, turn)
+        seed = row_seed(self.settings.seed, self.conversation.id, turn)
         return ServeRequest(self.prompt, number, seed=seed)
 
     def take(self, given: Answer, source: AnswerSource) -> None:
@@ -93,8 +99,9 @@ class Dialogue:
             REASONS_COLUMN: self.reasons,
             IDS_COLUMN: [asdict(answer) for answer in self.answers],
         }
-        if settings.template_arguments:
-            row[ARGUMENTS_COLUMN] = settings.template_arguments
+        row |= {name: self.arguments[name] for name in LISTED_ARGUMENTS if name in self.arguments}
+        if others := {k: v for k, v in self.arguments.items() if k not in LISTED_ARGUMENTS}:
+            row[ARGUMENTS_COLUMN] = others
         if self.from_text:
             row[FROM_TEXT_COLUMN] = True
         return row

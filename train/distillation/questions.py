@@ -2,23 +2,15 @@
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from inspect import signature
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.train.data.conversations import Conversation, Message
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.left_out import UnusableRowError
+from drafthead.train.data.row_forms import Message
 
-# What `encode_prompt` passes itself; `tools` and `documents` are the user's as any other.
-RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
-    "tools",
-    "documents",
-    "kwargs",
-}
+ASKED = ("system", "developer", "user")  # roles whose messages can be sent to another model
 
 
 def with_system(conversations: Sequence[Conversation], system: str | None) -> list[Conversation]:
@@ -28,7 +20,7 @@ def with_system(conversations: Sequence[Conversation], system: str | None) -> li
     message: Message = {"role": "system", "content": system}
     return [
         one
-        if one.messages[0]["role"] == "system"
+        if one.messages[0]["role"] in ("system", "developer")
         else replace(one, messages=[message, *one.messages])
         for one in conversations
     ]
@@ -65,41 +57,19 @@ def sampled(
     return numbered
 
 
-def check_template_arguments(
-    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
-) -> None:
-    """Raise UserError for an argument that the tokenizer's chat template does not read."""
-    template = tokenizer.chat_template
-    name = tokenizer.name_or_path or "this tokenizer"
-    for argument in arguments:
-        if not template:
-            raise UserError(
-                f"{name} has no chat template, so --template-argument {argument} has no meaning"
-            )
-        if argument in RESERVED:
-            raise UserError(
-                f"--template-argument {argument} is not the template's: it is set by distillation"
-            )
-        if not re.search(rf"\b{argument}\b", str(template)):
-            raise UserError(
-                f"the chat template of {name} does not read {argument}: correct the name of this "
-                "--template-argument, or leave it out"
-            )
-
-
 def user_turns(conversation: Conversation) -> list[list[Message]]:
     """The messages to send before each answer; answers found in the source are left out.
 
-    [system, user 1, assistant, user 2] gives [[system, user 1], [user 2]]. Raises UserError if
-    nothing is asked or if a message depends on an answer of another model (tool results).
+    [system, user 1, assistant, user 2] gives [[system, user 1], [user 2]]. Raises UnusableRowError
+    if nothing is asked or if a message depends on an answer of another model (tool results).
     """
     turns: list[list[Message]] = []
     pending: list[Message] = []
     for message in conversation.messages:
-        if message["role"] not in ("system", "user", "assistant"):
-            raise UserError(
+        if message["role"] not in (*ASKED, "assistant"):
+            raise UnusableRowError(
                 f"{conversation.where}: a message of role `{message['role']}` belongs to another "
-                "model's answer and cannot be replayed; remove the row"
+                "model's answer and cannot be replayed"
             )
         if message["role"] == "assistant":
             continue
@@ -108,7 +78,7 @@ def user_turns(conversation: Conversation) -> list[list[Message]]:
             turns.append(pending)
             pending = []
     if not turns:
-        raise UserError(f"{conversation.where}: no user message to answer")
+        raise UnusableRowError(f"{conversation.where}: no user message to answer")
     return turns
 
 
@@ -118,7 +88,14 @@ def row_seed(seed: int, row_id: str, turn: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def question_hash(turns: Sequence[Sequence[Message]]) -> str:
-    """A hash of all messages that are sent to the target."""
-    texts = [(message["role"], message["content"]) for turn in turns for message in turn]
-    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
+def question_of(conversation: Conversation) -> str:
+    """A hash of all that is sent to the target of one row: messages and template arguments.
+
+    Raises UnusableRowError as `user_turns` does.
+    """
+    turns = user_turns(conversation)
+    asked: list[object] = [(message["role"], message["content"]) for t in turns for message in t]
+    if conversation.template_arguments:
+        asked.append(conversation.template_arguments)
+    text = json.dumps(asked, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -4,6 +4,7 @@ vLLM returns the ids of an answer on request (`return_token_ids`). Of another se
 text is encoded again, which may give other tokens; such answers are marked.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Queue
@@ -14,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.gguf_files import model_folder
+from drafthead.infer.request.generation_config import listed, own_settings
 from drafthead.infer.request.stopping import FinishReason, token_ids
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.train.distillation.answer_source import EncodedAnswer, Questions
@@ -21,8 +23,10 @@ from drafthead.train.distillation.connection import Connection, RefusedRequestEr
 from drafthead.train.distillation.repetition import without_repetition
 from drafthead.train.distillation.settings import DistillSettings
 
+logger = logging.getLogger(__name__)
+
 # Filters that some servers take from the model's own files, switched off as they are here.
-UNFILTERED = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+UNFILTERED = {"top_k": -1, "min_p": 0.0}
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,26 @@ def find_model(connection: Connection, name: str | None, target: str) -> ServedM
     return ServedModel(name, models[name].get("max_model_len"))
 
 
+def stored_penalty(target: str) -> float:
+    """The repetition penalty in the generation config of a model's files, which answers have.
+
+    Logs what else answers of a target in this process would have, and a server does not know.
+    """
+    try:
+        config = GenerationConfig.from_pretrained(model_folder(target))
+    except (OSError, ValueError):  # no such file
+        return 1.0
+    own = own_settings(config)
+    penalty = float(own.pop("repetition_penalty", 1.0))
+    if own:
+        logger.warning(
+            "not asked of the server, though the generation config of %s says so: %s",
+            target,
+            listed(own),
+        )
+    return penalty
+
+
 def stored_end_ids(target: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end answers, as the files of a model give them, without its weights.
 
@@ -69,17 +93,20 @@ def stored_end_ids(target: str, tokenizer: PreTrainedTokenizerBase) -> frozenset
 class ServerSource:
     """A target on a server, of which only the tokenizer is here."""
 
+    vocab_size: int | None = None  # nobody can see it
+
     def __init__(
         self,
         connection: Connection,
         model: ServedModel,
         tokenizer: PreTrainedTokenizerBase,
         end_ids: frozenset[int],
+        repetition_penalty: float = 1.0,
     ):
-        """The tokenizer and the end tokens must be those of the model that is served."""
+        """The tokenizer, the end tokens and the penalty must be those of the model served."""
         self.connection, self.model = connection, model
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        self.max_length = model.max_length
+        self.max_length, self.repetition_penalty = model.max_length, repetition_penalty
 
     def weights(self) -> None:
         """Nobody can see the weights of a server."""
@@ -134,6 +161,7 @@ class ServerSource:
             "stop_token_ids": sorted(self.end_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
+            "repetition_penalty": self.repetition_penalty,
             **UNFILTERED,
         }
         try:

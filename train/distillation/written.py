@@ -14,7 +14,7 @@ from drafthead.train.distillation.answer_statistics import AnswerStatistics
 class Written:
     """The rows of complete batches, counted."""
 
-    questions: dict[str, str | None] = field(default_factory=dict)  # `question_hash` by id
+    questions: dict[str, str | None] = field(default_factory=dict)  # `question_of` by id
     batches: dict[int, tuple[int, int]] = field(default_factory=dict)  # where each is, in bytes
     dropped: dict[str, str] = field(default_factory=dict)  # ids without a row: cut answers
     statistics: AnswerStatistics = field(default_factory=AnswerStatistics)

@@ -16,6 +16,7 @@ from drafthead.train.jobs.host_memory import HostMemory
 from drafthead.train.learning.duration import Duration
 from drafthead.train.learning.evaluation import Evaluation, evaluate
 from drafthead.train.learning.step import StepRecord, StepRunner, TrainingTask
+from drafthead.train.learning.verdict import LastSteps, verdict
 from drafthead.train.learning.writer import RunWriter
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.config import TrainConfig
@@ -55,6 +56,7 @@ class Trainer:
         self.duration = Duration.of(config, len(task.train.rows))
         self.progress = Progress()
         self.step_seconds = 0.0
+        self.last = LastSteps()
         self.memory = memory
 
     def fit(self) -> bool:
@@ -147,11 +149,28 @@ class Trainer:
         )
         record = self._record(losses, num_supervised, target_seconds)
         if not math.isfinite(record.loss):
-            raise UserError(
-                f"the loss became {record.loss} in step {record.step}: lower optimizer.lr; "
-                f"the last state in {self.folder.states.path} was saved before that"
-            )
+            raise self._not_finite(record, rows)
+        depth = self.task.head.depth
+        self.last.add(record.loss, right=losses[3 + 2 * depth], guesses=losses[3 + depth])
         return record, stopping > 0
+
+    def _not_finite(self, record: StepRecord, rows: list[int]) -> UserError:
+        """Why the loss of a step is no number: the target, or the training."""
+        fault = self.runner.target_fault(rows)
+        faults = self.accelerator.reduce(
+            torch.tensor(float(fault is not None), device=self.accelerator.device), reduction="sum"
+        )
+        saved = f"the last state in {self.folder.states.path} was saved before that"
+        if faults > 0:
+            return UserError(
+                f"the loss became {record.loss} in step {record.step} because the target's own "
+                f"{fault or 'hidden states'} are not finite: its files are damaged, or its numbers "
+                "too narrow; look at its answers with `drafthead generate`, or set target.dtype to "
+                f"float32 or bfloat16; {saved}"
+            )
+        return UserError(
+            f"the loss became {record.loss} in step {record.step}: lower optimizer.lr; {saved}"
+        )
 
     def _summed(self, losses: torch.Tensor, clock: list[float], stop: bool) -> list[float]:
         """`losses` [3 + 3K], the clock and the stop requests, summed over all processes."""
@@ -217,6 +236,11 @@ class Trainer:
         before = self.writer.best_evaluation()
         evaluation = self._evaluate()
         self.writer.write_head(self.progress, evaluation, self.folder.path)
+        if is_last:
+            task = self.task
+            rows = task.train, task.validation
+            for sentence in verdict(self.last, evaluation, *rows, task.target.tokenizer):
+                logger.warning(sentence)
         if evaluation is None:
             return
         tau = evaluation.tau_tree[BEST_BY]

@@ -208,6 +208,22 @@ class StepRunner:
             optimizer.step()
             optimizer.zero_grad()
 
+    @torch.no_grad()
+    def target_fault(self, rows: list[int]) -> str | None:
+        """What is not finite in the target, looking at its share of `rows`; None if nothing is."""
+        size, accelerator = self.config.micro_batch_rows, self.accelerator
+        for micro in range(self.accumulation):
+            index = micro * accelerator.num_processes + accelerator.process_index
+            batch = self.reader.batch(rows[index * size : (index + 1) * size])
+            features = [*batch.features.taps, batch.features.last]
+            real = batch.segments > 0
+            if not all(f is None or bool(f[real].isfinite().all()) for f in features):
+                return "hidden states"
+        for name, weight in self.task.target.model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                return f"weights {name}"
+        return None
+
     def _seed_of(self, step: int, micro_batch: int) -> int:
         """A different seed for each micro-batch of each step."""
         run_and_step = self.config.seed * 1_000_003 + step

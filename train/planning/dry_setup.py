@@ -85,7 +85,8 @@ def read_rows(config: RunConfig, target: Target) -> PackedData | None:
     """The rows that training reads; None without a tokenizer, UserError as `training_data`."""
     if target.tokenizer is None:
         return None
-    return training_data(config.data, target.tokenizer, config.train.seed)[0]
+    seed = config.train.seed
+    return training_data(config.data, target.tokenizer, seed, target.vocab_size)[0]
 
 
 def full_rows(config: RunConfig, target: Target) -> TokenBatch:

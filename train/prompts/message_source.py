@@ -105,6 +105,7 @@ class MessageSource:
                 eos_token_id=sorted(self.ends) or None,
                 stop_strings=[self.turn.end_text] if self.turn.end_text else None,
             ),
+            use_model_defaults=False,  # these are settings for answers
         )
         for emitted in passes:
             count(sum(map(len, emitted.values())))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.train.data.conversations import Message
+from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import render, special_ids
 
 MARKER = "qzmessagezq"  # stands for the message; no template writes it

@@ -414,3 +414,50 @@ def test_a_models_own_settings_can_be_passed_on(target) -> None:
     assert (
         with_config.sequences == Decoder(target).generate(PROMPTS, max_new_tokens=MAX_NEW).sequences
     )
+
+
+# ------------------------------------------------------------- the model's own generation config
+
+OWN = {
+    "repetition_penalty": 1.3, "suppress_tokens": list(range(0, VOCAB, 3)), "min_new_tokens": 6,
+    "no_repeat_ngram_size": 2, "begin_suppress_tokens": [20, 31],
+}  # fmt: skip
+
+
+@pytest.fixture
+def opinionated(make_target):
+    """A target whose generation config has settings of its own."""
+    made = make_target()
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 3, "max_length": 40}
+    made.model.generation_config = GenerationConfig(**OWN, **sampling, eos_token_id=END)
+    return made
+
+
+@pytest.mark.parametrize("name", ["plain", "medusa:tree"])
+@pytest.mark.parametrize(
+    "given", [{}, {"repetition_penalty": 1.0}, {"suppress_tokens": []}, {"no_repeat_ngram_size": 3}]
+)
+def test_a_models_own_penalties_hold_as_in_generate(opinionated, make_drafter, name, given) -> None:
+    drafter = None if name == "plain" else make_drafter(name, opinionated)
+    config = GenerationConfig(**given)
+    for prompt in PROMPTS:
+        wanted = opinionated.model.generate(
+            torch.tensor([prompt]), generation_config=config, max_new_tokens=MAX_NEW,
+            do_sample=False, pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        found = Decoder(opinionated, drafter).generate(
+            prompt, max_new_tokens=MAX_NEW, generation_config=config
+        )
+        assert found.sequences == [wanted]
+
+
+def test_what_is_applied_and_what_is_not_is_told_once(opinionated, caplog) -> None:
+    opinionated.model.config._name_or_path = opinionated.model.name_or_path = "opinionated"
+    for _ in range(2):
+        Decoder(opinionated).generate(PROMPTS[0], max_new_tokens=2)
+    applied, left_out = caplog.messages
+    assert "generation config of opinionated says, answers have begin_suppress_tokens" in applied
+    assert "do_sample=True, max_length=40, temperature=0.6, top_k=3;" in left_out
+    plain = Decoder(opinionated).generate(PROMPTS[0], use_model_defaults=False, max_new_tokens=9)
+    opinionated.model.generation_config = GenerationConfig(eos_token_id=END)
+    assert Decoder(opinionated).generate(PROMPTS[0], max_new_tokens=9).sequences == plain.sequences

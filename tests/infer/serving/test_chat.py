@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.serving.serve_request import ServeRequest
 
 # Those that differ in what they know of a row.
 CHATTING = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",
@@ -98,3 +99,44 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was() -> None:
 def test_chat_needs_a_template(target) -> None:
     with pytest.raises(UserError, match="chat template"):
         Decoder(target).chat()
+
+
+QUICK = (
+    "{% for t in tools or [] %}{{ t.name }}{% endfor %}{% for message in messages %}"
+    "{{ message['content'] + '<|end|>' }}{% endfor %}<|assistant|>"
+    "{{ 'quick' if quick else 'slow' }}"
+)
+
+
+def test_arguments_of_the_template_reach_every_prompt() -> None:
+    decoder = Decoder(chat_target(QUICK))
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
+    arguments = {"quick": True, "tools": [{"type": "function", "name": "call"}]}
+    ids = tokenizer("callhi<|end|><|assistant|>quick")["input_ids"]
+    [expected] = decoder.generate(ids, max_new_tokens=8).sequences
+    options = {"max_new_tokens": 8, "chat_template_kwargs": arguments}
+    assert decoder.generate("hi", **options).sequences == [expected]
+    assert decoder.generate([{"role": "user", "content": "hi"}], **options).sequences == [expected]
+    session = decoder.chat(**options)
+    session.say("hi")
+    assert session.past.tokens == [*ids, *expected]
+    asked = [ServeRequest("hi", chat_template_kwargs=arguments), "hi"]
+    own, other = sorted(decoder.serve(asked, max_new_tokens=8), key=lambda answer: answer.id)
+    assert own.tokens == expected != other.tokens
+    decoder.remember("hi", arguments)
+    assert decoder.generate("hi", **options).stats.reused >= len(ids) - 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "sentence"),
+    [
+        ("hi", {"quik": True}, "does not read quik"),
+        ("hi", {"tokenize": True}, "tokenize is not the template's"),
+        ([5, 6], {"quick": True}, "for prompts that are texts or messages"),
+        ("hi", ["quick"], "must be a mapping of names"),
+    ],
+)
+def test_arguments_without_effect_are_refused(prompt, arguments, sentence) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Decoder(chat_target(QUICK)).generate(prompt, chat_template_kwargs=arguments)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.scripts.data import distill, merge_answers
-from drafthead.scripts.data.distill_options import system_text, template_values
+from drafthead.scripts.data.distill_options import system_text
+from drafthead.scripts.options import template_values
 
 Run = Callable[..., Result]
 

@@ -17,11 +17,8 @@ from drafthead.heads.target.base_model import tell_of_base_model
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer.request.prompts import encode
 from drafthead.scripts.data import inspect_data
-from drafthead.train.data.conversations import (
-    Conversation,
-    Message,
-    read_conversations,
-)
+from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import (
     SupervisedTokens,
     encode_prompt,
@@ -405,7 +402,7 @@ def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
 
 
 FAULTS = {
-    "broken JSON": ('{"prompt": "a"}\n{"prompt": \n', r"data.jsonl, line 2: not valid JSON \("),
+    "broken JSON": ('\n{"prompt": \n', r"data.jsonl, line 2: not valid JSON \("),
     "no object": ("[1]\n", "data.jsonl, line 1: expected a JSON object, found list"),
     "empty file": ("", "data.jsonl is empty"),
     "only blank lines": ("\n\n", "data.jsonl holds no conversation"),

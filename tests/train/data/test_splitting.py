@@ -10,8 +10,10 @@ from tiny import byte_tokenizer
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.train.data.answer_tokens import AnswerTokens, StoredTokens
-from drafthead.train.data.conversations import Conversation, Message
-from drafthead.train.data.fitted_rows import LeftOut, fitted_rows
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.fitted_rows import Fit, fitted_rows
+from drafthead.train.data.left_out import LeftOut
+from drafthead.train.data.row_forms import Message
 from drafthead.train.data.splitting import turn_starts
 from drafthead.train.data.supervision import SupervisedTokens, encode_prompt
 
@@ -50,8 +52,8 @@ def fitted(
     conversation: Conversation, max_length: int, tokenizer=CHAT
 ) -> tuple[list[SupervisedTokens], list[str]]:
     """The sequences, and what a user is told."""
-    left_out = LeftOut()
-    rows = list(fitted_rows(tokenizer, [conversation], max_length, left_out))
+    left_out = LeftOut(rows=1)
+    rows = list(fitted_rows(tokenizer, [conversation], Fit(max_length), left_out))
     return rows, left_out.sentences(max_length)
 
 
@@ -112,8 +114,8 @@ def test_only_a_turn_that_is_longer_alone_is_cut() -> None:
     assert [shown(row) for row in rows] == ["1.[a.]", f"2.[{'b' * 16}]", "4.[d.]"]
     assert told == [
         "1 of 1 rows are longer than 20 tokens and are split at turns into 4 sequences",
-        "2 sequences that cannot be split are cut to 20 tokens, 1 of them dropped because no "
-        "answer was left (the first is row 1 of f.jsonl)",
+        "2 sequences that cannot be split are cut to 20 tokens, 1 of them dropped because less "
+        "than two tokens of an answer were left (the first is row 1 of f.jsonl)",
     ]
 
 
@@ -135,8 +137,9 @@ def test_rows_whose_prompts_the_template_does_not_make_are_cut_and_counted() -> 
     marked = [replace(first, prompt=[5, *first.prompt]), *others]
     other = replace(conversation, tokens=replace(conversation.tokens, answers=tuple(marked)))
     rows, told = fitted(other, 17)
-    assert [shown(row) for row in rows[1:]] == ["1.a.2.[B.]", "1.a.2.b.3.[C]"]
+    assert [shown(row) for row in rows[1:]] == ["1.a.2.[B.]"]
     assert "1 of 1 rows are longer than 17 tokens and cannot be split" in told[0]
+    assert "1 of them dropped" in told[1], "of its answer one token is left, which teaches nothing"
 
 
 def test_stored_ids_are_learnt_when_the_template_refuses_their_messages() -> None:
@@ -146,7 +149,7 @@ def test_stored_ids_are_learnt_when_the_template_refuses_their_messages() -> Non
     assert [shown(row) for row in rows] == ["1.[A.]", "1.a.2.[B.]", "1.a.2.b.3.[C.]"]
     assert told == []
     rows, told = fitted(distilled(dialogue(*FIVE[:3])), 17, refusing)
-    assert len(rows) == 3 and "cannot be split" in told[0]
+    assert len(rows) == 2 and "cannot be split" in told[0]
 
 
 def test_a_turn_is_a_question_and_all_that_answers_it() -> None:

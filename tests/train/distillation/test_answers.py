@@ -28,7 +28,8 @@ from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.scripts.data import distill as distill_verb
-from drafthead.train.data.conversations import Conversation, Message, read_conversations
+from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
 from drafthead.train.distillation import answers as distillation
 from drafthead.train.distillation.answer_source import DecoderSource

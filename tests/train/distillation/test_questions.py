@@ -10,14 +10,11 @@ from tiny import CHAT_TEMPLATE, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.template_arguments import check_template_arguments
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.supervision import supervised_sequences
 from drafthead.train.distillation import answers as distillation
-from drafthead.train.distillation.questions import (
-    check_template_arguments,
-    sampled,
-    with_system,
-)
+from drafthead.train.distillation.questions import sampled, with_system
 
 WARM = replace(SETTINGS, temperature=1.0)
 THINKING = CHAT_TEMPLATE.replace(
@@ -110,6 +107,40 @@ def test_template_arguments_reach_every_prompt_and_the_row(output: Path) -> None
         distilled(decoder, asked(1, turns=2), output)
 
 
+def test_what_a_row_brings_for_the_template_is_asked_and_written(output: Path) -> None:
+    """So a file that was distilled and lost its ids is rendered as it was asked."""
+    tokenizer = thinking_tokenizer()
+    tokenizer.chat_template = "{{ tools[0].name }}" + THINKING
+    decoder, tool = FakeDecoder(tokenizer=tokenizer), {"name": "f"}
+    own = {"enable_thinking": False, "tools": [tool]}
+    prompts = [replace(asked(1)[0], template_arguments=own)]
+    settings = replace(SETTINGS, template_arguments={"enable_thinking": True})
+    distilled(decoder, prompts, output, settings)
+    row = rows_by_id(output)["row-0"]
+    assert row["chat_template_kwargs"] == {"enable_thinking": False} and row["tools"] == [tool]
+    prompt = decoder.tokenizer.decode(row["token_ids"][0]["prompt"])
+    assert prompt.startswith("f<|user|>") and prompt.endswith("<|assistant|>no ")
+    [conversation] = read_conversations(output)
+    assert conversation.template_arguments == own
+    other = [replace(prompts[0], template_arguments=own | {"tools": [{"name": "g"}]})]
+    with pytest.raises(UserError, match="the prompts have changed"):
+        distilled(decoder, other, output, settings)
+
+
+def test_rows_that_cannot_be_asked_are_left_out_and_named(output: Path, caplog) -> None:
+    prompts, decoder = asked(4), FakeDecoder()
+    size = decoder.target.vocab_size
+    decoder.tokenizer.add_tokens([f"<{i}>" for i in range(size)], special_tokens=True)
+    prompts[1] = replace(prompts[1], messages=[{"role": "tool", "content": "42"}])
+    prompts[3] = replace(prompts[3], messages=[{"role": "user", "content": f"<{size - 1}>"}])
+    report = distilled(decoder, sampled(prompts, 2, 1.0), output, WARM)
+    assert report.written == 4 and {"row-0", "row-2#2"} < set(rows_by_id(output))
+    assert "2 of 8 rows are left out; the first: row 2 of" in caplog.text
+    assert f"and the model has only {size} tokens" in caplog.text
+    with pytest.raises(UserError, match="no row can be asked; the first: .*role `tool`"):
+        distilled(FakeDecoder(), prompts[1:2], output.with_name("other.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -130,7 +161,7 @@ def test_arguments_that_the_template_does_not_read_are_refused(
 def test_a_base_model_has_no_template_arguments() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template, so --template-argument a"):
+    with pytest.raises(UserError, match="has no chat template, so the template argument a"):
         check_template_arguments(tokenizer, {"a": 1})
 
 

@@ -9,6 +9,7 @@ import pytest
 from completion_server import Completions, serving
 from distilled import asked, rows_by_id
 from tiny import byte_tokenizer, write_target
+from transformers import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
@@ -22,6 +23,7 @@ from drafthead.train.distillation.server import (
     ServerSource,
     find_model,
     stored_end_ids,
+    stored_penalty,
 )
 from drafthead.train.distillation.settings import DistillSettings
 
@@ -237,6 +239,15 @@ def test_an_answer_in_another_form_is_refused(
 
 def test_end_tokens_come_from_the_files_of_the_target(folder: Path, decoder: Decoder) -> None:
     assert stored_end_ids(str(folder), decoder.tokenizer) == decoder.end_ids
+
+
+def test_a_penalty_of_the_targets_own_is_asked_of_the_server(tmp_path: Path, caplog) -> None:
+    own = GenerationConfig(repetition_penalty=1.2, suppress_tokens=[5], top_k=3, do_sample=True)
+    own.save_pretrained(tmp_path)
+    assert stored_penalty(str(tmp_path)) == 1.2
+    [message] = caplog.messages
+    assert message.endswith("says so: suppress_tokens=[5]"), "sampling is as the settings say"
+    assert stored_penalty(str(tmp_path / "nowhere")) == 1.0
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5, 40])

@@ -1,0 +1,160 @@
+"""Rows of JSON lines, JSON, Parquet, folders and `datasets` names, one at a time."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow
+from datasets import DatasetDict, load_from_disk
+from pyarrow import parquet
+
+from drafthead.heads.errors import UserError
+from drafthead.train.data.hub_data import HubData
+from drafthead.train.data.left_out import UnusableRowError
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source, and its place."""
+
+    file: str
+    number: int  # from 1
+    unit: Literal["line", "row"]
+    content: Any  # what was read, or why nothing can be read, as an UnusableRowError
+    # Arrow gives all rows the same fields, and fills those that a row lacks with nulls.
+    from_arrow: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where the row is, for error messages."""
+        return f"{self.file}, {self.unit} {self.number}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The row by column; UnusableRowError where it is none."""
+        if isinstance(self.content, UnusableRowError):
+            raise self.content
+        if not isinstance(self.content, dict):
+            kind = type(self.content).__name__
+            raise UnusableRowError(f"{self.place}: expected a JSON object, found {kind}")
+        return self.content
+
+
+def rows_of(source: str) -> Iterator[Row]:
+    """Rows of a file, a folder or a hub data set.
+
+    Raises UserError for a source that cannot be read; a row that cannot be is given as such.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        yield from _folder_rows(path)
+    elif path.exists():
+        yield from _file_rows(path)
+    elif not _may_be_hub(source):
+        raise UserError(f"{source} does not exist: check the path")
+    else:
+        yield from _arrow_rows(source, HubData.named(source).rows())
+
+
+def source_digest(source: str) -> str:
+    """What a source holds: a hash of the content of files, or the revision of a hub data set.
+
+    Raises UserError as `rows_of` does.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        return HubData.named(source).digest if _may_be_hub(source) else source
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as content:
+                digest.update(f"{file.relative_to(path)} ".encode(errors="surrogatepass"))
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _may_be_hub(source: str) -> bool:
+    """Whether a source that is no path can be the name of a data set."""
+    return Path(source).suffix not in SUFFIXES and not source.startswith((".", "/", "~"))
+
+
+def _folder_rows(folder: Path) -> Iterator[Row]:
+    if (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists():
+        yield from _saved_rows(folder)
+        return
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    if not files:
+        raise UserError(f"folder {folder} holds no {', '.join(SUFFIXES)} file")
+    for file in files:
+        yield from _file_rows(file)
+
+
+def _saved_rows(folder: Path) -> Iterator[Row]:
+    data = load_from_disk(folder)
+    if isinstance(data, DatasetDict):
+        if "train" not in data:
+            splits = ", ".join(f"`/{name}`" for name in data)
+            raise UserError(f"{folder} has no split `train`: use one of {splits}")
+        data = data["train"]
+    yield from _arrow_rows(str(folder), data)
+
+
+def _arrow_rows(file: str, rows: Iterable[Any]) -> Iterator[Row]:
+    for number, values in enumerate(rows, start=1):
+        yield Row(file, number, "row", values, from_arrow=True)
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    readers = {".jsonl": _json_line_rows, ".json": _json_rows, ".parquet": _parquet_rows}
+    if path.suffix not in readers:
+        raise UserError(f"{path}: only {', '.join(SUFFIXES)} files are read; convert it to one")
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty: write at least one row to it")
+    try:
+        yield from readers[path.suffix](path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason}): convert it") from error
+
+
+def _json_line_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield Row(str(path), number, "line", _parsed(line, f"{path}, line {number}"))
+
+
+def _parsed(line: str, place: str) -> Any:
+    """What a line of JSON says, or why it says nothing."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reason = error.msg.removesuffix(" at")  # some of Python's messages end so
+        return UnusableRowError(f"{place}: not valid JSON ({reason} at column {error.colno})")
+    except RecursionError:
+        return UnusableRowError(f"{place}: the JSON is nested too deeply")
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # JSON lines in a file named .json
+            yield from _json_line_rows(path)
+            return
+        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
+    for number, content in enumerate(data if isinstance(data, list) else [data], start=1):
+        yield Row(str(path), number, "row", content)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        yield from _arrow_rows(str(path), (row for batch in batches for row in batch.to_pylist()))
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is not a readable Parquet file ({error})") from error
