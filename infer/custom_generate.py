@@ -139,15 +139,8 @@ class PreparedCall:
         if self.beams is not None and others:
             name = type(others[0]).__name__
             raise UserError(f"num_beams does not go with {name}: leave one of them out")
-        room = len(self.prompts) * [most - len(rows[0])]
-        if target.max_length is not None:
-            room = [
-                min(r, target.max_length - len(p)) for r, p in zip(room, self.prompts, strict=True)
-            ]
-        if min(room) < 1:
-            raise UserError(
-                f"the target's context holds {target.max_length} tokens: shorten the prompt"
-            )
+        new, context = most - len(rows[0]), target.context
+        room = [context.room(f"prompt {n}", len(p), new) for n, p in enumerate(self.prompts)]
         seeds = torch.randint(2**62, (len(rows),)).tolist() if config.do_sample else [0] * len(rows)
         return Request(
             self.prompts,

@@ -404,7 +404,7 @@ class Decoder:
         refuse_other_start(settings.config, self.target.decoder_prompt)
         ids = [self.target.as_prompt(text) for text in texts]
         prefixes = [self.target.answer_prefix(prompt) for prompt in ids]
-        seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.max_length)
+        seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.target.context)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
         custom, criteria = settings.logits_processor, settings.stopping_criteria
         return Request(

@@ -34,6 +34,7 @@ from drafthead.heads.target.architecture import (
     without_wrapper,
 )
 from drafthead.heads.target.cache_argument import cache_argument
+from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
@@ -102,6 +103,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
+        self.context = Context.of(self.config)
         # They decide which masks a pass needs.
         self.layer_kinds = layer_kinds(self.config, type(model).__name__)
         decoder = find_decoder(model)
@@ -235,13 +237,7 @@ class Target:
     @property
     def max_length(self) -> int | None:
         """Longest sequence in tokens that the positions allow; None when unlimited."""
-        longest = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        # LongRoPE switches frequencies past a threshold, which invalidates the whole cache, so
-        # sequences stop there.
-        if rope.get("rope_type") == "longrope":
-            return min(longest, rope["original_max_position_embeddings"])
-        return longest
+        return self.context.length
 
     def legal_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions [...] within the context: what lies past its end is computed, never kept."""

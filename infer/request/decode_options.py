@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.context import Context
 from drafthead.infer.request.beam_options import BeamOptions, EarlyStopping, read_beams
 from drafthead.infer.request.generation_config import given_options, sampling_from
 from drafthead.infer.request.integers import ARRAYS, integer, integer_option
@@ -133,25 +134,20 @@ class DecodeSettings:
             raise UserError(f"{rows} answers need {rows} seeds or one, got {len(self.seed)}")
         return list(self.seed)
 
-    def limits(self, prompts: Sequence[Sequence[int]], context: int | None) -> list[int]:
-        """Most new tokens for each prompt, in a context of `context` tokens (None: no end).
+    def limits(self, prompts: Sequence[Sequence[int]], context: Context) -> list[int]:
+        """Most new tokens for each prompt, in the context of a target.
 
-        Raises UserError for a prompt that leaves no room for an answer.
+        Raises UserError for a prompt that leaves no room for an answer, see also `Context.room`.
         """
         limits = [self.limit(len(prompt)) for prompt in prompts]
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            tokens = f"prompt {number} has {len(prompt)} tokens"
             if limit < 1:
                 raise UserError(
-                    f"{tokens}, but max_length is {self.max_length}: set max_new_tokens instead"
+                    f"prompt {number} has {len(prompt)} tokens, but max_length is "
+                    f"{self.max_length}: set max_new_tokens instead"
                 )
-            if context is not None and len(prompt) >= context:
-                raise UserError(
-                    f"{tokens}, but the target's context holds {context}: shorten the prompt"
-                )
-        if context is None:
-            return limits
-        return [min(limit, context - len(p)) for limit, p in zip(limits, prompts, strict=True)]
+        pairs = enumerate(zip(prompts, limits, strict=True))
+        return [context.room(f"prompt {n}", len(prompt), limit) for n, (prompt, limit) in pairs]
 
     def limit(self, prompt_length: int) -> int:
         """Most new tokens in a context without end; below 1 when max_length leaves no room."""
