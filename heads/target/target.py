@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -24,6 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.seven_bits import round_matrices
+from drafthead.heads.target.adapters import add_adapter, base_of_adapter
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.architecture import (
     LAYER_NAMES,
@@ -42,6 +42,8 @@ from drafthead.heads.target.loading import (
     BITSANDBYTES,
     INT7,
     LOSSY,
+    configuration_of,
+    decoder_class,
     device_named,
     dtype_named,
     has_encoder,
@@ -82,7 +84,6 @@ class Target:
     `EncoderDecoderTarget` is the subclass for models with an encoder.
     """
 
-    auto_class: ClassVar[Any] = AutoModelForCausalLM  # of transformers, which loads such models
     # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
     decoder_prompt: tuple[int, ...] = ()
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
@@ -121,6 +122,11 @@ class Target:
         divisor = getattr(self.config, "logits_scaling", None) or 1.0  # Granite
         self.logit_scale: float = scale / divisor
         self.logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+
+    @classmethod
+    def model_class(cls, source: str | Path, trust_code: bool) -> Any:
+        """The class of transformers that loads the model of a folder or hub id."""
+        return decoder_class(configuration_of(source, trust_code))
 
     def check_decoder(self, decoder: PreTrainedModel) -> None:
         """Raise UserError with the reason when the decoder cannot run a token tree."""
@@ -178,13 +184,17 @@ class Target:
         torch_device = device_named(device)
         if dtype in LOSSY and not placement.is_whole:
             raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
+        base = base_of_adapter(source)
+        model_class = cls.model_class(base or source, trust_code)
         try:
             options = quantising_options(dtype, torch_device) or placement.loading_options(
-                cls.auto_class, source, torch_dtype, torch_device, trust_code
+                model_class, base or source, torch_dtype, torch_device, trust_code
             )
-            model = cls.auto_class.from_pretrained(
-                source, dtype=torch_dtype, trust_remote_code=trust_code, **options
+            model = model_class.from_pretrained(
+                base or source, dtype=torch_dtype, trust_remote_code=trust_code, **options
             )
+            if base is not None:
+                add_adapter(model, source)
             tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
             # Quantised weights may not be movable.
             if placement.is_whole and not is_on(model, torch_device):

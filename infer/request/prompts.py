@@ -1,6 +1,6 @@
 """From users' prompts to token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ TOKENIZER_KEYS = {
     "attention_mask", "input_ids", "length", "offset_mapping", "special_tokens_mask",
     "token_type_ids",
 }  # fmt: skip
+IMAGE_MARKS = "mm_token_type_ids"  # of processors: 0 at each token of a text
 
 
 def encode(
@@ -96,12 +97,32 @@ class PromptReader:
 
     def tokenized(self, output: Mapping[str, Any], name: str) -> list[list[int]]:
         """The token ids of a tokenizer's output, without padding."""
-        if unknown := sorted(map(str, output.keys() - TOKENIZER_KEYS)):
-            raise UserError(f"{name} holds {unknown[0]}, which is not supported here")
+        if others := other_inputs(output, TOKENIZER_KEYS):
+            raise UserError(f"{name} holds {others[0]}, which is not supported here")
         rows, mask = token_rows(output["input_ids"], name), output.get("attention_mask")
         if mask is None:
             return without_padding(rows, self.pad)
         return masked(rows, rows_of(mask, "attention_mask"))
+
+
+def other_inputs(inputs: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The names of inputs of a model that hold something and are not among the known ones."""
+    return sorted(name for name in inputs.keys() - known if holds_something(inputs[name], name))
+
+
+def holds_something(value: object, name: str = "") -> bool:
+    """Whether an input is one: not None, and no collection or tensor without elements.
+
+    transformers gives image-text models such inputs, and processors return them, where the user has
+    given no image. Marks of images that are all 0 are none.
+    """
+    if isinstance(value, Mapping):
+        return any(map(holds_something, value.values()))
+    if isinstance(value, list | tuple) and name != IMAGE_MARKS:
+        return any(map(holds_something, value))
+    if name == IMAGE_MARKS and value is not None:
+        return any(any(row) for row in rows_of(value, name))
+    return value is not None and 0 not in getattr(value, "shape", ())
 
 
 def kind_of(value: object) -> str:
