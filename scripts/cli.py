@@ -1,8 +1,10 @@
 """The `drafthead VERB` command: finds the verb's file and prints errors as one sentence."""
 
 import importlib
+import importlib.metadata
 import logging
 import sys
+from typing import Annotated
 
 import typer
 
@@ -46,6 +48,9 @@ OTHER_NAMES = {
 }
 
 
+HELP = {"help_option_names": ["--help", "-h"]}
+
+
 def name_of(module: str) -> str:
     """The verb of a module: `plan-tree` of `measuring.plan_tree`."""
     return OTHER_NAMES.get(module) or module.split(".")[-1].replace("_", "-")
@@ -54,21 +59,38 @@ def name_of(module: str) -> str:
 def build_app(requested: str | None) -> typer.Typer:
     """The command line; only the requested verb's module is imported, so `--help` is fast."""
     app = typer.Typer(
-        help="Decode several tokens per pass of a frozen language model, exactly.",
+        context_settings=HELP,
         rich_markup_mode=None,
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
+    app.callback()(about)
     for module, summary in VERBS.items():
         verb = name_of(module)
         if verb == requested:
             main = importlib.import_module(f"drafthead.scripts.{module}").main
-            app.command(verb, short_help=summary)(main)
+            app.command(verb, short_help=summary, context_settings=HELP)(main)
             quieten_transformers()
         else:
             app.command(verb, short_help=summary)(lambda: None)
     return app
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and end, if that is wanted."""
+    if wanted:
+        print(importlib.metadata.version("drafthead"))
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+
+
+def about(
+    version: Annotated[bool, VERSION] = False,
+) -> None:
+    """Decode several tokens per pass of a frozen language model, exactly."""
 
 
 def quieten_transformers() -> None:

@@ -10,7 +10,7 @@ import torch
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.decoder import head_drafter
+from drafthead.infer.loaded import head_drafter
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.scripts.layout import PAGE, layout
 

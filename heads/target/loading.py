@@ -29,6 +29,7 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
         "bnb_4bit_compute_dtype": torch.bfloat16,
     },
 }
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 LOSSY = (INT7, *BITSANDBYTES)  # all of them compute in bfloat16
 
 
@@ -95,6 +96,17 @@ def decoder_class(config: PretrainedConfig | None) -> Any:
     texts, both = AutoModelForCausalLM, AutoModelForImageTextToText
     kind = type(config)
     return both if kind in both._model_mapping and kind not in texts._model_mapping else texts
+
+
+def type_name(dtype: object) -> str:
+    """The name of a type of weights: a torch type's, or a shorter name's for the same.
+
+    Raises UserError for what is neither.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str | torch.dtype):
+        raise UserError(f"dtype must be the name of a type or a torch type, got {dtype!r}")
+    return SHORT_NAMES.get(name, name)
 
 
 def dtype_named(name: str) -> torch.dtype:

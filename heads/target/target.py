@@ -51,6 +51,7 @@ from drafthead.heads.target.loading import (
     load_tokenizer,
     quantisation_of,
     quantising_options,
+    type_name,
 )
 from drafthead.heads.target.masks import (
     LayerMasks,
@@ -180,6 +181,7 @@ class Target:
         """`from_pretrained` for a folder or hub id that has this class of model; `name` is named
         in errors.
         """
+        dtype = type_name(dtype)
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
         if dtype in LOSSY and not placement.is_whole:

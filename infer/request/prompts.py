@@ -11,12 +11,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.base_model import template_options
 from drafthead.infer.request.integers import ARRAYS, integer
+from drafthead.infer.request.messages import rendered
 from drafthead.infer.request.padding import PadToken, masked, without_padding
 from drafthead.infer.request.token_rows import is_list, rows_of, token_rows, type_of
 
 Prompt: TypeAlias = (
     str
-    | Sequence[Mapping[str, str]]  # the messages of a chat
+    | Sequence[Mapping[str, Any]]  # the messages of a chat
     | Sequence[int]  # token ids, as they are
     | torch.Tensor  # token ids [T]; a tensor or array [B, T] is a batch
     | np.ndarray
@@ -39,6 +40,8 @@ def encode(
     tokenizer: PreTrainedTokenizerBase | None,
     attention_mask: object = None,
     pad: PadToken | None = None,
+    *,
+    continue_final_message: bool | None = None,
 ) -> list[list[int]]:
     """Each prompt as token ids, without padding.
 
@@ -49,7 +52,7 @@ def encode(
     for text without a tokenizer.
     """
     source = prompts if attention_mask is None else with_mask(prompts, attention_mask)
-    encoded = PromptReader(tokenizer, pad).read(source)
+    encoded = PromptReader(tokenizer, pad, continue_final_message).read(source)
     if not encoded:
         raise UserError("there is no prompt to decode")
     for number, ids in enumerate(encoded):
@@ -72,6 +75,7 @@ class PromptReader:
 
     tokenizer: PreTrainedTokenizerBase | None
     pad: PadToken | None
+    continue_final_message: bool | None
 
     def read(self, prompts: Any) -> list[list[int]]:
         """The token ids of one prompt, or of each prompt of a batch."""
@@ -85,7 +89,12 @@ class PromptReader:
 
     def rows(self, prompt: Any, name: str) -> list[list[int]]:
         """The token ids of one prompt, or of the rows of ids [B, T]."""
-        if isinstance(prompt, str) or is_chat(prompt):
+        goes_on = self.continue_final_message
+        if is_chat(prompt):
+            return [encode_one(prompt, self.tokenizer, continue_final_message=goes_on)]
+        if goes_on is not None:
+            raise UserError(f"continue_final_message is for messages, and {name} has none")
+        if isinstance(prompt, str):
             return [encode_one(prompt, self.tokenizer)]
         if is_list(prompt) and (len(prompt) == 0 or is_token_ids(prompt)):
             return token_rows(prompt, name)
@@ -151,27 +160,24 @@ def is_token_ids(prompt: object) -> bool:
 
 
 def encode_one(
-    prompt: str | Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase | None
+    prompt: str | Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    continue_final_message: bool | None = None,
 ) -> list[int]:
     """A string or chat messages as token ids; see `encode`."""
     if tokenizer is None:
-        raise UserError("the target has no tokenizer: pass prompts as token ids")
+        raise UserError(
+            "the target has no tokenizer: pass prompts as token ids, or tokenizer= to "
+            "Decoder.from_pretrained"
+        )
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(message) for message in prompt]
     options = template_options(tokenizer)
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **options
-        )
-    except Exception as error:  # templates are programs of their own, and raise many kinds
-        raise UserError(
-            f"the target's chat template cannot write the messages of roles "
-            f"{[message['role'] for message in messages]}: {error}"
-        ) from error
-    return list(ids)
+    text = rendered(prompt, tokenizer, options, continue_final_message)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def refuse_unknown_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
