@@ -17,7 +17,6 @@ from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.processor import tell_of_slow_bfloat16
-from drafthead.heads.target.loading import type_name
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
@@ -45,7 +44,6 @@ from drafthead.infer.loaded import (
     refuse_other_names,
     refuse_several,
     store_lookup,
-    with_tokenizer,
 )
 from drafthead.infer.request.decode_options import (
     DecodeOptions,
@@ -157,8 +155,7 @@ class Decoder:
         passes when they first run, which takes minutes the first time and seconds when the same was
         compiled before; the output stays the same. `draft_temperature` is explained at the
         constructor. Code that comes with a model runs only with `trust_remote_code`. Raises
-        UserError when something cannot be loaded or does not fit the target, and for a word that is
-        another one here.
+        UserError for what cannot be loaded, does not fit the target or has another name here.
         """
         models = {"head": head, "draft_model": draft_model, "draft_layers": draft_layers}
         refuse_other_names(models | {"datastore": datastore})
@@ -166,9 +163,8 @@ class Decoder:
         by_levels = draft_model is not None or draft_layers is not None
         alone = prompt_lookup and not (head or datastore or learn_answers)
         draft_tokens = length_of_paths(draft_tokens, by_levels or alone)
-        dtype = type_name(type_of_weights(dtype, others))
-        loaded = loaded_target(target, dtype, str(device), trust_remote_code)
-        loaded = with_tokenizer(loaded, tokenizer, trust_remote_code)
+        dtype = type_of_weights(dtype, others)
+        loaded = loaded_target(target, dtype, str(device), trust_remote_code, tokenizer)
         drafter: Drafter | None = None
         if head is not None:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)

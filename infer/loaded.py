@@ -57,15 +57,20 @@ def length_of_paths(draft_tokens: int | None, is_used: bool) -> int:
 
 
 def loaded_target(
-    target: str | Path | PreTrainedModel | Target, dtype: str, device: str, trust_code: bool
+    target: str | Path | PreTrainedModel | Target,
+    dtype: str,
+    device: str,
+    trust_code: bool,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
 ) -> Target:
-    """The target of this name, or the one that is loaded already.
+    """The target of this name, or the one that is loaded already; with a tokenizer if one is given.
 
     Raises UserError for a dtype or a device for a loaded one, which keeps its own, and for what is
-    no model.
+    no model or no tokenizer.
     """
     if isinstance(target, str | Path):
-        return load_target(target, dtype, device, trust_code)
+        loaded = load_target(target, dtype, device, trust_code)
+        return with_tokenizer(loaded, tokenizer, trust_code)
     if not isinstance(target, Target | torch.nn.Module):
         raise UserError(
             f"a target is the name of a model, a loaded one or a Target, got {target!r}"
@@ -73,7 +78,8 @@ def loaded_target(
     for name, value in (("dtype", dtype), ("device", device)):
         if value != "auto":
             raise UserError(f"{name}={value} is for models that are loaded by name: leave it out")
-    return target if isinstance(target, Target) else target_of(target)
+    loaded = target if isinstance(target, Target) else target_of(target)
+    return with_tokenizer(loaded, tokenizer, trust_code)
 
 
 def with_tokenizer(

@@ -7,6 +7,7 @@ from typing import TypedDict
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.loading import type_name
 
 ALWAYS_A_RESULT = "a result with fields is always returned"
 AT_LOADING = "it is chosen in Decoder.from_pretrained"
@@ -93,16 +94,14 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"{guess}Options: {', '.join(known)}"
 
 
-def type_of_weights(dtype: object, others: OfTransformers) -> object:
-    """The type that `dtype` or transformers' older word for it names.
+def type_of_weights(dtype: object, others: OfTransformers) -> str:
+    """The name of the type that `dtype` or transformers' older word for it names.
 
     Raises UnknownOptionError for the other words, and UserError for a type that is given twice.
     """
     for name in others.keys() - {"torch_dtype"}:
         instead = OF_LOADING.get(name) or "Decoder.from_pretrained explains what it takes"
         raise UnknownOptionError(f"unknown argument {name!r}: {instead}")
-    if "torch_dtype" not in others:
-        return dtype
-    if dtype != "auto":
+    if "torch_dtype" in others and dtype != "auto":
         raise UserError("dtype and torch_dtype are the same: leave one of them out")
-    return others["torch_dtype"]
+    return type_name(others.get("torch_dtype", dtype))

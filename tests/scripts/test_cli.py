@@ -1,5 +1,6 @@
 """The command line as a user meets it: answers, and one clear sentence for bad input."""
 
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import SPECIALS, byte_tokenizer, write_conversations
 
+import drafthead
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.trees.tree import TreeShape
@@ -49,6 +51,13 @@ def run(models_folder, monkeypatch, capsys):
         return stop.value.code or 0, output.out, output.err
 
     return run
+
+
+def test_the_version_is_the_distributions(run) -> None:
+    assert run("--version")[:2] == (0, f"{importlib.metadata.version('drafthead')}\n")
+    assert drafthead.__version__ == importlib.metadata.version("drafthead")
+    with pytest.raises(AttributeError, match="'drafthead' has no attribute 'versions'"):
+        _ = drafthead.versions
 
 
 def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
