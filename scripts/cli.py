@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -48,12 +49,29 @@ OTHER_NAMES = {
 }
 
 
+# Options that have other names now -> their names, by verb. The old ones are in no list.
+RENAMED = {
+    "inspect-data": {"--tokenizer": "--target", "--rows": "--limit"},
+    "build-datastore": {"--tokenizer": "--target"},
+    "profile": {"--batch": "--batch-size"},
+    "plan-tree": {"--batch": "--batch-size"},
+}
 HELP = {"help_option_names": ["--help", "-h"]}
 
 
 def name_of(module: str) -> str:
     """The verb of a module: `plan-tree` of `measuring.plan_tree`."""
     return OTHER_NAMES.get(module) or module.split(".")[-1].replace("_", "-")
+
+
+def renamed(words: Sequence[str]) -> list[str]:
+    """A command line, verb first, with the names that its options have now.
+
+    `inspect-data --rows=5` becomes `inspect-data --limit=5`.
+    """
+    names = RENAMED.get(words[0], {}) if words else {}
+    options = (word.partition("=") for word in words)
+    return [names.get(name, name) + sign + value for name, sign, value in options]
 
 
 def build_app(requested: str | None) -> typer.Typer:
@@ -111,7 +129,8 @@ def main() -> None:
     for client in ("httpx", "httpx2"):  # of huggingface_hub: a line for each of its requests
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
-        build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
+        words = renamed(sys.argv[1:])
+        build_app(words[0] if words else None)(words)
     except ValueError as error:
         # Imported here, as it loads torch: `drafthead --help` need not wait for that.
         if not isinstance(error, importlib.import_module("drafthead.heads.errors").UserError):

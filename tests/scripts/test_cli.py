@@ -60,6 +60,16 @@ def test_the_version_is_the_distributions(run) -> None:
         _ = drafthead.versions
 
 
+def test_older_names_of_options_are_taken_and_not_listed(run, models_folder) -> None:
+    prompts = f"{models_folder}/prompts.jsonl"
+    command = ("inspect-data", "--data", prompts)
+    older = run(*command, "--tokenizer", "@target", "--rows=1")
+    assert older[0] == 0 and older == run(*command, "--target", "@target", "--limit", "1")
+    assert "--tokenizer" not in run("inspect-data", "--help")[1]
+    assert cli.renamed(["profile", "--batch", "2"]) == ["profile", "--batch-size", "2"]
+    assert cli.renamed(["compare", "--batch", "2"]) == ["compare", "--batch", "2"]
+
+
 def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
     status, out, _ = run("--help")
     assert status == 0
@@ -422,7 +432,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
         (("compare", *RACE, "--batch-size", "0"), "--batch-size must be at least 1, got 0"),
         (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
-        (("profile", *TARGET, "--batch", "0"), "--batch must be at least 1"),
+        (("profile", *TARGET, "--batch-size", "0"), "--batch-size must be at least 1"),
         (("profile", *TARGET, "--max-new-tokens", "1"), "no step to account for"),
         (("plan-tree", *TARGET, "--head", "@nohead"), "does not exist"),
         (("info", "@nohead"), "does not exist"),
@@ -432,7 +442,10 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             ("export", "@head", "--format", "eagle", "--output", "unused"),
             "eagle cannot express a head of the family medusa",
         ),
-        (("plan-tree", *TARGET, "--head", "@head", "--batch", "0"), "--batch must be at least 1"),
+        (
+            ("plan-tree", *TARGET, "--head", "@head", "--batch-size", "0"),
+            "--batch-size must be at least 1",
+        ),
     ],
 )
 def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:
