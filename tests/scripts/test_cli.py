@@ -70,6 +70,17 @@ def test_older_names_of_options_are_taken_and_not_listed(run, models_folder) -> 
     assert cli.renamed(["compare", "--batch", "2"]) == ["compare", "--batch", "2"]
 
 
+def test_the_list_of_verbs_waits_for_no_library() -> None:
+    program = (
+        "import sys; from drafthead.scripts import cli\n"
+        "sys.argv = ['drafthead', '--help']\n"
+        "try: cli.main()\n"
+        "except SystemExit: print('loaded', {'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.endswith("loaded set()\n"), done.stdout + done.stderr
+
+
 def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
     status, out, _ = run("--help")
     assert status == 0
