@@ -323,14 +323,16 @@ class Decoder:
         default seeds count upwards from `seed`. A request that cannot be honoured gets an answer
         with an `error`, and does not disturb the others.
 
-        The options are those of `generate` that requests of one batch can share. Raises UserError
-        for others by name, and for a max_rows below 1.
+        The options are those of `generate` that requests of one batch can share; a `ServeRequest`
+        has its own sampling and stop strings. Raises UserError for others by name, and for a
+        max_rows below 1.
         """
         options, seed = shared_options(options, max_rows)
 
         def read(request: ServeRequest, number: int) -> Request:
-            own = own_options(request, seed + number)
-            return self._request(request.prompt, read_options({**options, **own}), single=True)
+            settings = read_options({**options, **own_options(request, seed + number)})
+            verifier_for(settings.verifier, settings.sampling.temperature)  # they may not fit
+            return self._request(request.prompt, settings, single=True)
 
         def method_for(run: BatchRun) -> Method:
             return self._method(run, read_options(options))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from accelerate.state import AcceleratorState, GradientState
 
 from drafthead.heads.formats import FORMATS
 from drafthead.scripts import cli
@@ -73,6 +74,8 @@ def test_the_lines_of_the_readme_run_one_after_the_other(monkeypatch, tmp_path, 
         if SMALL.get(words[0]) is None or "--draft-model" in words:
             continue
         monkeypatch.setattr(sys, "argv", ["drafthead", *shrunk(words)])
+        AcceleratorState._reset_state(reset_partial_state=True)  # each line is a process
+        GradientState._reset_state()
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert not stop.value.code, (words, capfd.readouterr().err[-2000:])

@@ -142,9 +142,10 @@ class DecodeSettings:
 
         Raises UserError for none, and for both.
         """
-        if (first is None) == (not self.tokenized):
-            given = "twice: as the first argument and by name" if self.tokenized else "in no way"
-            raise UserError(f"prompts are given {given}: pass them as the first argument")
+        if first is None and not self.tokenized:
+            raise UserError("there is no prompt to decode: pass it as the first argument")
+        if first is not None and self.tokenized:
+            raise UserError("prompts are given twice: as the first argument and by name")
         return self.tokenized if first is None else first
 
     def seeds(self, rows: int) -> list[int]:

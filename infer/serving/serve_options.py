@@ -69,6 +69,12 @@ def refuse_others(options: DecodeOptions, settings: DecodeSettings, sentence: st
 def own_options(request: ServeRequest, seed: int) -> DecodeOptions:
     """The options that a request gives for itself, with its seed, by default `seed`."""
     own: DecodeOptions = {"seed": seed if request.seed is None else request.seed}
-    if request.max_new_tokens is not None:
-        own["max_new_tokens"] = request.max_new_tokens
+    given: DecodeOptions = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
+        "stop_strings": request.stop_strings,
+    }
+    own.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
     return own
