@@ -91,16 +91,19 @@ def with_tokenizer(
     """
     if tokenizer is None:
         return target
+    found: object = tokenizer
     if isinstance(tokenizer, str | Path):
         try:
-            tokenizer = load_tokenizer(tokenizer, str(tokenizer), trust_code)
+            found = load_tokenizer(tokenizer, str(tokenizer), trust_code)
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot load the tokenizer {tokenizer}: {error}") from error
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            reason = str(error).splitlines()[0]
+            raise UserError(f"cannot load the tokenizer {tokenizer}: {reason}") from error
+    elif not isinstance(tokenizer, PreTrainedTokenizerBase):
+        found = getattr(tokenizer, "tokenizer", None)  # of a processor
+    if not isinstance(found, PreTrainedTokenizerBase):
         raise UserError(f"tokenizer must be one of transformers or its name, got {tokenizer!r}")
     target = copy(target)
-    target.tokenizer = tokenizer
+    target.tokenizer = found
     return target
 
 

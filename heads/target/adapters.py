@@ -21,17 +21,26 @@ TRAINED_TOKENS = "trainable_token_indices"  # a key of PEFT: rows of a table tha
 def base_of_adapter(source: str | Path) -> str | None:
     """The name of the base model of an adapter's folder or hub id; None for a model's own.
 
-    A folder that holds a model and an adapter for it is the model's own.
+    A folder that holds a model and an adapter for it is the model's own. Raises UserError for an
+    adapter that names no base model.
     """
     file = find_adapter_config_file(str(source))
     if file is None or (Path(source) / CONFIG_NAME).exists():
         return None
-    return str(read_config(file)["base_model_name_or_path"])
+    base = read_config(file).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise UserError(f"{file} names no model under base_model_name_or_path: write it there")
+    return base
 
 
 def read_config(file: str) -> dict[str, Any]:
-    """The configuration of an adapter."""
-    config: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+    """The configuration of an adapter; raises UserError for what is none."""
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} must hold an object, found {type(config).__name__}")
     return config
 
 

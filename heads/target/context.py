@@ -54,7 +54,7 @@ class Context:
         if self.changing is not None and wanted > room:
             raise UserError(
                 f"{prompt} has {length} tokens and may get {wanted} more, but past {self.length} "
-                f"tokens this target's rotary frequencies ({self.changing}) change, which would "
-                f"make its cache another's: set max_new_tokens to at most {room}"
+                f"tokens this target's rotary frequencies ({self.changing}) change for all tokens, "
+                f"those in its cache too: set max_new_tokens to at most {room}"
             )
         return min(wanted, room)

@@ -6,6 +6,7 @@ of a message without a word.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -47,10 +48,11 @@ def rendered(
     given = [with_text(message) for message in messages]
     try:
         return complete(given, tokenizer, options)
-    except UserError:
-        if not READS_PARTS.search(str(options.get("chat_template") or tokenizer.chat_template)):
-            raise
-        return complete([*map(with_parts, given)], tokenizer, options)
+    except UserError as error:
+        if READS_PARTS.search(str(options.get("chat_template") or tokenizer.chat_template)):
+            with suppress(UserError):
+                return complete([*map(with_parts, given)], tokenizer, options)
+        raise error
 
 
 def with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:

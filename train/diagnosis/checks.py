@@ -291,7 +291,7 @@ def amount_of_training(seen: Examination) -> Finding | None:
         )
     if tokens and tokens < FEW_TOKENS:
         return Finding(
-            f"{evidence}, of which a head can use {FEW_TOKENS:,} and more",
+            f"{evidence}; a head can use {FEW_TOKENS:,} and more",
             "train on more answers: train.init_from goes on with this head",
         )
     return Finding(evidence)

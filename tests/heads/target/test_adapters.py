@@ -55,6 +55,13 @@ def test_rows_of_tied_tables_are_enough(tmp_path) -> None:
     assert answer == generated(wrapped, PROMPT, 12)
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+def test_an_adapter_without_a_base_model_is_refused(tmp_path, text) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(UserError, match="adapter_config.json"):
+        Target.from_pretrained(tmp_path)
+
+
 def test_tokens_without_rows_of_the_output_head_are_refused(tmp_path) -> None:
     wrapped = adapted(tmp_path / "base", **KINDS["rows of tables"])
     wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
