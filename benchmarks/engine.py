@@ -30,11 +30,12 @@ from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.loading import device_named
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.decoder import Decoder, head_drafter
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.results import DecodeResult, DecodeStats, Stream
+from drafthead.infer.loaded import head_drafter
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.measuring.bandwidth import copy_bandwidth, weight_bytes
 from drafthead.infer.measuring.contestants import Transformers

@@ -5,7 +5,7 @@ decoding, tests and comparison find it in `HEADS`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -34,6 +34,19 @@ class HeadBatch:
     features: Features  # [B, T, D] of the target at these positions
     # [B, T] bool: the supervised tokens after which the head drafts; None for all of them.
     roots: torch.Tensor | None = None
+    seeds: Sequence[int] | None = None  # [B] of what is drawn for each row; None: torch's own
+
+    def uniform(self) -> torch.Tensor:
+        """A random number in [0, 1) for each token [B, T].
+
+        With seeds it depends on the seed of its row alone, not on other rows nor on padding.
+        """
+        ids = self.input_ids
+        if self.seeds is None:
+            return torch.rand(ids.shape, device=ids.device)
+        streams = [torch.Generator().manual_seed(seed) for seed in self.seeds]
+        rows = [torch.rand(ids.shape[1], generator=stream) for stream in streams]
+        return torch.stack(rows).to(ids.device)
 
     def num_supervised(self) -> torch.Tensor:
         """Number [] of supervised tokens, by which losses are averaged."""

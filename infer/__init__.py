@@ -1,5 +1,6 @@
 """drafthead.infer: decoding with draft heads, draft models, prompt lookup, or nothing."""
 
+from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeResult, DecodeStats, Logprobs, TextStream
 from drafthead.infer.request.decode_options import DecodeOptions
@@ -13,5 +14,6 @@ __all__ = [
     "Decoder",
     "Logprobs",
     "ServeRequest",
+    "Target",
     "TextStream",
 ]

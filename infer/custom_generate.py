@@ -49,7 +49,7 @@ from drafthead.infer.engine.score_record import RowRecord
 from drafthead.infer.request.beam_options import BeamOptions
 from drafthead.infer.request.generation_config import refuse_unprepared
 from drafthead.infer.request.padding import masked
-from drafthead.infer.request.prompts import refuse_unknown_tokens
+from drafthead.infer.request.prompts import other_inputs, refuse_unknown_tokens
 from drafthead.infer.request.request import Request, RowKind
 from drafthead.infer.request.stopping import Stop, token_ids
 
@@ -139,15 +139,8 @@ class PreparedCall:
         if self.beams is not None and others:
             name = type(others[0]).__name__
             raise UserError(f"num_beams does not go with {name}: leave one of them out")
-        room = len(self.prompts) * [most - len(rows[0])]
-        if target.max_length is not None:
-            room = [
-                min(r, target.max_length - len(p)) for r, p in zip(room, self.prompts, strict=True)
-            ]
-        if min(room) < 1:
-            raise UserError(
-                f"the target's context holds {target.max_length} tokens: shorten the prompt"
-            )
+        new, context = most - len(rows[0]), target.context
+        room = [context.room(f"prompt {n}", len(p), new) for n, p in enumerate(self.prompts)]
         seeds = torch.randint(2**62, (len(rows),)).tolist() if config.do_sample else [0] * len(rows)
         return Request(
             self.prompts,
@@ -241,9 +234,8 @@ def prompts_of(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[list[
 
     Raises UserError for inputs of the model that are not read here.
     """
-    for name, value in inputs.items():
-        if value is not None and name not in PREPARED_INPUTS:
-            raise UserError(f"{name} is not supported with custom_generate: leave it out")
+    if others := other_inputs(inputs, PREPARED_INPUTS):
+        raise UserError(f"{others[0]} is not supported with custom_generate: leave it out")
     cache = inputs.get(CACHE_INPUT)
     if cache is not None and cache.get_seq_length() > 0:
         raise UserError(f"tokens in {CACHE_INPUT} are not supported with custom_generate")
@@ -258,11 +250,19 @@ def prompts_of(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[list[
     return prompts
 
 
-def refuse_positions(positions: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raise UserError for positions [B, T] or [1, T] that do not count what mask [B, T] keeps."""
-    counted = mask.long().cumsum(-1) - 1
-    positions = positions.to(mask.device).expand_as(counted)
-    if not positions[mask != 0].equal(counted[mask != 0]):
+def refuse_positions(
+    positions: torch.Tensor,  # [B, T], [1, T] or [4, B, T]
+    mask: torch.Tensor,  # [B, T]
+) -> None:
+    """Raise UserError for positions that do not count what mask [B, T] keeps.
+
+    Models of images number texts four times, three of them by the place in an image.
+    """
+    counted = (mask.long().cumsum(-1) - 1).to(positions.device)
+    positions, counted, kept = torch.broadcast_tensors(
+        positions, counted, mask.to(positions.device)
+    )
+    if not positions[kept != 0].equal(counted[kept != 0]):
         raise UserError("position_ids must count the tokens of the prompts: leave them out")
 
 

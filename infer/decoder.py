@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,24 +13,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.processor import tell_of_slow_bfloat16
-from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.custom_generate import CustomGenerate
-from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.layer_choice import chosen_layers
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.own_layers import OwnLayers
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
-from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.beam_search import beam_answers
 from drafthead.infer.engine.compiled_target import CompiledTarget
@@ -43,6 +35,16 @@ from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
 from drafthead.infer.engine.tracing import Trace, decode_traced
+from drafthead.infer.loaded import (
+    described,
+    head_drafter,
+    length_of_paths,
+    loaded_target,
+    lookup_drafter,
+    refuse_other_names,
+    refuse_several,
+    store_lookup,
+)
 from drafthead.infer.request.decode_options import (
     DecodeOptions,
     DecodeSettings,
@@ -50,6 +52,7 @@ from drafthead.infer.request.decode_options import (
     refuse_in_pieces,
 )
 from drafthead.infer.request.generation_config import refuse_other_start, with_own_settings
+from drafthead.infer.request.other_words import OfTransformers, type_of_weights
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
@@ -73,8 +76,6 @@ from drafthead.infer.timing.stored_costs import StepKind
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_CHAIN = 4  # tokens that a draft model, own layers or prompt lookup draft
 
 
 class Decoder:
@@ -124,14 +125,16 @@ class Decoder:
         prompt_lookup: bool = False,
         tree_nodes: int | None = None,
         draft_tokens: int | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         trust_remote_code: bool = False,
         compile: bool | None = None,
         draft_temperature: float | None = None,
         datastore: str | Path | None = None,
         learn_answers: bool = False,
         draft_layers: str | Path | None = None,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        **others: Unpack[OfTransformers],
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
@@ -143,8 +146,8 @@ class Decoder:
         target has written before, alone or beside another drafter; with `learn_answers` it also
         proposes what this decoder reads and says from now on, up to the last 200,000 tokens.
 
-        A loaded model is frozen, and keeps its dtype and device; pass `Target(model, tokenizer)`
-        for prompts and answers that are texts.
+        A loaded model is frozen, and keeps its dtype and device; pass its `tokenizer`, or that
+        one's name, for prompts and answers that are texts. `others` are transformers' words.
         `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
         default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
@@ -154,7 +157,7 @@ class Decoder:
         compiling anything, which takes as long as a few passes; with False nothing is.
         `draft_temperature` is explained at the
         constructor. Code that comes with a model runs only with `trust_remote_code`. Raises
-        UserError when something cannot be loaded or does not fit the target.
+        UserError for what cannot be loaded, does not fit the target or has another name here.
         """
         models = {"head": head, "draft_model": draft_model, "draft_layers": draft_layers}
         refuse_other_names(models | {"datastore": datastore})
@@ -162,7 +165,8 @@ class Decoder:
         by_levels = draft_model is not None or draft_layers is not None
         alone = prompt_lookup and not (head or datastore or learn_answers)
         draft_tokens = length_of_paths(draft_tokens, by_levels or alone)
-        loaded = loaded_target(target, dtype, device, trust_remote_code)
+        dtype = type_of_weights(dtype, others)
+        loaded = loaded_target(target, dtype, str(device), trust_remote_code, tokenizer)
         drafter: Drafter | None = None
         if head is not None:
             drafter = head_drafter(load_head(Path(head), loaded), loaded)
@@ -176,16 +180,20 @@ class Decoder:
             drafter = lookup_drafter(drafter, stored, draft_tokens)
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
 
+    def __repr__(self) -> str:
+        return f"Decoder({described(self.target, self.drafter)})"
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[DecodeOptions]
+        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Unpack[DecodeOptions]
     ) -> DecodeResult:
         """Decode one prompt or a batch; `DecodeOptions` documents the options.
 
         A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
         or token ids: a list, tensor or array [T], or a tokenizer's output. A batch is a list of
         prompts, or padded ids [B, T] with their `attention_mask`. Without a mask, pad tokens at
-        both ends of rows [B, T] are dropped, as in transformers. Raises UserError for a request
-        that cannot be honoured, and TypeError for an unknown option.
+        both ends of rows [B, T] are dropped, as in transformers. A tokenizer's output may also come
+        by its names, `generate(**inputs)`. Raises UserError for a request that cannot be honoured,
+        and for an unknown option, with the right one.
         """
         run, emissions, settings = self._begin(prompts, options)
         if settings.streamer is not None:
@@ -194,7 +202,7 @@ class Decoder:
             pass
         return self._result(run)
 
-    def stream(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> TextStream:
+    def stream(self, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]) -> TextStream:
         """Decode one prompt as `generate` does; the text comes piece by piece.
 
         The pieces joined are the text that `generate` returns.
@@ -209,7 +217,7 @@ class Decoder:
         return Stream(pieces, run.stats, lambda: self._result(run))
 
     def steps(
-        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[DecodeOptions]
+        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Unpack[DecodeOptions]
     ) -> Stream[Emitted]:
         """Decode as `generate` does, one pass each time that the stream is asked.
 
@@ -220,7 +228,7 @@ class Decoder:
         refuse_in_pieces(settings)
         return Stream(emissions, run.stats, lambda: self._result(run))
 
-    def trace(self, prompt: Prompt, **options: Unpack[DecodeOptions]) -> Trace:
+    def trace(self, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]) -> Trace:
         """Decode one prompt as `generate` does, and keep what each step proposed and accepted.
 
         Steps are eager, so their times are not those of compiled ones.
@@ -255,7 +263,7 @@ class Decoder:
         lengths = list(map(len, sequences))
         return DecodeResult(
             sequences=sequences,
-            texts=texts_of(sequences, self.tokenizer) if self.tokenizer else [],
+            decoded=texts_of(sequences, self.tokenizer) if self.tokenizer else None,
             finish_reasons=[row.finish_reason for row in rows],
             prompt_lengths=list(map(len, run.request.prompts)),
             stats=run.stats,
@@ -318,14 +326,16 @@ class Decoder:
         default seeds count upwards from `seed`. A request that cannot be honoured gets an answer
         with an `error`, and does not disturb the others.
 
-        The options are those of `generate` that requests of one batch can share. Raises UserError
-        for others by name, and for a max_rows below 1.
+        The options are those of `generate` that requests of one batch can share; a `ServeRequest`
+        has its own sampling and stop strings. Raises UserError for others by name, and for a
+        max_rows below 1.
         """
         options, seed = shared_options(options, max_rows)
 
         def read(request: ServeRequest, number: int) -> Request:
-            own = own_options(request, seed + number)
-            return self._request(request.prompt, read_options({**options, **own}), single=True)
+            settings = read_options({**options, **own_options(request, seed + number)})
+            verifier_for(settings.verifier, settings.sampling.temperature)  # they may not fit
+            return self._request(request.prompt, settings, single=True)
 
         def method_for(run: BatchRun) -> Method:
             return self._method(run, read_options(options))
@@ -375,7 +385,7 @@ class Decoder:
         return ChatSession(begin, self._result, self.tokenizer, messages)
 
     def _begin(
-        self, prompts: Prompt | Sequence[Prompt], options: DecodeOptions
+        self, prompts: Prompt | Sequence[Prompt] | None, options: DecodeOptions
     ) -> tuple[BatchRun, Iterator[Emitted], DecodeSettings]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         settings = read_options(options)
@@ -392,7 +402,7 @@ class Decoder:
 
     def _request(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None,
         settings: DecodeSettings,
         single: bool = False,
     ) -> Request:
@@ -402,7 +412,12 @@ class Decoder:
         """
         pad = pad_token_of(self.target)
         texts = encode(
-            prompts, self.tokenizer, settings.attention_mask, pad, settings.template_arguments
+            settings.prompts(prompts),
+            self.tokenizer,
+            settings.attention_mask,
+            pad,
+            settings.template_arguments,
+            continue_final_message=settings.continue_final_message,
         )
         if single and len(texts) > 1:
             raise UserError(f"a request has one prompt, got {len(texts)}")
@@ -411,7 +426,7 @@ class Decoder:
         refuse_other_start(settings.config, self.target.decoder_prompt)
         ids = [self.target.as_prompt(text) for text in texts]
         prefixes = [self.target.answer_prefix(prompt) for prompt in ids]
-        seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.max_length)
+        seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.target.context)
         end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
         custom, criteria = settings.logits_processor, settings.stopping_criteria
         config = settings.config
@@ -465,54 +480,6 @@ class Decoder:
         return self.plans.planner(StepKind.of(run, rule), run.request.sampling.temperature)
 
 
-def refuse_other_names(names: Mapping[str, object]) -> None:
-    """Raise UserError for an argument that is neither None nor a path or name."""
-    for name, value in names.items():
-        if not isinstance(value, str | Path | None):
-            raise UserError(f"{name} must be a path or a name, got {value!r}")
-
-
-def refuse_several(models: Mapping[str, str | Path | None]) -> None:
-    """Raise UserError for more than one of the drafters that are models."""
-    if len([name for name in models.values() if name is not None]) > 1:
-        *others, last = models
-        raise UserError(
-            f"choose one of {', '.join(others)} and {last}; prompt_lookup goes with each"
-        )
-
-
-def length_of_paths(draft_tokens: int | None, is_used: bool) -> int:
-    """The most tokens on a path; raises UserError for a number that no drafter uses."""
-    if draft_tokens is None:
-        return DEFAULT_CHAIN
-    if not is_used:
-        raise UserError(
-            "draft_tokens is for draft_model, draft_layers and prompt_lookup: trees of a head or a "
-            "datastore are sized by tree_nodes"
-        )
-    return draft_tokens
-
-
-def loaded_target(
-    target: str | Path | PreTrainedModel | Target, dtype: str, device: str, trust_code: bool
-) -> Target:
-    """The target of this name, or the one that is loaded already.
-
-    Raises UserError for a dtype or a device for a loaded one, which keeps its own, and for what is
-    no model.
-    """
-    if isinstance(target, str | Path):
-        return load_target(target, dtype, device, trust_code)
-    if not isinstance(target, Target | torch.nn.Module):
-        raise UserError(
-            f"a target is the name of a model, a loaded one or a Target, got {target!r}"
-        )
-    for name, value in (("dtype", dtype), ("device", device)):
-        if value != "auto":
-            raise UserError(f"{name}={value} is for models that are loaded by name: leave it out")
-    return target if isinstance(target, Target) else target_of(target)
-
-
 def decoder_for(
     target: Target,
     drafter: Drafter | None,
@@ -564,7 +531,7 @@ def beam_result(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> Dec
     sequences = [list(answer.tokens) for answer in answers]
     return DecodeResult(
         sequences=sequences,
-        texts=texts_of(sequences, tokenizer) if tokenizer else [],
+        decoded=texts_of(sequences, tokenizer) if tokenizer else None,
         finish_reasons=[answer.finish_reason for answer in answers],
         prompt_lengths=[len(run.request.prompts[answer.prompt]) for answer in answers],
         stats=run.stats,
@@ -577,35 +544,3 @@ def random_prompts(vocab_size: int, rows: int, length: int) -> torch.Tensor:  # 
     half = -(-length // 2)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (rows, half), generator=generator).repeat(1, 2)[:, :length]
-
-
-def store_lookup(
-    folder: str | Path | None, learn_answers: bool, target: Target
-) -> StoreLookup | None:
-    """Lookup in the datastore of a folder and in the process's own answers; None without either.
-
-    Raises UserError when the folder holds no datastore of this target's tokens.
-    """
-    if folder is None and not learn_answers:
-        return None
-    store = None
-    if folder is not None:
-        if target.tokenizer is None:
-            raise UserError("a datastore needs the target's tokenizer: load the target by its name")
-        store = load_stored(Path(folder), vocabulary_of(target.tokenizer))
-    return StoreLookup(store, Earlier() if learn_answers else None)
-
-
-def lookup_drafter(drafter: Drafter | None, stored: StoreLookup | None, depth: int) -> Drafter:
-    """Lookup beside a drafter, or alone: in what is stored, or in the own past to a depth."""
-    if drafter is not None:
-        return WithLookup(drafter, stored)
-    return PromptLookup(depth) if stored is None else stored
-
-
-def head_drafter(head: DraftHead, target: Target) -> Drafter:
-    """The head with trees of its own choice; with a warning, if it was never measured."""
-    if not head.path_counts:
-        instead = "the published tree of its family" if head.usual_paths else "a chain"
-        logger.warning("the head has no measured acceptance: it drafts %s", instead)
-    return drafter_for(head, target)

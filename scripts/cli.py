@@ -1,11 +1,12 @@
 """The `drafthead VERB` command: finds the verb's file and prints errors as one sentence."""
 
 import importlib
+import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -49,25 +50,47 @@ OTHER_NAMES = {
 }
 
 
+# Options that have other names now -> their names, by verb. The old ones are in no list.
+RENAMED = {
+    "inspect-data": {"--tokenizer": "--target", "--rows": "--limit"},
+    "build-datastore": {"--tokenizer": "--target"},
+    "profile": {"--batch": "--batch-size"},
+    "plan-tree": {"--batch": "--batch-size"},
+}
+HELP = {"help_option_names": ["--help", "-h"]}
+
+
 def name_of(module: str) -> str:
     """The verb of a module: `plan-tree` of `measuring.plan_tree`."""
     return OTHER_NAMES.get(module) or module.split(".")[-1].replace("_", "-")
 
 
+def renamed(words: Sequence[str]) -> list[str]:
+    """A command line, verb first, with the names that its options have now.
+
+    `inspect-data --rows=5` becomes `inspect-data --limit=5`.
+    """
+    names = RENAMED.get(words[0], {}) if words else {}
+    options = (word.partition("=") for word in words)
+    return [names.get(name, name) + sign + value for name, sign, value in options]
+
+
 def build_app(requested: str | None) -> typer.Typer:
     """The command line; only the requested verb's module is imported, so `--help` is fast."""
     app = typer.Typer(
-        help="Decode several tokens per pass of a frozen language model, exactly.",
+        context_settings=HELP,
         rich_markup_mode=None,
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
+    app.callback()(about)
     for module, summary in VERBS.items():
         verb = name_of(module)
         if verb == requested:
             main = importlib.import_module(f"drafthead.scripts.{module}").main
-            app.command(verb, short_help=summary)(telling_interrupts(main))
+            told = telling_interrupts(main)
+            app.command(verb, short_help=summary, context_settings=HELP)(told)
             quieten_transformers()
         else:
             app.command(verb, short_help=summary)(lambda: None)
@@ -91,6 +114,22 @@ def telling_interrupts(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def show_version(wanted: bool) -> None:
+    """Print the version and end, if that is wanted."""
+    if wanted:
+        print(importlib.metadata.version("drafthead"))
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+
+
+def about(
+    version: Annotated[bool, VERSION] = False,
+) -> None:
+    """Decode several tokens per pass of a frozen language model, exactly."""
+
+
 def quieten_transformers() -> None:
     """Hide transformers' progress bars: models of demo size load too fast for them."""
     transformers_logging = importlib.import_module("transformers.utils.logging")
@@ -109,7 +148,8 @@ def main() -> None:
     for client in ("httpx", "httpx2"):  # of huggingface_hub: a line for each of its requests
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
-        build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
+        words = renamed(sys.argv[1:])
+        build_app(words[0] if words else None)(words)
     except ValueError as error:
         # Imported here, as it loads torch: `drafthead --help` need not wait for that.
         if not isinstance(error, importlib.import_module("drafthead.heads.errors").UserError):

@@ -41,7 +41,8 @@ PromptLimit = Annotated[
     int, typer.Option(help="Use this many prompts, from the first.", callback=at_least_one)
 ]
 BatchSize = Annotated[
-    int, typer.Option(help="Prompts that are decoded together.", callback=at_least_one)
+    int,
+    typer.Option("--batch-size", help="Prompts that are decoded together.", callback=at_least_one),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens in an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

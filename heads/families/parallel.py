@@ -288,7 +288,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         if self.training and self.config.anchor_places == "blocks":
             places = torch.arange(allowed.shape[1], device=allowed.device)
             allowed = allowed & (places % self.depth == 0)
-        order = torch.rand(allowed.shape, device=allowed.device).masked_fill(~allowed, -1)
+        order = batch.uniform().masked_fill(~allowed, -1)
         taken = allowed.sum(dim=1).clamp_max(limit)
         anchors = order.topk(max(1, int(taken.max())), dim=1).indices
         valid = torch.arange(anchors.shape[1], device=anchors.device) < taken[:, None]

@@ -73,8 +73,10 @@ def writable(name: str, family: str) -> WritableFormat:
     if not isinstance(found, WritableFormat):
         raise UserError(f"cannot export to {name!r}; known formats: {', '.join(known)}")
     if family not in found.families:
+        able = [key for key in known if family in FORMATS[key].families]
         raise UserError(
-            f"{name} cannot express a head of the family {family}, only {', '.join(found.families)}"
+            f"{name} cannot express a head of the family {family}, only "
+            f"{', '.join(found.families)}: use {' or '.join(able)}"
         )
     return found
 

@@ -8,7 +8,8 @@ engine, its answer continues the prompt.
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForSeq2SeqLM
@@ -37,12 +38,15 @@ class EncoderDecoderTarget(Target):
     Hidden states are those that the output head reads. No draft head is made for them.
     """
 
-    auto_class: ClassVar[Any] = AutoModelForSeq2SeqLM
-
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         """As `Target`. Raises UserError also for a model that names no token to begin with."""
         super().__init__(model, tokenizer)
         self.decoder_prompt = first_tokens(self.model)
+
+    @classmethod
+    def model_class(cls, source: str | Path, trust_code: bool) -> Any:
+        """The class of transformers that loads such models."""
+        return AutoModelForSeq2SeqLM
 
     @classmethod
     def check_kind(cls, name: str, with_encoder: bool) -> None:

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -22,6 +29,7 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
         "bnb_4bit_compute_dtype": torch.bfloat16,
     },
 }
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 LOSSY = (INT7, *BITSANDBYTES)  # all of them compute in bfloat16
 
 
@@ -40,7 +48,7 @@ def load_tokenizer(
             if folder.is_dir() and not any(any(folder.glob(p)) for p in TOKENIZER_FILES):
                 return None
             raise
-        return AutoTokenizer.from_pretrained(base_name, trust_remote_code=trust_code)
+        return load_tokenizer(base_name, base_name, trust_code)
 
 
 def is_on(model: PreTrainedModel, device: torch.device) -> bool:
@@ -58,18 +66,47 @@ def refuse_missing_folder(name: str) -> None:
         raise UserError(f"cannot load the model {name}: this folder does not exist")
 
 
-def has_encoder(source: str | Path, trust_code: bool) -> bool:
-    """Whether the model of a folder or hub id is an encoder-decoder model.
+def configuration_of(source: str | Path, trust_code: bool) -> PretrainedConfig | None:
+    """The configuration of a folder or hub id; None where there is none, as of an adapter.
 
-    An adapter's folder has no configuration of a model: it counts as one for a decoder-only model.
     Raises UserError for a folder that does not exist.
     """
     refuse_missing_folder(str(source))
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_code)
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_code)
     except Exception:  # transformers raises many kinds; loading the model tells which
-        return False
-    return bool(config.is_encoder_decoder)
+        return None
+
+
+def has_encoder(source: str | Path, trust_code: bool) -> bool:
+    """Whether the model of a folder or hub id is an encoder-decoder model.
+
+    An adapter counts as one for a decoder-only model. Raises as `configuration_of`.
+    """
+    config = configuration_of(source, trust_code)
+    return config is not None and bool(config.is_encoder_decoder)
+
+
+def decoder_class(config: PretrainedConfig | None) -> Any:
+    """The class of transformers that loads a decoder-only model.
+
+    Most models of images and texts are no causal language models to transformers. They are used
+    for text alone.
+    """
+    texts, both = AutoModelForCausalLM, AutoModelForImageTextToText
+    kind = type(config)
+    return both if kind in both._model_mapping and kind not in texts._model_mapping else texts
+
+
+def type_name(dtype: object) -> str:
+    """The name of a type of weights: a torch type's, or a shorter name's for the same.
+
+    Raises UserError for what is neither.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str | torch.dtype):
+        raise UserError(f"dtype must be the name of a type or a torch type, got {dtype!r}")
+    return SHORT_NAMES.get(name, name)
 
 
 def dtype_named(name: str) -> torch.dtype:

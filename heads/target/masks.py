@@ -121,6 +121,9 @@ def check_forward(
         "it scales attention by columns of the cache, not by positions": (
             has_unrotated_layers and getattr(config, "attn_temperature_tuning", False)  # Llama 4
         ),
+        "each token of a prompt also sees those after it, which a cache cannot show it later": (
+            getattr(config, "use_bidirectional_attention", None) in (True, "all")  # PaliGemma
+        ),
         "its loops share the keys of the last one, which a tree's cache cannot give them": (
             getattr(config, "recurrent_kv_cache_mode", None) == "last_loop"  # Dory
         ),

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -24,6 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.seven_bits import round_matrices
+from drafthead.heads.target.adapters import add_adapter, base_of_adapter
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.architecture import (
     LAYER_NAMES,
@@ -34,6 +34,7 @@ from drafthead.heads.target.architecture import (
     without_wrapper,
 )
 from drafthead.heads.target.cache_argument import cache_argument
+from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import hook_lock, in_this_thread
@@ -41,6 +42,8 @@ from drafthead.heads.target.loading import (
     BITSANDBYTES,
     INT7,
     LOSSY,
+    configuration_of,
+    decoder_class,
     device_named,
     dtype_named,
     has_encoder,
@@ -48,6 +51,7 @@ from drafthead.heads.target.loading import (
     load_tokenizer,
     quantisation_of,
     quantising_options,
+    type_name,
 )
 from drafthead.heads.target.logit_finish import (
     Finish,
@@ -90,7 +94,6 @@ class Target:
     `EncoderDecoderTarget` is the subclass for models with an encoder.
     """
 
-    auto_class: ClassVar[Any] = AutoModelForCausalLM  # of transformers, which loads such models
     # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
     decoder_prompt: tuple[int, ...] = ()
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
@@ -111,6 +114,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
+        self.context = Context.of(self.config)
         # They decide which masks a pass needs.
         self.layer_kinds = layer_kinds(self.config, type(model).__name__)
         decoder = find_decoder(model)
@@ -125,6 +129,11 @@ class Target:
         self.skips_logits = can_skip_logits(model, decoder)
         self.cache_name = cache_argument(type(model).forward)
         self.finish = self.find_finish()
+
+    @classmethod
+    def model_class(cls, source: str | Path, trust_code: bool) -> Any:
+        """The class of transformers that loads the model of a folder or hub id."""
+        return decoder_class(configuration_of(source, trust_code))
 
     def check_decoder(self, decoder: PreTrainedModel) -> None:
         """Raise UserError with the reason when the decoder cannot run a token tree."""
@@ -220,17 +229,22 @@ class Target:
         """`from_pretrained` for a folder or hub id that has this class of model; `name` is named
         in errors.
         """
+        dtype = type_name(dtype)
         torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
         torch_device = device_named(device)
         if dtype in LOSSY and not placement.is_whole:
             raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
+        base = base_of_adapter(source)
+        model_class = cls.model_class(base or source, trust_code)
         try:
             options = quantising_options(dtype, torch_device) or placement.loading_options(
-                cls.auto_class, source, torch_dtype, torch_device, trust_code
+                model_class, base or source, torch_dtype, torch_device, trust_code
             )
-            model = cls.auto_class.from_pretrained(
-                source, dtype=torch_dtype, trust_remote_code=trust_code, **options
+            model = model_class.from_pretrained(
+                base or source, dtype=torch_dtype, trust_remote_code=trust_code, **options
             )
+            if base is not None:
+                add_adapter(model, source)
             tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
             # Quantised weights may not be movable.
             if placement.is_whole and not is_on(model, torch_device):
@@ -283,13 +297,7 @@ class Target:
     @property
     def max_length(self) -> int | None:
         """Longest sequence in tokens that the positions allow; None when unlimited."""
-        longest = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        # LongRoPE switches frequencies past a threshold, which invalidates the whole cache, so
-        # sequences stop there.
-        if rope.get("rope_type") == "longrope":
-            return min(longest, rope["original_max_position_embeddings"])
-        return longest
+        return self.context.length
 
     def legal_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions [...] within the context: what lies past its end is computed, never kept."""

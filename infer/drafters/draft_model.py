@@ -60,15 +60,40 @@ class DraftModel(LevelDrafter):
             f"{theirs.get(token)} there and {ours.get(token)} here; OtherVocabulary is for these"
         )
 
+    def readable(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The model's own tokens [...] as it can read them: one that its table of embeddings lacks
+        is read as the last of the table. What is drafted after it may be bad, and is verified.
+        """
+        return tokens.clamp_max(self.model.vocab_size - 1)
+
+    def shortened(
+        self, prompts: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts [B, T] of lengths [B] without the end of a source that is too long for an
+        encoder.
+
+        Where it reads 3 tokens and the decoder begins with 0, source and start 5 6 7 8 0 become
+        5 6 7 0.
+        """
+        start, most = len(self.model.decoder_prompt), self.model.max_length
+        if not start or most is None or prompts.shape[1] <= most + start:
+            return prompts, lengths
+        kept = (lengths - start).clamp_max(most)
+        steps = torch.arange(most + start, device=prompts.device)
+        left_out = (lengths - start - kept)[:, None]
+        places = torch.where(steps < kept[:, None], steps, steps + left_out)
+        return prompts.gather(1, places.clamp_max(prompts.shape[1] - 1)), kept + start
+
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session whose model has read the prompts [B, T] of lengths [B]."""
-        return DraftModelSession(self, prompts, lengths)
+        return DraftModelSession(self, *self.shortened(prompts, lengths))
 
 
 class DraftModelSession(LevelSession):
     """A draft model at work; its cache holds committed tokens, drafted ones only while drafting."""
 
     row_state = ("cache", "host_lengths", "unread", "roots", "logits")
+    drafter: DraftModel
 
     def __init__(
         self,
@@ -84,8 +109,8 @@ class DraftModelSession(LevelSession):
 
     def _begin(self, prompts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Read the prompts [B, T]."""
-        room = 4 * (self.drafter.depth + 1)
-        prefill(self.model, prompts, lengths, NO_FEATURES, self.cache, room)
+        room, tokens = 4 * (self.drafter.depth + 1), self.drafter.readable(prompts)
+        prefill(self.model, tokens, lengths, NO_FEATURES, self.cache, room)
         self.host_lengths = to_host(lengths)
 
     def commit(self, committed: Committed) -> None:
@@ -132,7 +157,7 @@ class DraftModelSession(LevelSession):
     def _read(self, committed: Committed) -> torch.Tensor:
         """Read and commit tokens; returns the logits [B, V] after the last one of each row."""
         assert self.cache.lengths is not None
-        tokens, lengths = committed.tokens, committed.lengths
+        tokens, lengths = self.drafter.readable(committed.tokens), committed.lengths
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         visible = (steps[:, None] >= steps)[None]
         mask = self.model.tree_mask(self.cache, visible)

@@ -43,7 +43,7 @@ def model_drafter(model: Target, target: Target, depth: int) -> DraftModel:
     tokens = read_draft_vocabulary(model)
     if tokens is None:
         return DraftModel(model, target, depth)
-    return FrequentTokens(model, target, depth, tokens)
+    return FrequentTokens(model, target, depth, tokens[tokens < target.vocab_size])
 
 
 def foreign_drafter(model: Target, target: Target, depth: int) -> ByText:

@@ -150,11 +150,12 @@ def read_chunk(
     Padding lies to the right, where a causal mask never looks, so all rows count as equally long.
     """
     rows, longest = ids.shape
-    positions = torch.arange(start, end, device=ids.device)
+    places = torch.arange(start, end, device=ids.device)
     part, read = ids[:, start:end], torch.full((rows,), end, device=ids.device)
     mask = None  # the model builds its own
     if cache.keys:
-        mask = cache.additive_mask((positions[:, None] >= positions)[None], target.dtype)
+        mask = cache.additive_mask((places[:, None] >= places)[None], target.dtype)
+    positions = target.legal_positions(places)  # a draft model's context may be shorter
     found = target.read(part, positions.expand(rows, -1), mask, features, cache)
     if cache.keys:
         cache.commit(None, read, end)

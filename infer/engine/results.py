@@ -1,15 +1,17 @@
 """What decoding returns: token ids, texts, and statistics of every pass of the target."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TypeAlias, TypeVar
 
 import torch
 from torch.profiler import record_function
 
+from drafthead.heads.errors import UserError
 from drafthead.infer.request.stopping import FinishReason
 
 # Ends that an answer reaches by what it says.
@@ -123,15 +125,15 @@ class Logprobs:
     top: list[list[tuple[int, float]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DecodeResult:
     """The answers, in the order of the prompts; several answers to one prompt follow each other.
 
-    Those of beam search are the best first. Without a tokenizer there are no `texts`.
+    Those of beam search are the best first.
     """
 
     sequences: list[list[int]]  # the new token ids of each row, its end token included
-    texts: list[str]  # the same as text, without special tokens
+    decoded: list[str] | None  # see `texts`; None without a tokenizer
     finish_reasons: list[FinishReason | None]  # None: the answer goes on, in a stream that is open
     prompt_lengths: list[int]  # tokens of each row's prompt; see `Target.as_prompt`
     stats: DecodeStats
@@ -139,6 +141,24 @@ class DecodeResult:
     # With num_beams, of each answer: the sum of its tokens' log-probabilities (after logits
     # processors) over its length to the power `length_penalty`; `sequences_scores` in transformers.
     scores: list[float] | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The answers as texts, without special tokens; raises UserError without a tokenizer."""
+        if self.decoded is None:
+            raise UserError(
+                "the target has no tokenizer to turn tokens into text with: pass tokenizer= to "
+                "Decoder.from_pretrained, or read sequences"
+            )
+        return self.decoded
+
+    def __repr__(self) -> str:
+        tokens, stats = sum(map(len, self.sequences)), self.stats
+        ends = " and ".join(sorted({reason or "open" for reason in self.finish_reasons}))
+        return (
+            f"DecodeResult({len(self.sequences)} answers of {tokens} tokens, {ends}, "
+            f"{stats.tokens_per_second:.1f} tokens/s, tau {stats.tau:.2f})"
+        )
 
     @property
     def finished(self) -> list[bool]:
@@ -150,7 +170,7 @@ Piece = TypeVar("Piece")
 
 
 class Stream(Iterator[Piece]):
-    """Output that is decoded while it is iterated."""
+    """Output that is decoded while it is iterated; `async for` decodes in a thread beside."""
 
     def __init__(
         self, pieces: Iterator[Piece], stats: DecodeStats, result: Callable[[], DecodeResult]
@@ -162,6 +182,17 @@ class Stream(Iterator[Piece]):
     def __next__(self) -> Piece:
         """Decode until there is one more piece."""
         return next(self.pieces)
+
+    def __aiter__(self) -> "Stream[Piece]":
+        return self
+
+    async def __anext__(self) -> Piece:
+        """As `__next__`; the event loop runs meanwhile."""
+        # No future can hold a StopIteration.
+        pieces = await asyncio.to_thread(lambda: [*islice(self, 1)])
+        if not pieces:
+            raise StopAsyncIteration
+        return pieces[0]
 
     @property
     def result(self) -> DecodeResult:

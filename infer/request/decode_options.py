@@ -1,6 +1,5 @@
 """The options of one call of `Decoder.generate`, `stream` or `steps`."""
 
-import difflib
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +15,18 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.context import Context
 from drafthead.heads.target.template_arguments import TemplateArguments
 from drafthead.infer.request.beam_options import BeamOptions, EarlyStopping, read_beams
 from drafthead.infer.request.generation_config import given_options, sampling_from
 from drafthead.infer.request.integers import ARRAYS, integer, integer_option
+from drafthead.infer.request.other_words import refuse_unknown_options
 from drafthead.infer.request.stopping import token_ids
 from drafthead.infer.request.token_rows import is_list
 
 DEFAULT_MAX_NEW_TOKENS = 128
 SAMPLING_ARGUMENTS = ("temperature", "top_k", "top_p")
+TOKENIZED = ("input_ids", "token_type_ids", "mm_token_type_ids")  # of a tokenizer's output
 WHOLE_RULE_OPTIONS = ("accept_top", "accept_distance", "min_block")
 
 
@@ -70,6 +72,14 @@ class DecodeOptions(TypedDict, total=False):
     # 1 for tokens, 0 for padding at the beginning or end of a row, in the shape of prompts that are
     # token ids [T] or [B, T]. A tokenizer's output brings its own.
     attention_mask: torch.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None
+    # Prompts as token ids by the name that tokenizers give them, in place of the first argument:
+    # `generate(**tokenizer(...))`. The marks beside them must not be of images.
+    input_ids: torch.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None
+    token_type_ids: object
+    mm_token_type_ids: object
+    # Whether the answer goes on with the last of the messages (True) or is a turn of its own
+    # (False). By default it is a turn, and messages that end with the assistant's are refused.
+    continue_final_message: bool | None
     # Answers to each prompt, which follow each other in the result. Above 1 only with sampling, or
     # with beam search: the best ones.
     num_return_sequences: int | None
@@ -125,6 +135,8 @@ class DecodeSettings:
     rule_options: Mapping[str, float]  # of the verifier, where they are not the defaults
     seed: int | Sequence[int]  # the first row's seed, or one for each row
     attention_mask: object  # of prompts that are token ids; checked with them
+    tokenized: Mapping[str, Any]  # the prompts as a tokenizer's output, if they came by name
+    continue_final_message: bool | None
     prefill_chunk: int  # positions of each prompt that one pass reads
     num_return_sequences: int = 1  # of beam search: see `beams`
     max_seconds: float | None = None
@@ -134,6 +146,17 @@ class DecodeSettings:
     template_arguments: TemplateArguments = field(default_factory=dict)
     use_model_defaults: bool = True
 
+    def prompts(self, first: Any) -> Any:
+        """The prompts, which came as the first argument or by name.
+
+        Raises UserError for none, and for both.
+        """
+        if first is None and not self.tokenized:
+            raise UserError("there is no prompt to decode: pass it as the first argument")
+        if first is not None and self.tokenized:
+            raise UserError("prompts are given twice: as the first argument and by name")
+        return self.tokenized if first is None else first
+
     def seeds(self, rows: int) -> list[int]:
         """One seed for each answer; raises UserError when another number of seeds was given."""
         if isinstance(self.seed, int):
@@ -142,25 +165,20 @@ class DecodeSettings:
             raise UserError(f"{rows} answers need {rows} seeds or one, got {len(self.seed)}")
         return list(self.seed)
 
-    def limits(self, prompts: Sequence[Sequence[int]], context: int | None) -> list[int]:
-        """Most new tokens for each prompt, in a context of `context` tokens (None: no end).
+    def limits(self, prompts: Sequence[Sequence[int]], context: Context) -> list[int]:
+        """Most new tokens for each prompt, in the context of a target.
 
-        Raises UserError for a prompt that leaves no room for an answer.
+        Raises UserError for a prompt that leaves no room for an answer, see also `Context.room`.
         """
         limits = [self.limit(len(prompt)) for prompt in prompts]
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            tokens = f"prompt {number} has {len(prompt)} tokens"
             if limit < 1:
                 raise UserError(
-                    f"{tokens}, but max_length is {self.max_length}: set max_new_tokens instead"
+                    f"prompt {number} has {len(prompt)} tokens, but max_length is "
+                    f"{self.max_length}: set max_new_tokens instead"
                 )
-            if context is not None and len(prompt) >= context:
-                raise UserError(
-                    f"{tokens}, but the target's context holds {context}: shorten the prompt"
-                )
-        if context is None:
-            return limits
-        return [min(limit, context - len(p)) for limit, p in zip(limits, prompts, strict=True)]
+        pairs = enumerate(zip(prompts, limits, strict=True))
+        return [context.room(f"prompt {n}", len(prompt), limit) for n, (prompt, limit) in pairs]
 
     def limit(self, prompt_length: int) -> int:
         """Most new tokens in a context without end; below 1 when max_length leaves no room."""
@@ -173,10 +191,10 @@ class DecodeSettings:
 def read_options(options: DecodeOptions) -> DecodeSettings:
     """Check the options of a call and join them with its generation config.
 
-    Raises TypeError for a name that does not exist, and UserError for an option that cannot be
-    honoured or has an impossible value.
+    Raises UnknownOptionError, which is a TypeError too, for a name that does not exist, and
+    UserError for an option that cannot be honoured or has an impossible value.
     """
-    refuse_unknown_names(options)
+    refuse_unknown_options(options, DecodeOptions.__annotations__)
     config = read_config(options.get("generation_config"))
     given = given_options(config)
     sampling = sampling_from(given, {name: options.get(name) for name in SAMPLING_ARGUMENTS})
@@ -205,6 +223,8 @@ def read_options(options: DecodeOptions) -> DecodeSettings:
         rule_options={name: value for name, value in rule_options.items() if value is not None},
         seed=read_seed(options.get("seed", 0)),
         attention_mask=options.get("attention_mask"),
+        tokenized=read_tokenized(options),
+        continue_final_message=options.get("continue_final_message"),
         prefill_chunk=read_chunk_size(given.get("prefill_chunk_size", READ_CHUNK)),
         num_return_sequences=answers,
         max_seconds=read_max_time(options, given),
@@ -226,6 +246,11 @@ def read_template_arguments(arguments: object) -> TemplateArguments:
             f"{arguments!r}"
         )
     return arguments
+
+
+def read_tokenized(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What came of a tokenizer's output by name, without the mask."""
+    return {name: options[name] for name in TOKENIZED if options.get(name) is not None}
 
 
 def read_config(config: object) -> GenerationConfig:
@@ -323,12 +348,3 @@ def refuse_in_pieces(settings: DecodeSettings) -> None:
         raise UserError(
             "num_beams is an option of generate alone: no token is sure before the search has ended"
         )
-
-
-def refuse_unknown_names(options: DecodeOptions) -> None:
-    """Raise TypeError for a keyword that is no option, with one that is spelt like it."""
-    known = list(DecodeOptions.__annotations__)
-    for name in options.keys() - set(known):
-        nearest = difflib.get_close_matches(name, known, n=1)
-        guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise TypeError(f"unknown option {name!r}: {guess}Options: {', '.join(known)}")

@@ -1,6 +1,6 @@
 """From users' prompts to token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,12 +16,13 @@ from drafthead.heads.target.template_arguments import (
     check_template_arguments,
 )
 from drafthead.infer.request.integers import ARRAYS, integer
+from drafthead.infer.request.messages import rendered
 from drafthead.infer.request.padding import PadToken, masked, without_padding
 from drafthead.infer.request.token_rows import is_list, rows_of, token_rows, type_of
 
 Prompt: TypeAlias = (
     str
-    | Sequence[Mapping[str, str]]  # the messages of a chat
+    | Sequence[Mapping[str, Any]]  # the messages of a chat
     | Sequence[int]  # token ids, as they are
     | torch.Tensor  # token ids [T]; a tensor or array [B, T] is a batch
     | np.ndarray
@@ -36,6 +37,7 @@ TOKENIZER_KEYS = {
     "attention_mask", "input_ids", "length", "offset_mapping", "special_tokens_mask",
     "token_type_ids",
 }  # fmt: skip
+IMAGE_MARKS = "mm_token_type_ids"  # of processors: 0 at each token of a text
 
 
 def encode(
@@ -44,6 +46,8 @@ def encode(
     attention_mask: object = None,
     pad: PadToken | None = None,
     template_arguments: TemplateArguments = NO_ARGUMENTS,
+    *,
+    continue_final_message: bool | None = None,
 ) -> list[list[int]]:
     """Each prompt as token ids, without padding.
 
@@ -55,7 +59,8 @@ def encode(
     arguments that have no effect.
     """
     source = prompts if attention_mask is None else with_mask(prompts, attention_mask)
-    encoded = PromptReader(tokenizer, pad, template_arguments).read(source)
+    reader = PromptReader(tokenizer, pad, template_arguments, continue_final_message)
+    encoded = reader.read(source)
     if not encoded:
         raise UserError("there is no prompt to decode")
     for number, ids in enumerate(encoded):
@@ -79,6 +84,7 @@ class PromptReader:
     tokenizer: PreTrainedTokenizerBase | None
     pad: PadToken | None
     template_arguments: TemplateArguments
+    continue_final_message: bool | None
 
     def read(self, prompts: Any) -> list[list[int]]:
         """The token ids of one prompt, or of each prompt of a batch."""
@@ -92,9 +98,14 @@ class PromptReader:
 
     def rows(self, prompt: Any, name: str) -> list[list[int]]:
         """The token ids of one prompt, or of the rows of ids [B, T]."""
-        if isinstance(prompt, str) or is_chat(prompt):
-            return [encode_one(prompt, self.tokenizer, self.template_arguments)]
-        if self.template_arguments:
+        arguments, goes_on = self.template_arguments, self.continue_final_message
+        if is_chat(prompt):
+            return [encode_one(prompt, self.tokenizer, arguments, continue_final_message=goes_on)]
+        if goes_on is not None:
+            raise UserError(f"continue_final_message is for messages, and {name} has none")
+        if isinstance(prompt, str):
+            return [encode_one(prompt, self.tokenizer, arguments)]
+        if arguments:
             raise UserError(
                 f"chat_template_kwargs are for prompts that are texts or messages, and {name} has "
                 f"the type {kind_of(prompt)}: leave them out"
@@ -109,12 +120,32 @@ class PromptReader:
 
     def tokenized(self, output: Mapping[str, Any], name: str) -> list[list[int]]:
         """The token ids of a tokenizer's output, without padding."""
-        if unknown := sorted(map(str, output.keys() - TOKENIZER_KEYS)):
-            raise UserError(f"{name} holds {unknown[0]}, which is not supported here")
+        if others := other_inputs(output, TOKENIZER_KEYS):
+            raise UserError(f"{name} holds {others[0]}, which is not supported here")
         rows, mask = token_rows(output["input_ids"], name), output.get("attention_mask")
         if mask is None:
             return without_padding(rows, self.pad)
         return masked(rows, rows_of(mask, "attention_mask"))
+
+
+def other_inputs(inputs: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The names of inputs of a model that hold something and are not among the known ones."""
+    return sorted(name for name in inputs.keys() - known if holds_something(inputs[name], name))
+
+
+def holds_something(value: object, name: str = "") -> bool:
+    """Whether an input is one: not None, and no collection or tensor without elements.
+
+    transformers gives image-text models such inputs, and processors return them, where the user has
+    given no image. Marks of images that are all 0 are none.
+    """
+    if isinstance(value, Mapping):
+        return any(map(holds_something, value.values()))
+    if isinstance(value, list | tuple) and name != IMAGE_MARKS:
+        return any(map(holds_something, value))
+    if name == IMAGE_MARKS and value is not None:
+        return any(any(row) for row in rows_of(value, name))
+    return value is not None and 0 not in getattr(value, "shape", ())
 
 
 def kind_of(value: object) -> str:
@@ -146,27 +177,23 @@ def encode_one(
     prompt: str | Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     template_arguments: TemplateArguments = NO_ARGUMENTS,
+    *,
+    continue_final_message: bool | None = None,
 ) -> list[int]:
     """A string or chat messages as token ids; see `encode`."""
     if tokenizer is None:
-        raise UserError("the target has no tokenizer: pass prompts as token ids")
+        raise UserError(
+            "the target has no tokenizer: pass prompts as token ids, or tokenizer= to "
+            "Decoder.from_pretrained"
+        )
     check_template_arguments(tokenizer, template_arguments)
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(message) for message in prompt]
     options = {**template_options(tokenizer), **template_arguments}
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **options
-        )
-    except Exception as error:  # templates are programs of their own, and raise many kinds
-        raise UserError(
-            f"the target's chat template cannot write the messages of roles "
-            f"{[message['role'] for message in messages]}: {error}"
-        ) from error
-    return list(ids)
+    text = rendered(prompt, tokenizer, options, continue_final_message)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def refuse_unknown_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -6,6 +6,7 @@ from drafthead.heads.errors import UserError
 from drafthead.infer.request.decode_options import DecodeOptions, DecodeSettings, read_options
 from drafthead.infer.request.integers import integer_option
 from drafthead.infer.serving.serve_request import ServeRequest
+from drafthead.infer.verifiers import verifier_for
 
 # The others are about one call with a known number of prompts.
 SHARED = {
@@ -33,12 +34,13 @@ SHARED = {
 def shared_options(options: DecodeOptions, max_rows: int) -> tuple[DecodeOptions, int]:
     """The checked options of a call of `serve`, and the seed of its first request.
 
-    Raises UserError for an option that cannot be shared, for a list of seeds and for a max_rows
-    below 1.
+    Raises UserError for an option that cannot be shared, for a verifier that does not fit, for a
+    list of seeds and for a max_rows below 1.
     """
     if integer_option("max_rows", max_rows) < 1:
         raise UserError(f"max_rows must be at least 1, got {max_rows}")
     settings = read_options(options)
+    verifier_for(settings.verifier, settings.sampling.temperature)
     refuse_others(options, settings, "serve does not take {}: its requests come one by one")
     if any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in settings.logits_processor):
         raise UserError("serve does not take prefix_allowed_tokens_fn, which counts prompts")
@@ -71,8 +73,13 @@ def refuse_others(options: DecodeOptions, settings: DecodeSettings, sentence: st
 def own_options(request: ServeRequest, seed: int) -> DecodeOptions:
     """The options that a request gives for itself, with its seed, by default `seed`."""
     own: DecodeOptions = {"seed": seed if request.seed is None else request.seed}
-    if request.max_new_tokens is not None:
-        own["max_new_tokens"] = request.max_new_tokens
-    if request.chat_template_kwargs is not None:
-        own["chat_template_kwargs"] = request.chat_template_kwargs
+    given: DecodeOptions = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
+        "stop_strings": request.stop_strings,
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
+    own.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
     return own

@@ -9,7 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.infer.engine.batch_run import Row, no_token_in
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import Request
-from drafthead.infer.request.stopping import FinishReason
+from drafthead.infer.request.stopping import FinishReason, Stop
 from drafthead.infer.request.text_pieces import texts_of
 
 
@@ -22,6 +22,11 @@ class ServeRequest:
     max_new_tokens: int | None = None
     seed: int | None = None  # None: the call's seed plus the number of the request
     chat_template_kwargs: Mapping[str, Any] | None = None  # of a prompt that is text or messages
+    # Requests that sample alike share batches; others wait until the rows before them have ended.
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stop_strings: str | Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,14 @@ def merged(tickets: Sequence[Ticket]) -> Request:
         seeds=[seed for each in requests for seed in each.seeds],
         end_ids=first.end_ids,
         processors=[processor for each in requests for processor in each.processors],
-        stops=[stop for each in requests for stop in each.stops],
+        stops=stops_of(requests),
         draft_temperature=first.draft_temperature,
         prefill_chunk=first.prefill_chunk,
     )
+
+
+def stops_of(requests: Sequence[Request]) -> list[Stop]:
+    """What may stop each row besides end tokens; an empty list where nothing can."""
+    if not any(each.stops for each in requests):
+        return []
+    return [each.stops[0] if each.stops else Stop((), ()) for each in requests]

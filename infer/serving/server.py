@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import next_step, read_prompts
 from drafthead.infer.engine.method import Method
@@ -86,24 +87,41 @@ def serve(
     max_rows: int,
 ) -> Iterator[Answer]:
     """The answers in the order in which they end, of at most `max_rows` rows at a time."""
-    method: Method | None = None
+    methods: dict[SamplingConfig, Method] = {}
     rows: ServedRows | None = None
-    group = max(1, max_rows // (GROUPS_ON_GPU if device.type == "cuda" else GROUPS))
-    while rows is not None or not waiting.ended:
+    held: list[Ticket] = []  # until the running rows, which sample otherwise, have ended
+    least = max(1, max_rows // (GROUPS_ON_GPU if device.type == "cuda" else GROUPS))
+    while rows is not None or held or not waiting.ended:
         free = max_rows - (rows.count if rows else 0)
         # A pass over few prompts costs more for each of them than one over many.
-        found = waiting.take(free if free >= group else 0, wait=rows is None)
+        found = waiting.take(free if free >= least and not held else 0, wait=rows is None)
         yield from (each for each in found if isinstance(each, Answer))
-        for tickets in alike([each for each in found if isinstance(each, Ticket)]):
-            run = BatchRun(merged(tickets), device, max_rows)
-            method = method or method_for(run)
-            newcomers = ServedRows(method, run, tickets)
+        tickets = [*held, *(each for each in found if isinstance(each, Ticket))]
+        admitted, held = sampled_alike(tickets, rows)
+        for group in alike(admitted):
+            run = BatchRun(merged(group), device, max_rows)
+            sampling = run.request.sampling
+            if sampling not in methods:
+                methods[sampling] = method_for(run)
+            newcomers = ServedRows(methods[sampling], run, group)
             yield from newcomers.ended(tokenizer)
             rows = together(rows, newcomers)
         if rows is not None:
             rows.step()
             yield from rows.ended(tokenizer)
             rows = rows if rows.count else None
+
+
+def sampled_alike(
+    tickets: Sequence[Ticket], rows: ServedRows | None
+) -> tuple[list[Ticket], list[Ticket]]:
+    """The tickets that sample as the running rows do, or as the first of them, and the others."""
+    if not tickets:
+        return [], []
+    running = rows.stepper.run.request if rows is not None else tickets[0].request
+    fits = [ticket.request.sampling == running.sampling for ticket in tickets]
+    pairs = list(zip(tickets, fits, strict=True))
+    return [ticket for ticket, fit in pairs if fit], [ticket for ticket, fit in pairs if not fit]
 
 
 def alike(tickets: Sequence[Ticket]) -> list[list[Ticket]]:

@@ -52,7 +52,9 @@ def main(
         str,
         typer.Option(help="What the target has written: answers of `drafthead distill`, or logs."),
     ],
-    tokenizer: Annotated[str, typer.Option(help="The target, whose tokens they become.")],
+    tokenizer: Annotated[
+        str, typer.Option("--target", help="The target, whose tokens they become.")
+    ],
     output: options.NewFolder,
     ngrams: Annotated[
         int | None,

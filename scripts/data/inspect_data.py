@@ -138,8 +138,12 @@ def summary_table(summary: DataSummary, title: str) -> Table:
 
 def main(
     data: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")],
-    tokenizer: Annotated[str, typer.Option(help="The model whose chat template is applied.")],
-    rows: Annotated[int, typer.Option(min=0, help="Show this many rows, from the first.")] = 3,
+    tokenizer: Annotated[
+        str, typer.Option("--target", help="The model whose chat template is applied.")
+    ],
+    rows: Annotated[
+        int, typer.Option("--limit", min=0, help="Show this many rows, from the first.")
+    ] = 3,
     row: Annotated[
         int | None, typer.Option(min=1, help="Show only this row, counted from 1.")
     ] = None,

@@ -13,7 +13,7 @@ if ! drafthead fetch smollm2; then
     exec sh scripts/demo/offline.sh
 fi
 [ -d "$run/datastore" ] || drafthead build-datastore --data assets/smollm2_answers/answers.parquet \
-    --tokenizer smollm2 --output "$run/datastore"
+    --target smollm2 --output "$run/datastore"
 # Uncompiled, for an answer at once; what follows is compiled, which takes minutes the first time.
 drafthead generate --target smollm2 --head $shipped --datastore "$run/datastore" --max-new-tokens 128 \
     --prompt "How do I write a good commit message? Give me an example."
@@ -26,3 +26,4 @@ accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no 
     data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" train.output="$run/eagle3"
 drafthead compare --target smollm2 --head $shipped --head "$run/eagle3" --datastore "$run/datastore" --compile \
     --prompts $prompts/test.jsonl --output "$run/comparison" --limit 6 --rounds 1 --max-new-tokens 96
+echo "Now talk to it: drafthead chat --target smollm2 --head $shipped --compile --show-drafts"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drafthead.heads.errors import UserError
-from drafthead.infer.decoder import DEFAULT_CHAIN
+from drafthead.infer.loaded import DEFAULT_CHAIN
 from drafthead.scripts.measuring.racing import RaceTerms
 from drafthead.train.run.config import (
     Given,

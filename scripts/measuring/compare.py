@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from drafthead.heads.target.any_target import load_target
-from drafthead.infer.decoder import DEFAULT_CHAIN, store_lookup
 from drafthead.infer.drafters.layer_choice import chosen_layers
 from drafthead.infer.drafters.model_drafter import load_draft_model
+from drafthead.infer.loaded import DEFAULT_CHAIN, store_lookup
 from drafthead.scripts import options
 from drafthead.scripts.measuring.racing import Drafters, RaceTerms, run_races
 from drafthead.scripts.measuring.record import describe_run, read_prompts

@@ -14,7 +14,8 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import decoder_for, head_drafter
+from drafthead.infer.decoder import decoder_for
+from drafthead.infer.loaded import head_drafter
 from drafthead.scripts import options
 from drafthead.scripts.measuring.plan_tree import measured_plan
 from drafthead.scripts.measuring.record import describe_run, read_answers

@@ -95,6 +95,13 @@ def main(
         write_text(output, json.dumps(record, indent=2) + "\n")
 
 
+# Under the first table.
+TAU_NOTE = (
+    "each column drafts trees of one size at every step; compare has the tau of the trees that pay "
+    "on a machine, which may be smaller, and training's bar counts guesses after all tokens"
+)
+
+
 def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable]) -> None:
     """Print tau by size of the tree, then acceptance by depth; a line is a file."""
     sizes = [f"{nodes} nodes" for nodes in TREE_SIZES]
@@ -109,7 +116,7 @@ def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable
         for source, evaluation in found.items()
     ]
     columns = ["tau", "conversations", "tokens", "chain", *sizes]
-    print_table("tokens a pass of the target", columns, taus)
+    print_table("tokens a pass of the target", columns, taus, [TAU_NOTE])
     depths = [f"depth {k}" for k in range(1, 1 + max(len(e.alpha) for e in found.values()))]
     for title, corner, name in BY_DEPTH:
         rows = [[Path(source).name, *map(number, getattr(e, name))] for source, e in found.items()]

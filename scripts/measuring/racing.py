@@ -13,7 +13,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import Decoder, decoder_for, head_drafter
+from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.drafters.level_drafter import LevelDrafter
 from drafthead.infer.drafters.model_drafter import model_drafter
@@ -21,6 +21,7 @@ from drafthead.infer.drafters.own_layers import OwnLayers
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
+from drafthead.infer.loaded import head_drafter
 from drafthead.infer.measuring.comparison import (
     GENERATE,
     PLAIN,

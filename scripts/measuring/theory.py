@@ -10,8 +10,9 @@ from tqdm import tqdm
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import DEFAULT_CHAIN, Decoder
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.model_drafter import load_draft_model
+from drafthead.infer.loaded import DEFAULT_CHAIN
 from drafthead.infer.measuring.chain_costs import timed_lengths
 from drafthead.infer.measuring.chains import Chains, head_chains, lookup_chains, model_chains
 from drafthead.infer.measuring.speedup_model import MAX_CHAIN

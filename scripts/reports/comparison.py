@@ -1,4 +1,7 @@
-"""A comparison as files: `comparison.json`, `comparison.md` and `comparison.png`."""
+"""A comparison as files: `comparison.json`, `comparison.md`, and a picture for users.
+
+`comparison_details.png` is another one, of where the time goes.
+"""
 
 import json
 from collections.abc import Sequence
@@ -21,6 +24,11 @@ SPEED_COLUMNS = (
     "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency", "8-grams again",
 )  # fmt: skip
 COLUMNS = ("mode", "T", "nodes", *SPEED_COLUMNS)
+NAMES = {"plain": "plain decoding", "generate": "model.generate"}  # the baselines, in the picture
+TAU_NOTE = (
+    "tau is of the trees that the planner chose for this machine (nodes); drafthead evaluate has "
+    "that of larger ones, at every step"
+)
 
 
 def speed_cells(row: ComparisonRow, ranges: bool) -> list[str]:
@@ -101,19 +109,29 @@ def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:
     title = "speedup over plain decoding on the same engine"
     for name, (columns, table) in category_tables(rows).items():
         print_table(name, columns, table)
+    notes = [TAU_NOTE, *notes]
     print_table(title, COLUMNS, [cells(row, ranges=False) for row in rows], notes)
 
 
 def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
-    """Bars of tokens/s, the phases of a step, and bounds; one row of axes per temperature."""
+    """How many times as fast as `model.generate` each way is; one panel per temperature."""
     temperatures = sorted({row.temperature for row in rows})
-    height = 0.7 + 0.5 * len(rows) + len(temperatures)
-    figure, axes = plt.subplots(
-        len(temperatures), 3, figsize=(18, max(height, 4.5 * len(temperatures))), squeeze=False
-    )
-    for (speeds, phases, bounds), temperature in zip(axes, temperatures, strict=True):
+    height = len(temperatures) + 0.35 * len(rows) + 0.8
+    figure, axes = plt.subplots(len(temperatures), 1, figsize=(9, height), squeeze=False)
+    for (speeds,), temperature in zip(axes, temperatures, strict=True):
+        _draw_speeds(speeds, [r for r in rows if r.temperature == temperature][::-1], temperature)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    save_figure(figure, path)
+
+
+def draw_phases_and_bounds(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
+    """The phases of a step, and what they allow beside what was measured; for the curious."""
+    temperatures = sorted({row.temperature for row in rows})
+    height = max(0.7 + 0.5 * len(rows) + len(temperatures), 4.5 * len(temperatures))
+    figure, axes = plt.subplots(len(temperatures), 2, figsize=(13, height), squeeze=False)
+    for (phases, bounds), temperature in zip(axes, temperatures, strict=True):
         chosen = [row for row in rows if row.temperature == temperature][::-1]
-        _draw_speeds(speeds, chosen, temperature)
         _draw_phases(phases, [row for row in chosen if row.phase_seconds])
         _draw_bounds(bounds, [row for row in chosen if row.speedup_bound is not None])
     figure.suptitle(title, fontsize=10)
@@ -122,18 +140,14 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
 
 
 def _draw_speeds(axes: Axes, rows: Sequence[ComparisonRow], temperature: float) -> None:
-    colours = [
-        BASELINE if row.mode in ("plain", "generate") else OURS if row.tau else THEIRS
-        for row in rows
-    ]
-    bars = axes.barh([row.mode for row in rows], [r.tokens_per_second for r in rows], color=colours)
-    labels = [
-        f"{row.speedup:.2f}x" + (f", tau {row.tau:.2f}" if row.draft_cost is not None else "")
-        for row in rows
-    ]
+    names = [NAMES.get(row.mode, row.mode) for row in rows]
+    colours = [BASELINE if row.mode in NAMES else OURS if row.tau else THEIRS for row in rows]
+    bars = axes.barh(names, [row.speedup_hf for row in rows], color=colours)
+    labels = [f"{row.speedup_hf:.2f}  ({row.tokens_per_second:.0f} tokens/s)" for row in rows]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
-    axes.margins(x=0.45)  # room for the labels
-    axes.set_xlabel(f"tokens per second, temperature {temperature:g}")
+    axes.axvline(1, color=BASELINE, linewidth=1, linestyle=":")
+    axes.margins(x=0.3)  # room for the labels
+    axes.set_xlabel(f"times as fast as transformers' model.generate, temperature {temperature:g}")
 
 
 def _draw_phases(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
@@ -187,6 +201,13 @@ def write_report(
         *notes,
     ]
     write_text(folder / "comparison.md", "\n\n".join(text) + "\n")
-    title = f"{about['target']} on {machine['processor']}, {about['dtype']}"
+    title = (
+        f"{Path(about['target']).name}, {about['dtype']}, {about['prompts']} prompts\n"
+        f"{machine['processor']}, {machine['threads']} threads"
+    )
     draw(rows, title, folder / "comparison.png")
-    print(f"written: {folder / 'comparison.json'}, comparison.md, comparison.png")
+    draw_phases_and_bounds(rows, title, folder / "comparison_details.png")
+    print(
+        f"written: {folder / 'comparison.json'}, comparison.md, comparison.png, "
+        "comparison_details.png"
+    )

@@ -1,5 +1,6 @@
 """The command line as a user meets it: answers, and one clear sentence for bad input."""
 
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import SPECIALS, byte_tokenizer, write_conversations
 
+import drafthead
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.trees.tree import TreeShape
@@ -49,6 +51,34 @@ def run(models_folder, monkeypatch, capsys):
         return stop.value.code or 0, output.out, output.err
 
     return run
+
+
+def test_the_version_is_the_distributions(run) -> None:
+    assert run("--version")[:2] == (0, f"{importlib.metadata.version('drafthead')}\n")
+    assert drafthead.__version__ == importlib.metadata.version("drafthead")
+    with pytest.raises(AttributeError, match="'drafthead' has no attribute 'versions'"):
+        _ = drafthead.versions
+
+
+def test_older_names_of_options_are_taken_and_not_listed(run, models_folder) -> None:
+    prompts = f"{models_folder}/prompts.jsonl"
+    command = ("inspect-data", "--data", prompts)
+    older = run(*command, "--tokenizer", "@target", "--rows=1")
+    assert older[0] == 0 and older == run(*command, "--target", "@target", "--limit", "1")
+    assert "--tokenizer" not in run("inspect-data", "--help")[1]
+    assert cli.renamed(["profile", "--batch", "2"]) == ["profile", "--batch-size", "2"]
+    assert cli.renamed(["compare", "--batch", "2"]) == ["compare", "--batch", "2"]
+
+
+def test_the_list_of_verbs_waits_for_no_library() -> None:
+    program = (
+        "import sys; from drafthead.scripts import cli\n"
+        "sys.argv = ['drafthead', '--help']\n"
+        "try: cli.main()\n"
+        "except SystemExit: print('loaded', {'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.endswith("loaded set()\n"), done.stdout + done.stderr
 
 
 def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
@@ -413,7 +443,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
         (("compare", *RACE, "--batch-size", "0"), "--batch-size must be at least 1, got 0"),
         (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
-        (("profile", *TARGET, "--batch", "0"), "--batch must be at least 1"),
+        (("profile", *TARGET, "--batch-size", "0"), "--batch-size must be at least 1"),
         (("profile", *TARGET, "--max-new-tokens", "1"), "no step to account for"),
         (("plan-tree", *TARGET, "--head", "@nohead"), "does not exist"),
         (("info", "@nohead"), "does not exist"),
@@ -423,7 +453,10 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             ("export", "@head", "--format", "eagle", "--output", "unused"),
             "eagle cannot express a head of the family medusa",
         ),
-        (("plan-tree", *TARGET, "--head", "@head", "--batch", "0"), "--batch must be at least 1"),
+        (
+            ("plan-tree", *TARGET, "--head", "@head", "--batch-size", "0"),
+            "--batch-size must be at least 1",
+        ),
     ],
 )
 def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:

@@ -32,7 +32,6 @@ MOST_REPEATED = 0.3  # 8-grams
 BETTER_TAPS = 1.05  # gain of accepted tokens, tau - 1, with other taps
 LEAST_OTHER = 1.1  # tau with other taps: of a head that guesses nothing either way it says nothing
 MOST_LOST = 0.25  # of the accepted tokens that the training's own evaluation had
-LEAST_TAU = 1.5  # as a chain
 FEW_TOKENS = 1_000_000  # supervised in training
 FALL = 0.6  # of alpha at the depth before
 
@@ -297,8 +296,11 @@ def amount_of_training(seen: Examination) -> Finding | None:
             evidence,
             "these answers are of another kind than the training data: add some of this kind",
         )
-    if tau < LEAST_TAU and tokens and tokens < FEW_TOKENS:
-        return Finding(evidence, "train on more answers: train.init_from goes on with this head")
+    if tokens and tokens < FEW_TOKENS:
+        return Finding(
+            f"{evidence}; a head can use {FEW_TOKENS:,} and more",
+            "train on more answers: train.init_from goes on with this head",
+        )
     return Finding(evidence)
 
 

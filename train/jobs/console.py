@@ -63,9 +63,13 @@ class StepBar:
         self.bar.close()
 
     def update(self, done: float, loss: float, tau: float, tokens_per_second: float) -> None:
-        """Move the bar to `done` and show the numbers of the last step."""
+        """Move the bar to `done` and show the numbers of the last step.
+
+        Its tau is over all positions, and more than that of decoding: it is shown as guesses.
+        """
         self.bar.set_postfix_str(
-            f"loss {loss:.3f}, tau {tau:.2f}, {tokens_per_second:.0f} tok/s", refresh=False
+            f"loss {loss:.3f}, {tau - 1:.2f} guesses right in a row, {tokens_per_second:.0f} tok/s",
+            refresh=False,
         )
         self.bar.update(min(round(done), self.bar.total) - self.bar.n)
 

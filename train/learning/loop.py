@@ -224,7 +224,7 @@ class Trainer:
         self.writer.log(EVALUATION_FILE, {"step": self.progress.step, **result.summary()})
         trees = ", ".join(f"{tau:.2f} at {n}" for n, tau in result.tau_tree.items())
         logger.info(
-            "step %d, held out: tau %.2f as a chain, as trees %s nodes",
+            "step %d, held-out answers decoded again: tau %.2f as a chain, as trees %s nodes",
             self.progress.step,
             result.tau_chain,
             trees,

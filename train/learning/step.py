@@ -1,13 +1,14 @@
 """One optimiser step: the target's features, the head's loss and its gradients.
 
 The loss of a step is the mean over the supervised tokens of all its rows, however they are shared
-among micro-batches and processes: their number does not change what is learnt. (In the on-policy
-stage each micro-batch replays decoding with its own tree.)
+among micro-batches and processes: their number does not change what is learnt. (But each of them
+draws the noise of EAGLE-1 and -2 and Hydra's dropout itself, and in the on-policy stage it replays
+decoding with its own tree.)
 """
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -170,12 +171,14 @@ class StepRunner:
         accelerator, size = self.accelerator, self.config.micro_batch_rows
         index = micro * accelerator.num_processes + accelerator.process_index
         began = self._now()
-        batch = self.reader.batch(rows[index * size : (index + 1) * size])
+        own = range(len(rows))[index * size : (index + 1) * size]
+        batch = self.reader.batch([rows[number] for number in own])
         target_seconds = self._now() - began
         weight = 1.0
         if self.on_policy:
             batch, weight = self._at_drafted_roots(batch)
-        # Random choices of a head depend on the step alone, not on what ran before it.
+        # What is chosen for a row depends on the step alone; noise also on the micro-batch.
+        batch = replace(batch, seeds=[self._seed_of(step, number) for number in own])
         torch.manual_seed(self._seed_of(step, index))
         # accelerate divides by the micro-batches and DDP by the processes; what is left is the mean
         # over the supervised tokens of the whole step.
@@ -224,10 +227,10 @@ class StepRunner:
                 return f"weights {name}"
         return None
 
-    def _seed_of(self, step: int, micro_batch: int) -> int:
-        """A different seed for each micro-batch of each step."""
+    def _seed_of(self, step: int, number: int) -> int:
+        """A different seed for each row, or micro-batch, of each step."""
         run_and_step = self.config.seed * 1_000_003 + step
-        return (run_and_step * 65_537 + micro_batch) % 2**63
+        return (run_and_step * 65_537 + number) % 2**63
 
     def _now(self) -> float:
         """The time after the device has finished its work."""

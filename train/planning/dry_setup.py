@@ -7,13 +7,19 @@ and its tokenizer if it has one.
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs.dry_run import DryRun, Ledger
 from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.loading import BITSANDBYTES, dtype_named, has_encoder, load_tokenizer
+from drafthead.heads.target.loading import (
+    BITSANDBYTES,
+    decoder_class,
+    dtype_named,
+    has_encoder,
+    load_tokenizer,
+)
 from drafthead.heads.target.target import Target
 from drafthead.train.data.held_out import training_data
 from drafthead.train.data.packing import PackedData, RowOrder, TokenBatch
@@ -73,7 +79,7 @@ def dry_target(config: TargetConfig, mixed_precision: str) -> Target:
             "plan with the model that it was made from"
         )
     stored = shape.dtype or torch.float32
-    model = AutoModelForCausalLM.from_config(
+    model = decoder_class(shape).from_config(
         shape,
         dtype=stored if wanted == "auto" else dtype_named(wanted),
         trust_remote_code=config.trust_code,

@@ -139,18 +139,6 @@ def test_attention_that_takes_no_mask_is_refused(make_target) -> None:
         Target(model)
 
 
-def test_long_rope_ends_where_its_frequencies_change() -> None:
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4,
-        "short_factor": [1.0] * 4, "long_factor": [9.0] * 4,
-    }  # fmt: skip
-    options = {**GROUPED, "rope_parameters": rope, "original_max_position_embeddings": 32}
-    target = Target(tiny_model("phi3", options))
-    prompt = [5] * 20
-    answer = Decoder(target).generate(prompt, max_new_tokens=NEW).sequences[0]
-    assert answer == generated(target.model, prompt, NEW)[: 32 - 20]
-
-
 # ---- masks ------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from hidden_answers import generated
+from tiny import VOCAB, tiny_encoder_decoder, tiny_llama
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.any_target import target_of
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree
@@ -100,3 +104,50 @@ def test_trees_keep_their_source_beside_lookup(target, model) -> None:
     assert isinstance(both.lookup, PromptLookup)
     assert {budget.source for budget in both.budgets} == {"", GROWN, LOOKUP}
     assert {*both.drafter.budgets} < {*both.budgets}
+
+
+# ---- drafts that are smaller than the target's texts ------------------------------------------
+
+SHORT = 16  # positions of small drafts
+
+
+def short_gpt2() -> Target:
+    """A draft model with a table of positions."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": VOCAB, "n_positions": SHORT, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    return Target(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)))
+
+
+def few_tokens() -> Target:
+    """A draft model without embeddings for the last tokens of the target."""
+    return Target(tiny_llama(1, vocab_size=VOCAB - 8, num_hidden_layers=1))
+
+
+def texts(longest: int) -> list[list[int]]:
+    """Prompts of different lengths, with the tokens that `few_tokens` lacks."""
+    return [[*range(VOCAB - n, VOCAB)] for n in (SHORT - 1, 3, longest)]
+
+
+@pytest.mark.parametrize("make", [short_gpt2, few_tokens])
+def test_a_draft_with_fewer_positions_or_embeddings_leaves_the_answer_as_it_is(make) -> None:
+    target = Target(tiny_llama())
+    decoder = Decoder(target, DraftModel(make(), target, depth=3), Budget(4, 3))
+    prompts = texts(3 * SHORT)
+    found = decoder.generate(prompts, max_new_tokens=20).sequences
+    assert found == [generated(target.model, prompt, 20) for prompt in prompts]
+    assert found[-1:] == decoder.generate(prompts[-1], max_new_tokens=20).sequences
+
+
+def test_a_draft_with_a_shorter_encoder_reads_the_beginning_of_the_source() -> None:
+    target = target_of(tiny_encoder_decoder("bart"))
+    small = target_of(tiny_encoder_decoder("bart", 1, max_position_embeddings=SHORT))
+    drafter = DraftModel(small, target, depth=3)
+    start = [*target.decoder_prompt]
+    prompts = torch.tensor([[*range(9, 29), *start], [*range(9, 19), *start, *[0] * 10]])
+    lengths = torch.tensor([20 + len(start), 10 + len(start)])
+    read, kept = drafter.shortened(prompts, lengths)
+    rows = [row[:n] for row, n in zip(read.tolist(), kept.tolist(), strict=True)]
+    assert rows == [[*range(9, 25), *start], [*range(9, 19), *start]]
+    sources = [[*range(9, 29)], [*range(9, 19)]]
+    answers = Decoder(target, drafter, Budget(4, 3)).generate(sources, max_new_tokens=12).sequences
+    assert answers == [generated(target.model, source, 12) for source in sources]

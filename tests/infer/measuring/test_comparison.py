@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 
 import pytest
@@ -13,10 +13,11 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
-from drafthead.infer.measuring.comparison import divergences, first_round, rows_of
+from drafthead.infer.measuring.comparison import ComparisonRow, divergences, first_round, rows_of
 from drafthead.infer.measuring.contestants import Answers, Contestant, Ours, Transformers, up_to_end
 from drafthead.infer.measuring.race import prepare, race
 from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
+from drafthead.scripts.reports import comparison
 from drafthead.scripts.reports.comparison import (
     category_tables,
     comparison_table,
@@ -228,7 +229,28 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
     }  # fmt: skip
     assert all(wanted <= set(row) for row in content["rows"])
     assert comparison_table(rows) in (tmp_path / "out" / "comparison.md").read_text()
-    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("comparison.png", "comparison_details.png"):
+        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_begins_with_model_generate_as_one(monkeypatch, tmp_path) -> None:
+    row = dict.fromkeys([field.name for field in fields(ComparisonRow)])
+    row |= {"temperature": 0.0, "tokens_per_second": 20.0}
+    ways = (("plain", 1.0, 5.0), ("generate", None, 1.0), ("head", 2.0, 8.0))
+    rows = [
+        ComparisonRow(**row | {"mode": mode, "tau": tau, "speedup_hf": over})
+        for mode, tau, over in ways
+    ]
+    figures = []
+    monkeypatch.setattr(comparison, "save_figure", lambda figure, path: figures.append(figure))
+    comparison.draw(rows, "a title", tmp_path / "comparison.png")
+    (axes,) = figures[0].axes
+    widths = {
+        label.get_text(): bar.get_width()
+        for label, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)
+    }
+    assert widths == {"plain decoding": 5.0, "model.generate": 1.0, "head": 8.0}
+    assert "times as fast as transformers' model.generate" in axes.get_xlabel()
 
 
 def test_an_answer_that_had_to_be_compiled_for_is_timed_again(monkeypatch) -> None:

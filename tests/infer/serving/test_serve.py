@@ -6,15 +6,18 @@ import threading
 import weakref
 from itertools import count, islice
 from queue import Queue
+from typing import Any
 
 import pytest
 import torch
-from tiny import END, VOCAB, random_prompts
+from tiny import END, VOCAB, byte_tokenizer, random_prompts
 from transformers import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import BLOCK, ColumnCache
+from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import read_options
 from drafthead.infer.serving.serve_request import Answer, ServeRequest, Ticket
@@ -52,6 +55,34 @@ def transformers_answer(target, request: ServeRequest) -> list[int]:
 @pytest.fixture(scope="module")
 def greedy_answers(target) -> list[list[int]]:
     return [transformers_answer(target, request) for request in mixed_requests(30)]
+
+
+@pytest.mark.parametrize("max_rows", [1, 4])
+def test_each_request_has_its_own_sampling_and_stops(make_target, max_rows) -> None:
+    """Whatever runs beside it: those that sample otherwise wait."""
+    decoder = Decoder(Target(make_target(vocab=260).model, byte_tokenizer()), PromptLookup(3))
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 50, "stop_strings": list("abcdefghijklmnop")},
+        {"stop_strings": "e"},
+        {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 3},
+    ]
+    prompts = random_prompts(15)
+    requests = [
+        ServeRequest(prompt, seed=n, **ways[n % len(ways)]) for n, prompt in enumerate(prompts)
+    ]
+    served = {a.id: a for a in decoder.serve(requests, max_rows=max_rows, max_new_tokens=20)}
+    reasons = set()
+    for number, prompt in enumerate(prompts):
+        options = {"max_new_tokens": 20, **ways[number % len(ways)]}
+        alone = decoder.generate(prompt, seed=number, **options)
+        assert (served[number].tokens, served[number].error) == (alone.sequences[0], None)
+        reasons.add(served[number].finish_reason)
+    assert {"stop_string", "length"} <= reasons
+    requests = [ServeRequest([9, 10], temperature=1.0), ServeRequest([9, 10])]
+    refused, answered = sorted(decoder.serve(requests, verifier="greedy"), key=lambda a: a.id)
+    assert "greedy" in (refused.error or "") and answered.error is None
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -137,7 +168,7 @@ BAD = {
     "too long": ([9] * 256, "prompt 0 has 256 tokens, but the target's context holds 256"),
     "unknown token": ([9, VOCAB], "token id 64"),
     "no prompt": (3.5, "has the type float"),
-    "nothing": (None, "has the type NoneType"),
+    "nothing": (None, "no prompt to decode"),
     "empty": ([], "there is no prompt"),
     "several": ([[9], [10]], "a request has one prompt, got 2"),
     "text": ("hello", "no tokenizer"),

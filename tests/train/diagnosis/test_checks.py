@@ -223,6 +223,15 @@ def test_too_little_training_is_found(target: Target, healthy: Path):
     assert "train on more answers" in found["too little training, or too much"]
 
 
+def test_too_little_training_is_found_however_long_the_chains_are(target, head, healthy):
+    few, many = (
+        faults(seen(target, head, healthy, supervised_tokens=tokens))
+        for tokens in (999_999, 1_000_000)
+    )
+    assert "train on more answers" in few["too little training, or too much"]
+    assert "too little training, or too much" not in many
+
+
 def test_the_depth_at_which_guesses_fail_is_found(target: Target, head: DraftHead, healthy: Path):
     examination = seen(target, head, healthy)
     worse = replace(examination.evaluation, alpha=(0.8, 0.7, 0.2))
