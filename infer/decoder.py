@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -520,6 +521,8 @@ def decoder_for(
         target = CompiledTarget(target)
     if not isinstance(target, CompiledTarget):
         tell_of_slow_bfloat16(target.device, target.dtype)
+    if target.dtype.itemsize == 2 and not target.same_bits:
+        tell_of_near_ties(type(target.model).__name__, target.precision)
     if drafter is None:
         for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
             if value is not None:
@@ -531,6 +534,18 @@ def decoder_for(
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
+
+
+@cache
+def tell_of_near_ties(model: str, precision: str) -> None:
+    """Say, once for each kind of model, that its bits depend on how a text is read."""
+    logger.info(
+        "%s in %s runs torch's kernels, which round a token otherwise beside others: read in a "
+        "batch, in a tree, or after what was read before, a prompt may get another answer at a "
+        "near-tie",
+        model,
+        precision,
+    )
 
 
 def beam_result(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:
