@@ -167,7 +167,7 @@ class CompiledTarget(Target):
         return self.move.has_kernels and self.skips_logits
 
     @cached_property
-    def same_bits(self) -> bool:  # type: ignore[override]  # of a property, cached
+    def same_bits(self) -> bool:
         """As `Target.same_bits`: where all products and attention are left to our kernels."""
         return (
             self.reads_rows_alone
