@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.compiled import CPU_OPTIONS, Compiled
 from drafthead.heads.graphs.fingerprint import state_of
 from drafthead.heads.graphs.substitutions import HEAD_MULTIPLE, can_be_packed
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
@@ -35,6 +35,8 @@ PASS = {
     "values": "B . C .",
 }
 OUTPUT = {"hidden": "B ."}
+# In a pass over one token torch's code shares longer sums, those of norms, among the threads.
+SUMMED_ALONE = 2 * CPU_OPTIONS["cpp.min_chunk_size"]
 MOVE = {"keys": "B . C .", "values": "B . C .", "source": "B P", "destination": "B P"}
 
 
@@ -171,6 +173,7 @@ class CompiledTarget(Target):
         """As `Target.same_bits`: where all products and attention are left to our kernels."""
         return (
             self.reads_rows_alone
+            and self.hidden_size < SUMMED_ALONE
             and self.config._attn_implementation == "sdpa"
             and all(states.shape[-1] % HEAD_MULTIPLE == 0 for states in self.one_token.states)
             and all(map(has_our_products, self.model.modules()))

@@ -282,7 +282,7 @@ class Evidence:
             reason = (
                 "though nothing is rounded otherwise"
                 if self.same_bits
-                else ("by more than rounding explains")
+                else "by more than rounding explains"
             )
             sentences.append(
                 f"greedy answers: {len(wrong)} differ {reason}; prompt {worst.prompt}, token "

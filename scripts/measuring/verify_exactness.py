@@ -78,8 +78,8 @@ def main(
     compile: Annotated[
         bool,
         typer.Option(
-            help="Test compiled passes. What they give is compared with passes that are not "
-            "compiled; in bfloat16, where we have kernels, also bit by bit with plain decoding."
+            help="Test compiled passes. The target's law is computed by passes that are not "
+            "compiled, and so are plain answers, but for bfloat16 where we have kernels."
         ),
     ] = False,
     false_alarm: Annotated[
