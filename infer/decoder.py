@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -500,6 +501,8 @@ def decoder_for(
         target = CompiledTarget(target, compiles_layers=bool(compile))
     if not isinstance(target, CompiledTarget):
         tell_of_slow_bfloat16(target.device, target.dtype)
+    if target.dtype.itemsize == 2 and not target.same_bits:
+        tell_of_near_ties(type(target.model).__name__, target.precision)
     if drafter is None:
         for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
             if value is not None:
@@ -523,6 +526,18 @@ def can_record(target: Target) -> bool:
         logger.info("passes are not recorded: %s", reason)
         return False
     return True
+
+
+@cache
+def tell_of_near_ties(model: str, precision: str) -> None:
+    """Say, once for each kind of model, that its bits depend on how a text is read."""
+    logger.info(
+        "%s in %s runs torch's kernels, which round a token otherwise beside others: read in a "
+        "batch, in a tree, or after what was read before, a prompt may get another answer at a "
+        "near-tie",
+        model,
+        precision,
+    )
 
 
 def beam_result(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:

@@ -16,6 +16,8 @@ from drafthead.heads.kv_cache.column_cache import additive, move_columns
 from drafthead.heads.seven_bits import MULTIPLE
 from drafthead.heads.substitution import Substituting, Substitution
 
+HEAD_MULTIPLE = 32  # our attention takes heads of a multiple of so many values
+
 
 class CpuKernels(Substituting):
     """Replaces torch's operations within it; those of our own are replaced by `replacement_of`."""
@@ -101,7 +103,7 @@ def has_mask(
     **__: Any,
 ) -> bool:
     """Whether there is a mask, and the kernel takes queries of this size."""
-    return attn_mask is not None and query.shape[-1] % 32 == 0
+    return attn_mask is not None and query.shape[-1] % HEAD_MULTIPLE == 0
 
 
 def attention(

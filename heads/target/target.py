@@ -346,6 +346,14 @@ class Target:
         """Whether each prompt of a batch is to be read in passes of its own."""
         return False
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether what a pass computes of a token has the same bits whatever else the pass reads.
+
+        torch's kernels round otherwise for other numbers of tokens.
+        """
+        return False
+
     def begin(self, cache: TreeCache, columns: int) -> None:
         """Prepare an empty cache for the passes over a prompt: not needed here."""
 
@@ -383,6 +391,10 @@ class Target:
             return self.project(hidden)[..., tokens]
         bias = None if matrix.bias is None else matrix.bias[tokens]
         return self.finish_logits(linear(hidden, matrix.weight[tokens], bias))
+
+    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] of the token after each prompt, from final hidden states [B, D]."""
+        return self.project(hidden)
 
     def _plain_output_head(self) -> nn.Linear | None:
         """The output head when it is a matrix of numbers: not quantised, without adapters."""

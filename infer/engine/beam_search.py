@@ -133,7 +133,7 @@ class BeamStepper(EagerStepper):
             self.cache = past.cache
         read = self.pass_over_prompts()
         session = drafter.start(read.ids, read.lengths) if past is None else past.session
-        log_probs = log_softmax(self.target.project(read.hidden))  # [B, V]
+        log_probs = log_softmax(self.target.next_logits(read.hidden))  # [B, V]
         if self.processing is not None:
             log_probs = self.processing.after_rows(log_probs)
         # BART's decoder begins with a start token, and a first token of each answer.

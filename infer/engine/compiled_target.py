@@ -1,7 +1,9 @@
 """A target whose passes run compiled: same inputs, same outputs, less time.
 
 On a GPU passes are recorded, with layers as they are or compiled. On a CPU with our kernels prompts
-are read by compiled passes too; elsewhere these stay eager.
+are read by compiled passes too; elsewhere these stay eager. There what a pass computes of a token
+depends on the tokens before it alone, bit by bit: not on what else the pass reads, and so not on
+how a text was split into passes.
 """
 
 import logging
@@ -10,12 +12,15 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
+from torch import nn
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.compiled import CPU_OPTIONS, Compiled
 from drafthead.heads.graphs.fingerprint import state_of
 from drafthead.heads.graphs.gpu.compiled_layers import CompiledLayers, Together
 from drafthead.heads.graphs.gpu.tree_kernels import MOST_NODES, TreeKernels
+from drafthead.heads.graphs.substitutions import HEAD_MULTIPLE, can_be_packed
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
@@ -39,6 +44,9 @@ PASS = {
     "keys": "B . C .",
     "values": "B . C .",
 }
+OUTPUT = {"hidden": "B ."}
+# In a pass over one token torch's code shares longer sums, those of norms, among the threads.
+SUMMED_ALONE = 2 * CPU_OPTIONS["cpp.min_chunk_size"]
 MOVE = {"keys": "B . C .", "values": "B . C .", "source": "B P", "destination": "B P"}
 
 
@@ -62,7 +70,11 @@ class CompiledTarget(Target):
         self.passes: dict[tuple[FeatureSpec, bool], CompiledPass] = {}  # with logits or without
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
         self.state = state_of(self.model)  # that the graphs were made for
-        self.move = Compiled(move_columns, target.device, target.dtype, MOVE, reads=())
+        made_for = target.device, target.dtype
+        self.move = Compiled(move_columns, *made_for, MOVE, reads=())
+        self.output = Compiled(
+            self.project, *made_for, OUTPUT, reads=(self.model,), in_bytes=self.in_bytes
+        )
 
     def around(self, taps: Taps) -> AbstractContextManager[object]:
         """What a pass with these taps runs within."""
@@ -121,7 +133,7 @@ class CompiledTarget(Target):
         """What has been compiled so far of the target."""
         # Lists of the values: another thread may add one meanwhile.
         passes = [made.graphs for made in list(self.passes.values())]
-        return [*passes, *(made.graphs for made in list(self.steps.values()))]
+        return [*passes, *(made.graphs for made in list(self.steps.values())), self.output]
 
     @property
     def reads_bytes(self) -> bool:
@@ -189,15 +201,27 @@ class CompiledTarget(Target):
         cache: Cache | None = None,
     ) -> Features:
         """As `Target.read`; passes over a row are compiled where `begin` has made room for them."""
-        # Graphs for one position, or for several rows, would be others, and seldom needed.
-        is_text = input_ids.shape[0] == 1 and input_ids.shape[1] > 1
         if (
-            not (self.reads_rows_alone and is_text)
+            not self.reads_rows_alone
+            or input_ids.shape[0] > 1  # graphs for several rows would be others, seldom needed
             or not isinstance(cache, TreeCache)
             or attention_mask is None
         ):
             return super().read(input_ids, position_ids, attention_mask, features, cache)
-        return self._pass(features, False)(input_ids, position_ids, attention_mask, cache).features
+        length, inputs = input_ids.shape[1], (input_ids, position_ids, attention_mask)
+        if length == 1:
+            inputs = with_another(*inputs)
+        found = self._pass(features, False)(*inputs, cache).features
+        return found.map(lambda hidden: hidden[:, :length])
+
+    @torch.no_grad()
+    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `Target.next_logits`, and where we have kernels with the bits that a step computes."""
+        if not self.reads_rows_alone:
+            return super().next_logits(hidden)
+        # A graph for one row would be another, and no quicker.
+        rows = hidden if len(hidden) > 1 else hidden.repeat(2, 1)
+        return self.output(rows)[: len(hidden)]
 
     def _pass(self, features: FeatureSpec, has_logits: bool) -> "CompiledPass":
         """The passes that keep these features, with logits or without."""
@@ -211,6 +235,17 @@ class CompiledTarget(Target):
     def reads_rows_alone(self) -> bool:
         """Whether prompts are read by compiled passes, which are made for one row."""
         return self.move.has_kernels and self.skips_logits
+
+    @cached_property
+    def same_bits(self) -> bool:
+        """As `Target.same_bits`: where all products and attention are left to our kernels."""
+        return (
+            self.reads_rows_alone
+            and self.hidden_size < SUMMED_ALONE
+            and self.config._attn_implementation == "sdpa"
+            and all(states.shape[-1] % HEAD_MULTIPLE == 0 for states in self.one_token.states)
+            and all(map(has_our_products, self.model.modules()))
+        )
 
     def begin(self, cache: TreeCache, columns: int) -> None:
         """Give an empty cache the memory for one row, so that its first pass is compiled too."""
@@ -304,3 +339,25 @@ class CompiledPass:
         if not isinstance(attention_mask, torch.Tensor):
             return ()
         return tuple(attention_mask.shape[-1] > kind.reach for kind in self.target.layer_kinds)
+
+
+def has_our_products(module: nn.Module) -> bool:
+    """Whether our kernels multiply by the matrices of a module itself; embeddings are looked up."""
+    if isinstance(module, nn.Embedding):
+        return True
+    is_linear = isinstance(module, nn.Linear)
+    matrices = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
+    return all(is_linear and can_be_packed(weight, weight) for weight in matrices)
+
+
+def with_another(
+    input_ids: torch.Tensor,  # [1, 1]
+    position_ids: torch.Tensor,  # [1, 1]
+    attention_mask: torch.Tensor,  # [1, 1, 1, S]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The pass over the same token twice, of which neither sees the second.
+
+    A graph for one token would be another, and prompts of which one token is unread are rare.
+    """
+    mask = pad(attention_mask, (0, 1), value=torch.finfo(attention_mask.dtype).min)
+    return input_ids.repeat(1, 2), position_ids.repeat(1, 2), mask.repeat(1, 1, 2, 1)

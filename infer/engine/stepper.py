@@ -140,7 +140,7 @@ class Stepper(ABC):
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token."""
         read = self.pass_over_prompts()
-        first = self.next_tokens(self.target.project(read.hidden))
+        first = self.next_tokens(self.target.next_logits(read.hidden))
         first_tokens = to_host(first)
         emitted = self.run.batch.take([[token] for token in first_tokens])
         self.roots = first.clamp_min(0)

@@ -58,9 +58,15 @@ class SampledPair:
             return None
         return GenerationConfig(do_sample=True, repetition_penalty=self.repetition_penalty)
 
-    def sample(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> DecodeResult:
-        """A sampled answer to each prompt."""
-        return self.decoder.generate(
+    def sample(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        seed: int,
+        decoder: Decoder | None = None,
+    ) -> DecodeResult:
+        """A sampled answer to each prompt; by another decoder, where one is given."""
+        return (decoder or self.decoder).generate(
             prompts,
             max_new_tokens=max_new_tokens,
             temperature=self.sampling.temperature,
@@ -182,10 +188,12 @@ def greedy_differences(
     on_answer: Callable[[int], object] = lambda _: None,
     verifier: str = "auto",
 ) -> list[Divergence]:
-    """Where greedy answers under a rule differ from those of plain decoding with `reference`."""
-    plain = OracleDecoder(reference)
-    plain.end_ids = decoder.end_ids
-    differences = []
+    """Where greedy answers under a rule differ from those of plain decoding.
+
+    That is plain decoding with the decoder's own target where its passes have the `same_bits`, and
+    with `reference` elsewhere.
+    """
+    plain, differences = oracle_for(decoder, reference), []
     for number, prompt in enumerate(prompts):
         expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
         options: DecodeOptions = {
@@ -194,6 +202,34 @@ def greedy_differences(
         answer = decoder.generate(prompt, **options).sequences[0]
         if answer != expected:
             differences.append(divergence("greedy", number, prompt, expected, answer, reference))
+        on_answer(1)
+    return differences
+
+
+def oracle_for(decoder: Decoder, reference: Target) -> OracleDecoder:
+    """Plain decoding whose text a lossless decoder must give."""
+    plain = OracleDecoder(decoder.target if decoder.target.same_bits else reference)
+    plain.end_ids = decoder.end_ids
+    return plain
+
+
+def drawn_differences(
+    pair: SampledPair,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    seed: int,
+    on_answer: Callable[[int], object] = lambda _: None,
+) -> list[Divergence]:
+    """Where answers drawn under `match` differ from plain decoding's for the same seed."""
+    plain, differences = oracle_for(pair.decoder, pair.reference), []
+    for number, prompt in enumerate(prompts):
+        expected, answer = (
+            pair.sample([prompt], max_new_tokens, seed + number, decoder).sequences[0]
+            for decoder in (plain, pair.decoder)
+        )
+        if answer != expected:
+            both = expected, answer
+            differences.append(divergence("drawn", number, prompt, *both, pair.reference))
         on_answer(1)
     return differences
 
@@ -208,7 +244,8 @@ class Evidence:
     """What was measured of a pair of `dtype`; the statistical parts are empty at temperature 0.
 
     `false_alarm` is the chance that exact decoding is called inexact. Each statistical part gets a
-    third of it; near ties aside, the greedy part does not err.
+    third of it; near ties aside, the greedy part does not err. Where the decoder's passes have the
+    `same_bits`, there are no near ties, and `drawn` answers must be plain decoding's as well.
     """
 
     dtype: torch.dtype
@@ -217,6 +254,8 @@ class Evidence:
     starts: Sequence[Start]  # one for each prompt
     later: LaterTokens | None
     greedy: Sequence[Divergence]
+    same_bits: bool = False
+    drawn: Sequence[Divergence] | None = None  # None where nothing was drawn under `match`
 
     @property
     def parts(self) -> dict[str, list[Fit]]:
@@ -241,12 +280,23 @@ class Evidence:
                 impossible = sum(each.impossible for each in fits)
                 forbidden = f", {impossible} samples of probability 0" if impossible else ""
                 sentences.append(f"{part}: not the target's law, p-value {chance:.1e}{forbidden}")
-        wrong = [each for each in self.greedy if not is_near_tie(each, self.dtype)]
-        if wrong:
+        if wrong := [each for each in self.greedy if not self.is_excused(each)]:
             worst = max(wrong, key=lambda each: each.token_gap)
+            reason = (
+                "though nothing is rounded otherwise"
+                if self.same_bits
+                else "by more than rounding explains"
+            )
             sentences.append(
-                f"greedy answers: {len(wrong)} differ by more than rounding explains; prompt "
-                f"{worst.prompt}, token {worst.position} lies {worst.token_gap:.4f} below the "
-                "largest logit"
+                f"greedy answers: {len(wrong)} differ {reason}; prompt {worst.prompt}, token "
+                f"{worst.position} lies {worst.token_gap:.4f} below the largest logit"
+            )
+        if self.drawn:
+            sentences.append(
+                f"drawn answers: {len(self.drawn)} are not plain decoding's for the same seed"
             )
         return sentences
+
+    def is_excused(self, difference: Divergence) -> bool:
+        """Whether rounding explains that a greedy answer differs."""
+        return not self.same_bits and is_near_tie(difference, self.dtype)

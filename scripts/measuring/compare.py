@@ -81,7 +81,7 @@ def main(
     rows, differing = run_races(drafters, questions, terms, assisted=True)
     notes = predictions(rows)
     if 0 in temperatures:
-        notes += divergence_notes(differing, len(questions))
+        notes += divergence_notes(differing, rows, len(questions))
     print_report(rows, notes)
     about = {
         **describe_run(target, loaded), "prompts": len(questions), "max_new_tokens": max_new_tokens,

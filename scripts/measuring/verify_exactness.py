@@ -20,6 +20,7 @@ from drafthead.infer.measuring.exactness import (
     LaterTokens,
     SampledPair,
     Start,
+    drawn_differences,
     greedy_differences,
     later_tokens,
     sampled_start,
@@ -75,7 +76,11 @@ def main(
     tree_nodes: Annotated[int, typer.Option(help="Nodes of every proposal, root included.")] = 16,
     draft_tokens: options.DraftTokens = None,
     compile: Annotated[
-        bool, typer.Option(help="Test compiled passes; the reference is never compiled.")
+        bool,
+        typer.Option(
+            help="Test compiled passes. The target's law is computed by passes that are not "
+            "compiled, and so are plain answers, but for bfloat16 where we have kernels."
+        ),
     ] = False,
     false_alarm: Annotated[
         float, typer.Option(help="Chance that exact decoding is called inexact.")
@@ -86,7 +91,8 @@ def main(
         str,
         typer.Option(
             help="float32, bfloat16, float16 or auto. In 16 bits the target's own distribution "
-            "changes with the shape of a pass, which blurs the test."
+            "changes with the shape of a pass, which blurs the test; compiled passes in bfloat16 "
+            "must give plain decoding's text all the same."
         ),
     ] = "float32",
     device: options.DeviceName = "auto",
@@ -181,7 +187,14 @@ class TestedPair:
             starts=self.test_starts(prompts, effort.samples) if drawn else [],
             later=self.test_later(prompts, effort.answers, length) if drawn else None,
             greedy=self.test_greedy(prompts, length),
+            same_bits=self.decoder.target.same_bits,
+            drawn=self.test_drawn(prompts, length) if drawn and self.repeats_draws else None,
         )
+
+    @property
+    def repeats_draws(self) -> bool:
+        """Whether answers must be those that plain decoding draws with the same seed."""
+        return self.rule.name == "match" and self.decoder.target.same_bits
 
     def test_rule(self) -> list[Fit]:
         """The acceptance rule alone, on random tables."""
@@ -213,6 +226,11 @@ class TestedPair:
             return greedy_differences(
                 self.decoder, self.reference, prompts, length, bar.update, verifier
             )
+
+    def test_drawn(self, prompts: list[list[int]], length: int) -> list[Divergence]:
+        """Answers drawn with a seed, against those of plain decoding."""
+        with tqdm(total=len(prompts), desc="drawn answers", unit="answer") as bar:
+            return drawn_differences(self.sampled, prompts, length, self.seed, bar.update)
 
 
 def tested_prompts(

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 
 from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.comparison import ComparisonRow
+from drafthead.infer.measuring.contestants import Transformers
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.scripts.reports.figures import BASELINE, OURS, THEIRS, save_figure
 from drafthead.scripts.reports.predictions import prediction_note
@@ -91,17 +92,28 @@ def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
 
 
-def divergence_notes(divergences: Sequence[Divergence], prompts: int) -> list[str]:
-    """Sentences about greedy answers that differ from plain decoding's."""
-    if not divergences:
-        return [f"greedy answers: all equal to plain decoding's on {prompts} prompts"]
-    notes = [f"greedy answers: {len(divergences)} differ from plain decoding's; first differences:"]
+def divergence_notes(
+    divergences: Sequence[Divergence], rows: Sequence[ComparisonRow], prompts: int
+) -> list[str]:
+    """Sentences about greedy answers that differ from plain decoding's, theirs apart from ours."""
+    greedy = [row for row in rows if row.temperature == 0]
+    theirs = {row.mode for row in greedy if row.verifier == Transformers.verifier}
+    ours = sorted((d for d in divergences if d.mode not in theirs), key=lambda d: -d.top2_gap)
+    answers = (len(greedy) - len(theirs) - 1) * prompts  # plain decoding's own are not counted
+    notes = [f"greedy answers: all {answers} are plain decoding's"]
+    if ours:
+        notes = [
+            f"greedy answers: {len(ours)} of {answers} differ from plain decoding's; first "
+            "differences:"
+        ]
     notes += [
         f"- {d.mode}, prompt {d.prompt}, token {d.position}: {d.token} instead of {d.plain_token}, "
         f"top-2 logit gap {d.top2_gap:.4f}"
-        for d in sorted(divergences, key=lambda d: -d.top2_gap)[:LISTED_DIVERGENCES]
+        for d in ours[:LISTED_DIVERGENCES]
     ]
-    return notes
+    count = len(divergences) - len(ours)
+    total = len(theirs) * prompts
+    return [*notes, f"transformers' own: {count} of {total} differ, where torch's kernels round"]
 
 
 def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:

@@ -6,12 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.storage.files import write_text
 from drafthead.infer.measuring.comparison import Divergence
-from drafthead.infer.measuring.exactness import Evidence, LaterTokens, is_near_tie, rounding_doubt
+from drafthead.infer.measuring.exactness import Evidence, LaterTokens, rounding_doubt
 from drafthead.infer.measuring.goodness_of_fit import Fit, chance_of_worse, detectable, freedom
 from drafthead.scripts.reports.tables import print_table
 
@@ -66,8 +64,9 @@ def notes_on(evidence: Evidence, sampling: SamplingConfig, answers: int) -> list
     worst_first = sorted(evidence.greedy, key=lambda d: -d.token_gap)
     return [
         *(sampling_notes(evidence, evidence.later, sampling) if evidence.later else []),
+        *([] if evidence.drawn is None else [drawn_note(evidence.drawn, answers)]),
         f"greedy answers: {answers - len(worst_first)} of {answers} equal plain decoding's",
-        *(greedy_note(d, evidence.dtype) for d in worst_first[:LISTED_DIFFERENCES]),
+        *(greedy_note(d, evidence.is_excused(d)) for d in worst_first[:LISTED_DIFFERENCES]),
     ]
 
 
@@ -91,12 +90,18 @@ def sampling_notes(evidence: Evidence, later: LaterTokens, sampling: SamplingCon
     return notes
 
 
-def greedy_note(d: Divergence, dtype: torch.dtype) -> str:
+def drawn_note(drawn: Sequence[Divergence], answers: int) -> str:
+    """How many answers to the prompts plain decoding draws as well."""
+    equal = answers - len(drawn)
+    return f"drawn answers: {equal} of {answers} equal plain decoding's for the same seed"
+
+
+def greedy_note(d: Divergence, is_excused: bool) -> str:
     """Where a greedy answer differs, and whether rounding explains it."""
     return (
         f"- prompt {d.prompt}, token {d.position}: {d.token} instead of {d.plain_token}, top-2 "
         f"logit gap {d.top2_gap:.2g}, its own {d.token_gap:.2g}, rounding step "
-        f"{d.rounding_step:.2g}: {'near tie' if is_near_tie(d, dtype) else 'WRONG'}"
+        f"{d.rounding_step:.2g}: {'near tie' if is_excused else 'WRONG'}"
     )
 
 
@@ -140,6 +145,8 @@ def write_evidence(
             if fits
         },
         "greedy": [asdict(each) for each in evidence.greedy],
+        "same_bits": evidence.same_bits,
+        "drawn": None if evidence.drawn is None else [asdict(each) for each in evidence.drawn],
         "notes": notes,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,12 @@ of keys sixteen at a time::
     output[r]     = sum_s bfloat16(weights[r, s]) value[s] / sum_s weights[r, s]
 
 As in torch's kernel, weights are rounded to bfloat16 before they are multiplied with the values;
-with AVX2 they stay in float32, and four keys are multiplied at once. A query's sums are taken in
-the order of the columns and do not depend on the other queries.
+with AVX2 they stay in float32, and four keys are multiplied at once.
+
+A query's result depends on the columns that it sees and on their order, bit by bit: not on other
+queries, and not on where the columns lie. Values are added one column after the other, where one of
+weight 0 changes nothing, and a weight's partial sum is chosen by its place among those that are
+seen. So a node of a tree gets what it gets in plain decoding.
 """
 
 import torch

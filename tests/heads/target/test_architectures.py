@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, GROUPED, tiny_model
+from architectures import (
+    ARCHITECTURES,
+    EXPERTS,
+    GROUPED,
+    HEAD,
+    LATENT,
+    SIZES,
+    tiny_model,
+)
 from hidden_answers import check_every_right_token_is_accepted, generated
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny import HIDDEN, VOCAB

@@ -50,14 +50,19 @@ def test_states_have_the_same_bits_whatever_is_read_beside_or_before(compiled) -
     """A prompt alone and among others, at once and in chunks."""
     features, hidden, cache = read(compiled, PROMPTS)
     for row, prompt in enumerate(PROMPTS):
-        for chunk in (1024, 2, 5):
-            if len(prompt) % chunk == 1:
-                continue  # a pass over one token is an eager one
+        for chunk in (1024, 2, 1):
             alone, end, own = read(compiled, [prompt], chunk)
             used = slice(0, len(prompt))
             assert torch.equal(end[0], hidden[row])
             assert torch.equal(alone.taps[0][0], features.taps[0][row, used])
             assert torch.equal(own.keys[1][0, :, used], cache.keys[1][row, :, used])
+
+
+def test_logits_after_a_prompt_have_the_same_bits_alone_and_in_a_batch(compiled) -> None:
+    hidden = read(compiled, PROMPTS)[1]
+    logits = compiled.next_logits(hidden)
+    for row in range(len(PROMPTS)):
+        assert torch.equal(compiled.next_logits(hidden[row : row + 1])[0], logits[row])
 
 
 def test_prompts_of_other_lengths_need_no_other_graph(compiled) -> None:

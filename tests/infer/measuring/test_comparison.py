@@ -13,14 +13,22 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
-from drafthead.infer.measuring.comparison import ComparisonRow, divergences, first_round, rows_of
+from drafthead.infer.measuring.comparison import (
+    GENERATE,
+    ComparisonRow,
+    divergences,
+    first_round,
+    rows_of,
+)
 from drafthead.infer.measuring.contestants import Answers, Contestant, Ours, Transformers, up_to_end
+from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.race import prepare, race
 from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain, speedup_bound
 from drafthead.scripts.reports import comparison
 from drafthead.scripts.reports.comparison import (
     category_tables,
     comparison_table,
+    divergence_notes,
     predictions,
     write_report,
 )
@@ -210,6 +218,18 @@ def test_a_divergence_is_located_and_its_gap_measured(small_race, target) -> Non
     ids = torch.tensor([prompts[0] + answer[:2]])
     top = target.model(ids).logits[0, -1].topk(2).values
     assert found.top2_gap == pytest.approx(float(top[0] - top[1]), abs=1e-5)
+
+
+def test_answers_of_transformers_are_not_counted_among_ours(small_race) -> None:
+    rows = rows_of(small_race[0], 0.0, frozenset({7}))
+    *_, head = rows
+    ours, theirs = (
+        Divergence(mode, 0, 3, 1, 2, 0.125, 0.125, 0.125) for mode in (head.mode, GENERATE)
+    )
+    equal, of_theirs = divergence_notes([theirs], rows, 2)
+    assert equal == "greedy answers: all 2 are plain decoding's" and "1 of 4 differ" in of_theirs
+    differ, first, _ = divergence_notes([theirs, ours], rows, 2)
+    assert "1 of 2 differ" in differ and first.startswith(f"- {head.mode}, prompt 0, token 3: 2")
 
 
 def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from drafthead.infer.measuring.exactness import (
     Evidence,
     LaterTokens,
     SampledPair,
+    drawn_differences,
     greedy_differences,
     is_near_tie,
     later_tokens,
@@ -290,6 +292,23 @@ def test_a_greedy_difference_that_is_no_tie_fails(target, make_drafter, monkeypa
 def test_a_near_tie_is_within_the_rounding_of_the_dtype(dtype, gap, tie) -> None:
     step = rounding_step(20.0, dtype)
     assert is_near_tie(Divergence("greedy", 0, 0, 1, 2, gap, gap, step), dtype) is tie
+
+
+def test_near_ties_are_no_excuse_where_passes_have_the_same_bits() -> None:
+    tie = Divergence("greedy", 0, 0, 1, 2, 0.125, 0.125, 0.125)
+    assert not Evidence(torch.bfloat16, 1e-3, [], [], None, [tie]).failures()
+    same_bits = partial(Evidence, torch.bfloat16, 1e-3, [], [], None, same_bits=True)
+    assert not same_bits([], drawn=[]).failures()
+    assert "nothing is rounded" in same_bits([tie]).failures()[0]
+    assert "1 are not plain decoding's" in same_bits([], drawn=[tie]).failures()[0]
+
+
+def test_answers_drawn_under_match_are_plain_ones(small, make_drafter, monkeypatch) -> None:
+    decoder = Decoder(small, make_drafter("medusa:tree", small))
+    pair = SampledPair(decoder, small, AT_ONE, "match")
+    assert drawn_differences(pair, PROMPTS, 24, seed=3) == []
+    monkeypatch.setattr(ColumnCache, "commit", commit_without_moving)
+    assert drawn_differences(pair, [PROMPTS[0]] * 4, 24, seed=3)
 
 
 def test_sixteen_bits_blur_the_law(small, make_drafter) -> None:

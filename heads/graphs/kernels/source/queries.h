@@ -3,6 +3,9 @@
 
 namespace {
 constexpr int MOST_QUERIES = 16;  // of one head of keys, worked on together
+// A score so far below the largest is that of a hidden column, to which a mask has added the least
+// number of its type. Where all columns are hidden, none is.
+constexpr float HIDDEN = -1e38f;
 
 // Queries that share a head of keys, their masks, and where their outputs go.
 template <int D, typename mask_t>

@@ -34,6 +34,24 @@ inline void score(const float* query, const at::BFloat16* const* keys, float sca
     });
 }
 
+// Adds up numbers that come eight at a time, of which some are left out: those that are not go to
+// sums 0, 1, ... 7, 0, ... in turn, wherever they were among the eight.
+struct SumInTurn {
+    alignas(32) float sums[8] = {};
+    int count = 0;  // the next number's place
+
+    void add(const float* numbers, int some) {
+        if (some == 0xff && count == 0) {
+            _mm256_store_ps(sums, _mm256_add_ps(_mm256_load_ps(sums), _mm256_loadu_ps(numbers)));
+            return;
+        }
+        for (; some; some &= some - 1) {
+            sums[count] += numbers[__builtin_ctz(some)];
+            count = (count + 1) % 8;
+        }
+    }
+};
+
 // scores = exp(scores + mask - max), 0 after `columns`; returns their sum.
 template <typename mask_t>
 inline float weigh(float* scores, const mask_t* mask, int64_t columns) {
@@ -48,13 +66,14 @@ inline float weigh(float* scores, const mask_t* mask, int64_t columns) {
         tops = _mm256_max_ps(tops, masked);
     }
     const __m256 top = _mm256_set1_ps(max_of(tops));
-    __m256 sum = _mm256_setzero_ps();
+    SumInTurn sum;
     for (int64_t s = 0; s < width; s += 8) {
-        const __m256 weight = exp_of(_mm256_sub_ps(_mm256_loadu_ps(scores + s), top));
-        _mm256_storeu_ps(scores + s, weight);
-        sum = _mm256_add_ps(sum, weight);
+        const __m256 below = _mm256_sub_ps(_mm256_loadu_ps(scores + s), top);
+        _mm256_storeu_ps(scores + s, exp_of(below));
+        const __m256 seen = _mm256_cmp_ps(below, _mm256_set1_ps(HIDDEN), _CMP_NLE_UQ);
+        sum.add(scores + s, _mm256_movemask_ps(seen));
     }
-    return sum_of(sum);
+    return sum_of(_mm256_load_ps(sum.sums));
 }
 
 // output[r] = sum_s weights[r][s] values[s] / sums[r], 32 values at a time

@@ -55,8 +55,39 @@ inline void score(const at::BFloat16* query, const __m512i* keys, float scale, f
     });
 }
 
-// Puts bfloat16(exp(scores + mask - max)) into the first half of scores' memory, 0 after `columns`;
-// returns the sum of the weights, not rounded.
+// Adds up numbers that come sixteen at a time, of which some are left out: those that are not go to
+// sums 0, 1, ... 15, 0, ... in turn, wherever they were among the sixteen.
+struct SumInTurn {
+    __m512 sums = _mm512_setzero_ps();
+    __m512 waiting = _mm512_setzero_ps();  // the first `count` of the next sixteen, then zeros
+    int count = 0;
+
+    void add(__m512 numbers, __mmask16 some) {
+        if (some == 0xffff && count == 0) {
+            sums = _mm512_add_ps(sums, numbers);
+            return;
+        }
+        // Number i goes to place count + i, or around the end to the next sixteen.
+        const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
+                                                 15);
+        const __m512 close = _mm512_maskz_compress_ps(some, numbers);
+        const __m512i from = _mm512_sub_epi32(places, _mm512_set1_epi32(count));
+        const __m512 turned = _mm512_permutexvar_ps(from, close);
+        waiting = _mm512_mask_mov_ps(turned, first(count), waiting);
+        count += __builtin_popcount(some);
+        if (count >= 16) {
+            sums = _mm512_add_ps(sums, waiting);
+            count -= 16;
+            waiting = _mm512_maskz_mov_ps(first(count), turned);
+        }
+    }
+
+    float total() const { return _mm512_reduce_add_ps(_mm512_add_ps(sums, waiting)); }
+};
+
+// Puts bfloat16(exp(scores + mask - max)) into the first half of scores' memory, 0 after `columns`,
+// and of each pair of columns the second weight first, see `mix`; returns the sum of the weights, not
+// rounded.
 template <typename mask_t>
 inline float weigh(float* scores, const mask_t* mask, int64_t columns) {
     const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -69,17 +100,21 @@ inline float weigh(float* scores, const mask_t* mask, int64_t columns) {
         tops = _mm512_max_ps(tops, masked);
     }
     const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(tops));
-    __m512 sum = _mm512_setzero_ps();
+    SumInTurn sum;
     for (int64_t s = 0; s < columns; s += 16) {
         at::vec::Vectorized<float> below(_mm512_sub_ps(_mm512_loadu_ps(scores + s), top));
         __m512 weight = below.exp_u20();
-        sum = _mm512_add_ps(sum, weight);
-        store(weight, reinterpret_cast<at::BFloat16*>(scores) + s);
+        sum.add(weight, _mm512_cmp_ps_mask(below, _mm512_set1_ps(HIDDEN), _CMP_NLE_UQ));
+        const auto rounded = (__m256i)_mm512_cvtneps_pbh(weight);
+        _mm256_storeu_si256((__m256i*)(reinterpret_cast<at::BFloat16*>(scores) + s),
+                            _mm256_rol_epi32(rounded, 16));
     }
-    return _mm512_reduce_add_ps(sum);
+    return sum.total();
 }
 
-// output[r] = sum_s weights[r][s] values[s] / sums[r], two columns s at a time
+// output[r] = sum_s weights[r][s] values[s] / sums[r], two columns s at a time. The processor adds
+// the second product of a pair first, and rounds after each: pairs are stored the other way round, so
+// that the columns are added in their order, and those of weight 0 change nothing.
 template <int D, int R>
 inline void mix(const float* weights, int64_t width, const at::BFloat16* values, int64_t stride,
                 int64_t columns, const float* sums, at::BFloat16* const* output) {
@@ -92,8 +127,8 @@ inline void mix(const float* weights, int64_t width, const at::BFloat16* values,
         __m512bh v[PARTS];
         c10::ForcedUnroll<PARTS / 2>{}([&](auto p) INLINE {
             __m512i a = _mm512_loadu_si512(one + p * 32), b = _mm512_loadu_si512(two + p * 32);
-            v[2 * p] = (__m512bh)_mm512_unpacklo_epi16(a, b);
-            v[2 * p + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+            v[2 * p] = (__m512bh)_mm512_unpacklo_epi16(b, a);
+            v[2 * p + 1] = (__m512bh)_mm512_unpackhi_epi16(b, a);
         });
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
             auto pair = reinterpret_cast<const int32_t*>(weights + r * width)[s / 2];

@@ -1,0 +1,114 @@
+"""bfloat16 where we have kernels: what a pass computes of a token has always the same bits."""
+
+import copy
+import random
+
+import pytest
+import torch
+from tiny import BUSHY, random_prompts
+
+from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.target.features import NO_FEATURES
+from drafthead.heads.target.target import Target
+from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.infer.engine.prefill import padded, prefill
+from drafthead.infer.measuring.exactness import greedy_differences
+
+PROMPTS = random_prompts(3)
+
+
+@pytest.fixture(scope="module")
+def compiled(make_target) -> CompiledTarget:
+    """Compiled for two threads; a call uses as many as torch has at its time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    model = copy.deepcopy(make_target(hidden=128).model).to(torch.bfloat16)
+    target = CompiledTarget(Target(model))
+    if not target.same_bits:
+        pytest.skip("there are no kernels for this processor")
+    plain_logits(target, PROMPTS[0], [9])
+    tree_logits(target, PROMPTS, [[-1, 0]] * 3, torch.full((3, 2), 9))
+    torch.set_num_threads(threads)
+    return target
+
+
+def read(target: Target, prompts: list[list[int]], room: int) -> TreeCache:
+    """A cache that holds the prompts."""
+    cache = target.new_cache()
+    prefill(target, *padded(prompts, target.device), NO_FEATURES, cache, room)
+    return cache
+
+
+def plain_logits(target: Target, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """The logits [T, V] after each token, one token a pass."""
+    cache, found = read(target, [prompt], 1), []
+    for token in tokens:
+        mask = cache.additive_mask(torch.ones(1, 1, 1, dtype=torch.bool), target.dtype)
+        given = torch.tensor([[token]]), cache.positions(1), mask, NO_FEATURES, cache
+        found.append(target.run(*given).logits[0, 0])
+        cache.commit(None, cache.lengths + 1, cache.longest + 1)
+    return torch.stack(found)
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root to a node."""
+    return [*(path_to(parents[node], parents) if node else []), node]
+
+
+def tree_logits(
+    target: Target,
+    prompts: list[list[int]],
+    parents: list[list[int]],
+    tokens: torch.Tensor,  # [B, N]
+    room: int = 1,
+) -> torch.Tensor:
+    """The logits [B, N, V] of one pass over a tree after each prompt."""
+    cache, size = read(target, prompts, room), tokens.shape[1]
+    visible = torch.zeros(len(prompts), size, size, dtype=torch.bool)
+    for row, of_row in enumerate(parents):
+        for node in range(size):
+            visible[row, node, path_to(node, of_row)] = True
+    positions = cache.lengths[:, None] + visible.sum(-1) - 1
+    mask = cache.additive_mask(visible, target.dtype)
+    return target.run(tokens, positions, mask, NO_FEATURES, cache).logits
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nodes_of_trees_in_a_batch_have_the_logits_of_plain_passes(compiled, threads) -> None:
+    chance, generator = random.Random(threads), torch.Generator().manual_seed(threads)
+    torch.set_num_threads(threads)
+    for nodes in (3, 12, 30):
+        parents = [
+            [-1] + [chance.randrange(max(0, node - 4), node) for node in range(1, nodes)]
+            for _ in PROMPTS
+        ]
+        tokens = torch.randint(8, 64, (3, nodes), generator=generator)
+        prompts = [prompt * chance.randint(1, 4) for prompt in PROMPTS]
+        found = tree_logits(compiled, prompts, parents, tokens, chance.randrange(1, 300))
+        for row, node in [(row, node) for row in range(3) for node in (nodes // 2, nodes - 1)]:
+            path = path_to(node, parents[row])
+            plain = plain_logits(compiled, prompts[row], tokens[row, path].tolist())
+            assert torch.equal(found[row, path], plain), (nodes, row, node)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafted_answers_of_a_batch_are_plain_ones(compiled, make_head, temperature) -> None:
+    """Greedy ones, and those of `match` for the same seeds."""
+    drafter = drafter_for(make_head("medusa", compiled).to(torch.bfloat16), compiled, BUSHY)
+    drafted, plain = Decoder(compiled, drafter), Decoder(compiled)
+    drafted.end_ids = plain.end_ids = frozenset()
+    options = {"max_new_tokens": 40, "temperature": temperature}
+    answers = drafted.generate(PROMPTS, **options, seed=5).sequences
+    for row, prompt in enumerate(PROMPTS):
+        assert plain.generate(prompt, **options, seed=5 + row).sequences == [answers[row]]
+    if temperature == 0:  # by other code than the engine's
+        assert greedy_differences(drafted, Target(compiled.model), PROMPTS, 40) == []
+
+
+def test_the_promise_is_not_made_where_torch_multiplies(compiled, make_target) -> None:
+    assert compiled.same_bits and not Target(compiled.model).same_bits
+    assert not CompiledTarget(make_target()).same_bits  # float32
+    small_heads = copy.deepcopy(make_target().model).to(torch.bfloat16)
+    assert not CompiledTarget(Target(small_heads)).same_bits
