@@ -43,7 +43,7 @@ def words(states: torch.Tensor, count: int) -> int:
     return count * states.element_size() // WORD
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["path", "accepted", "lengths", "starts"])
 def _move(  # type: ignore[no-untyped-def]
     table,
     path,  # [B, P]
