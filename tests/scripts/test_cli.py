@@ -296,7 +296,9 @@ def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatc
     monkeypatch.setattr("drafthead.infer.measuring.bandwidth.SMALLEST_BUFFER", 2**22)
     task = ("profile", *TARGET, "--prompts", "@prompts.jsonl", "--max-new-tokens", "8")
     output = ("--output", str(tmp_path / "profile"))
-    status, out, _ = run(*task, "--head", "@head", "--tree-nodes", "4", "--batch", "2", *output)
+    status, out, _ = run(
+        *task, "--head", "@head", "--batch-size", "2", *output, "--tree-nodes", "4"
+    )
     assert status == 0
     assert all(word in out for word in ("draft", "host", "% of the bandwidth bound", "STREAM"))
     content = json.loads((tmp_path / "profile" / "profile.json").read_text())

@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch, capsys):
                 question = {"role": "user", "content": f"count {number // 2}"}
                 answer = {"role": "assistant", "content": "abcd " * (2 + number % 7)}
                 file.write(json.dumps({"messages": [question, answer]}) + "\n")
-        words = ["--data", f"{tmp_path}/data.jsonl", "--tokenizer", f"{tmp_path}/target"]
+        words = ["--data", f"{tmp_path}/data.jsonl", "--target", f"{tmp_path}/target"]
         words += ["--output", str(output), *more]
         monkeypatch.setattr(sys, "argv", ["drafthead", "build-datastore", *words])
         with pytest.raises(SystemExit) as stop:

@@ -459,7 +459,7 @@ def inspect(bpe: Tokenizer, tmp_path: Path):
         path = write_rows(tmp_path / "data.jsonl", rows)
         app = Typer()
         app.command()(inspect_data.main)
-        arguments = ["--data", str(path), "--tokenizer", str(tmp_path / "model"), *options]
+        arguments = ["--data", str(path), "--target", str(tmp_path / "model"), *options]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0
         return result.output
