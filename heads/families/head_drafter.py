@@ -92,12 +92,11 @@ class HeadDrafter(Drafter, Generic[Head]):
         """Draft for this compiled target, where there is one, from now on."""
         self.target = target or self.target
         self.memory = CacheMemory.where_recorded(self.target.device)
-        self.kernels = getattr(self.target, "kernels", None)
+        self.kernels = self.target.kernels
 
     def fused(self, function: Callable[..., Value]) -> Callable[..., Value]:
         """A part of a recorded pass, compiled where the target's layers are."""
-        codes = getattr(self.target, "layer_codes", None)
-        return function if codes is None else Fused(function)
+        return function if self.target.layer_codes is None else Fused(function)
 
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object

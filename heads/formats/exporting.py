@@ -14,6 +14,7 @@ from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFo
 from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.storage.files import fresh_folder
+from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.logit_finish import Finish
 from drafthead.heads.target.target import Target
@@ -38,6 +39,7 @@ class StandIn(Target):
             num_attention_heads=1,
             max_position_embeddings=2048,
         )
+        self.context = Context.of(self.config)
         self.layers = range(facts.num_layers or 0)  # type: ignore[assignment]  # for their number
         self.finish = Finish()
         self.embedding = torch.randn(vocab, size, generator=generator)

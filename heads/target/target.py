@@ -99,6 +99,9 @@ class Target:
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
+    # Of recorded passes: the `TreeKernels`, where they fit the model, and its `CompiledLayers`.
+    kernels: Any = None
+    layer_codes: Any = None
     # Of a part of a larger target: which of the latter's layers it has, and so of its caches.
     numbers: tuple[int, ...] | None = None
 
@@ -490,6 +493,10 @@ class Target:
         ids = torch.cat([before.expand(len(answers), -1), answers], dim=1)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
+
+    def kernels_for(self, nodes: int) -> Any:
+        """The `TreeKernels` for passes over so many nodes; None where there are none."""
+        return None if self.kernels is None or nodes > self.kernels.most_nodes else self.kernels
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
         """What `run` takes as the mask of a pass over N new nodes; makes room for them.

@@ -95,8 +95,8 @@ class LevelDrafter(Drafter):
 
     def compile(self, target: Target | None = None) -> None:
         """Compile the model's passes; on a CPU they read its weights as bytes."""
-        codes = getattr(target, "layer_codes", None)
-        self.model = CompiledTarget(self.model, True, compiles_layers=codes is not None)
+        with_code = target is not None and target.layer_codes is not None
+        self.model = CompiledTarget(self.model, True, compiles_layers=with_code)
 
 
 class LevelSession(DraftSession):

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from drafthead.heads.graphs.compiled import CPU_OPTIONS, Compiled
 from drafthead.heads.graphs.fingerprint import state_of
 from drafthead.heads.graphs.gpu.compiled_layers import CompiledLayers, Together
-from drafthead.heads.graphs.gpu.tree_kernels import MOST_NODES, TreeKernels
+from drafthead.heads.graphs.gpu.tree_kernels import TreeKernels
 from drafthead.heads.graphs.substitutions import HEAD_MULTIPLE, can_be_packed
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
@@ -84,10 +84,6 @@ class CompiledTarget(Target):
         if self.kernels is not None:
             makers.append(self.kernels.used)
         return taps if len(makers) == 1 else Together(*makers)
-
-    def kernels_for(self, nodes: int) -> TreeKernels | None:
-        """The kernels for passes over so many nodes, where there are some."""
-        return self.kernels if nodes <= MOST_NODES else None
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
         """As `Target.tree_mask`, or what the kernel takes in its place."""
@@ -171,7 +167,7 @@ class CompiledTarget(Target):
         made_for = features, recipe.filler
         if made_for not in self.steps:
             # Not replaced, should another thread have been quicker: graphs are made only once.
-            self.steps.setdefault(made_for, GraphStep(self, *made_for))
+            self.steps.setdefault(made_for, GraphStep(self, *made_for, self.around))
         return self.steps[made_for](recipe, cache, draws, whole)
 
     @torch.no_grad()

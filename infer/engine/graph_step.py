@@ -5,8 +5,9 @@ cost more than their work. The graph serves the rules that accept the target's o
 and `match`.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -20,15 +21,12 @@ from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns
 from drafthead.heads.sampling import draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.masks import LayerMasks
-from drafthead.heads.target.target import Taps
+from drafthead.heads.target.target import Taps, Target
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, read_table
 from drafthead.infer.verifiers.base import Acceptance, follow
-
-if TYPE_CHECKING:  # which makes these steps
-    from drafthead.infer.engine.compiled_target import CompiledTarget
 
 
 class StepResult(NamedTuple):
@@ -69,7 +67,14 @@ class Draws(NamedTuple):
 class GraphStep:
     """The steps of a target that keep the same features and fill their trees in the same way."""
 
-    def __init__(self, target: "CompiledTarget", features: FeatureSpec, filler: TokenFiller):
+    def __init__(
+        self,
+        target: Target,
+        features: FeatureSpec,
+        filler: TokenFiller,
+        around: Callable[[Taps], AbstractContextManager[object]],
+    ):
+        """Passes run within `around` their taps."""
         self.target, self.filler = target, filler
         self.few_sizes = target.memory is not None  # trees are filled up to a power of two
         self.taps = Taps(target, features)
@@ -81,7 +86,7 @@ class GraphStep:
             *made_for,
             dims,
             self._variant,
-            target.around(self.taps),
+            around(self.taps),
             reads,
             target.in_bytes,
             list(target.layers.children()),

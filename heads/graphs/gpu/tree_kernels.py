@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 class TreeKernels:
     """Attention over trees, and the moves after a verdict, in a launch or two each."""
 
+    most_nodes = MOST_NODES
+
     def __init__(self, config: PretrainedConfig, kinds: tuple[LayerKind, ...]):
         """For models with this text configuration and these layers; Triton has to be there."""
         from drafthead.heads.graphs.gpu import commit, registration
