@@ -154,9 +154,9 @@ class Decoder:
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
         own layers or prompt lookup propose on a path, by default 4. `compile` makes graphs of the
         passes when they first run, minutes the first time and seconds later; the output stays the
-        same. By default passes on a GPU are recorded, which takes as long as a few of them.
-        `draft_temperature` is the constructor's. Code of a model runs only with
-        `trust_remote_code`. Raises UserError for what cannot be loaded, does not fit or has another name.
+        same. By default passes on a GPU are recorded, which takes as long as a few of them. Code
+        that comes with a model runs only with `trust_remote_code`. Raises UserError for what cannot
+        be loaded, does not fit the target or has another name here.
         """
         models = {"head": head, "draft_model": draft_model, "draft_layers": draft_layers}
         refuse_other_names(models | {"datastore": datastore})
