@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from rehearsal import Rehearsal
 
-from drafthead.heads.graphs.recordings import Recordings, fixed_like
+from drafthead.heads.graphs.recordings import CaptureError, Recordings, fixed_like
 
 
 class Sums(NamedTuple):
@@ -93,3 +93,36 @@ def test_rows_that_share_a_table_share_its_place() -> None:
     table = torch.arange(3).expand(4, 3)
     place = fixed_like(table)
     assert (place.shape, place.stride()) == (table.shape, table.stride())
+
+
+def test_a_function_that_cannot_be_recorded_is_called_and_one_line_says_so(caplog) -> None:
+    tried = []
+
+    def refusing(function, given) -> None:
+        tried.append(given)
+        raise CaptureError("operation not permitted")
+
+    calls = Recordings(step, held=[0], capture=refusing)
+    store, plain = [torch.zeros(2, 8)], [torch.zeros(2, 8)]
+    for seed in range(3):
+        found = calls(store, *arguments(seed, 2, 3), 1)
+        torch.testing.assert_close(found.rows, step(plain, *arguments(seed, 2, 3), 1).rows)
+    torch.testing.assert_close(store, plain)
+    assert (len(tried), len(caplog.messages)) == (1, 1)
+    assert "operation not permitted" in caplog.text
+
+
+def test_a_table_that_comes_again_unchanged_is_not_copied_again() -> None:
+    recording = Recordings(step, held=[0], capture=Rehearsal())
+    store, (column, table) = [torch.zeros(2, 8)], arguments(0, 2, 3)
+    first = recording(store, column, table, 1).rows
+    (made,) = recording.recordings.values()
+    before = [place._version for place in made.places]
+    recording(store, column, table, 1)
+    recording(store, column[:], table, 1)  # another view of the same numbers
+    assert [place._version for place in made.places] == before
+    table += 1
+    torch.testing.assert_close(recording(store, column, table, 1).rows, first + 3)
+    with torch.inference_mode():
+        later = table + 1
+    torch.testing.assert_close(recording(store, column, later, 1).rows, first + 6)

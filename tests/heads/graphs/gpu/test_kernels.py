@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
         ("tree_attention", "cpu"),
         ("commit", "cpu"),
         ("registration", "cpu"),
+        ("decoding", "cpu"),
         ("compiled", "none"),
         pytest.param("tree_attention", "cuda", marks=pytest.mark.gpu),
         pytest.param("commit", "cuda", marks=pytest.mark.gpu),

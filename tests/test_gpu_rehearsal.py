@@ -1,0 +1,38 @@
+"""benchmarks/gpu.py on a CPU: what fails here would cost minutes of a borrowed GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PHASES = (
+    "facts", "kernels", "one_row", "passes", "heads", "batches", "long_texts", "real", "static",
+    "tests",
+)  # fmt: skip
+
+
+def test_every_phase_runs_and_writes_its_figures(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "benchmarks/gpu.py", "--rehearse", "--output", str(tmp_path)),
+        *("--target", "assets/demo_target", "--prompts", "assets/demo_prompts/test.jsonl"),
+        *("--deadline", "600"),
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    files = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in PHASES}
+    for name, found in files.items():
+        assert {"device", "seconds"} < found.keys(), name
+        assert "failed" not in json.dumps(found), name
+    steps = files["heads"]["SmolLM2 eagle3 recorded N=8"]
+    assert steps["step_ms"] > 0 and steps["first_call_s"] > steps["first_call_first_token_s"] > 0
+    assert files["real"]["plain, recorded"]["answers unlike plain"] == 0
+
+
+def test_what_time_is_left_for_is_measured_and_the_rest_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--deadline", "0"]
+    run = subprocess.run(
+        [*command, "--phases", "facts", "--output", str(tmp_path)], cwd=ROOT, capture_output=True
+    )
+    assert run.returncode == 0
+    assert json.loads((tmp_path / "facts.json").read_text())["ended before"] == "machine"
