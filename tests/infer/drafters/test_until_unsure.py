@@ -11,6 +11,7 @@ from tiny import random_prompts
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
+from drafthead.heads.target.logit_finish import Finish
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
@@ -31,6 +32,9 @@ class SureUntil(Target):
     def __init__(self, model: Target, last: int):
         super().__init__(model.model)
         self.last, self.passes = last, 0
+
+    def find_finish(self) -> Finish:
+        return Finish()  # its logits are not those of its output head
 
     def run(self, tokens: torch.Tensor, *rest: object) -> TargetOutput:
         self.passes += 1
