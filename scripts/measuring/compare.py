@@ -38,6 +38,7 @@ def main(
     ] = None,
     top_p: options.TopP = 1.0,
     max_new_tokens: options.MaxNewTokens = 128,
+    prompt_column: options.PromptColumn = None,
     template_argument: options.TemplateArgument = None,
     batch_size: options.BatchSize = 1,
     limit: options.PromptLimit = 20,
@@ -77,7 +78,9 @@ def main(
         stored=stored, own_layers=own_layers,
     )  # fmt: skip
     arguments = options.template_values(template_argument)
-    questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens, arguments)
+    questions = read_prompts(
+        prompts, limit, drafters.plain, max_new_tokens, arguments, prompt_column
+    )
     rows, differing = run_races(drafters, questions, terms, assisted=True)
     notes = predictions(rows)
     if 0 in temperatures:

@@ -229,6 +229,53 @@ def test_doctor_says_what_it_has_seen(run, tmp_path) -> None:
     assert record["findings"]["plain decoding is faster"]["evidence"]
 
 
+ROWS = [{"task": f"count {n}", "text": "else", "answer": "abcd " * (2 + n % 3)} for n in range(9)]
+READERS = {
+    "evaluate": ("--head", "@head"),
+    "doctor": ("--head", "@head"),
+    "build-datastore": ("--output", "store"),
+    "inspect-data": (),
+}
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_verbs_that_read_answers_take_columns_template_arguments_and_strict(
+    run, monkeypatch, tmp_path, verb
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, [*ROWS, {"text": "no task"}])) + "\n")
+    words = (verb, "--target", "@target", *READERS[verb], "--data", "rows.jsonl")
+    words += ("--prompt-column", "task")
+    status, _, err = run(*words, "--strict")
+    assert status == 2 and "no column `task`, but `text` (strict" in err
+    status, _, err = run(*words, "--template-argument", "effort=1")
+    assert status == 2 and "does not read effort" in err
+    assert run(*words)[0] == 0, "nine rows can be read"
+
+
+def test_doctor_renders_prompts_with_the_arguments_of_the_command(
+    run, models_folder, monkeypatch, tmp_path
+) -> None:
+    """Rows that do not say theirs hold prompts that the bare template does not make."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template += "{{ effort or '' }}"
+    shutil.copytree(models_folder / "target", tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    given = ("--template-argument", "effort=7")
+    target = ("--target", "target")
+    run("distill", *target, "--prompts", "@prompts.jsonl", "--output", "rows.jsonl", *given)
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    told = [row.pop("chat_template_kwargs") for row in rows]
+    assert told == [{"effort": 7}] * 3
+    Path("untold.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    words = ("doctor", *target, "--head", "@head", "--data", "untold.jsonl")
+    for more, differing in (((), "3 of 3"), (given, "0 of 3")):
+        assert run(*words, "--output", "found.json", *more)[0] == 0
+        found = json.loads(Path("found.json").read_text())["findings"]
+        assert found["another chat template"]["evidence"].startswith(differing)
+
+
 def test_evaluate_measures_the_tau_of_decoding(run, models_folder, tmp_path) -> None:
     answers = tmp_path / "answers.jsonl"
     common = "--target", "@target"
