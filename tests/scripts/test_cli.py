@@ -16,6 +16,7 @@ from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner_settings import PlannerSettings
+from drafthead.infer.measuring.contestants import Answers, Ours
 from drafthead.scripts import cli
 
 
@@ -213,6 +214,46 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     ]  # fmt: skip
     assert content["divergences"] == []
     assert (tmp_path / "race" / "comparison.png").exists()
+
+
+def test_compare_goes_on_with_what_was_raced_before_a_stop(run, monkeypatch, tmp_path) -> None:
+    """Three prompts, four ways of ours, a round: Ctrl-C comes in the second prompt."""
+    decoded: list[str] = []
+    decode, stop_at = Ours.decode, [0]
+
+    def counted(contestant: Ours, prompts: list[list[int]], most: int, seed: int) -> Answers:
+        if most == 20:  # preparation decodes 16
+            decoded.append(contestant.mode)
+            if len(decoded) == stop_at[0]:
+                raise KeyboardInterrupt
+        return decode(contestant, prompts, most, seed)
+
+    def raced(stop: int, *more: str) -> tuple[int, str, int]:
+        """Status, output, and how many answers were decoded before the stop, if there is one."""
+        decoded.clear()
+        stop_at[0] = stop
+        status, out, _ = run(
+            "compare", "--target", "@target", "--head", "@head", "--prompts", "@prompts.jsonl",
+            "--output", str(tmp_path), "--rounds", "1", "--max-new-tokens", "20", *more,
+        )  # fmt: skip
+        return status, out, len(decoded)
+
+    def tokens() -> list[int]:
+        rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
+        return [row["tokens"] for row in rows]
+
+    monkeypatch.setattr(Ours, "decode", counted)
+    assert raced(0)[::2] == (0, 12)
+    whole = tokens()
+    assert raced(6)[::2] == (130, 6)
+    status, out, answers = raced(0)
+    assert (status, answers) == (0, 8) and "goes on after 1 batches" in out
+    assert tokens() == whole
+    status, out, answers = raced(6)
+    assert (status, answers) == (130, 6) and "goes on" not in out, "a race that has ended is over"
+    status, out, answers = raced(0, "--seed", "1")
+    assert (status, answers) == (0, 12)
+    assert "is of another race (not the same: command): begins anew" in out
 
 
 def test_doctor_says_what_it_has_seen(run, tmp_path) -> None:
