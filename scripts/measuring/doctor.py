@@ -76,6 +76,7 @@ def patient_of(target: str, head: Path, reading: Reading, dtype: str, device: st
     """Load what is examined; raises UserError for what cannot be read."""
     model = Target.from_pretrained(target, dtype, device)
     _, foreign = read_foreign(head, TargetFacts.of(model))
+    built = build_head(foreign, head, model).to(model.device, model.dtype)
     answers = read_answers(reading, model)  # says what is left out
     conversations = read_conversations(
         reading.source, reading.prompt_column, reading.limit, LeftOut(reading.strict)
@@ -83,7 +84,7 @@ def patient_of(target: str, head: Path, reading: Reading, dtype: str, device: st
     return Patient(
         model,
         target,
-        build_head(foreign, head, model).to(model.device, model.dtype),
+        built,
         foreign.provenance,
         [with_arguments(one, reading.template_arguments) for one in conversations],
         answers,
