@@ -549,7 +549,10 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         ),
     ],
 )
-def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:
+def test_bad_input_gives_one_sentence_and_a_status(
+    run, monkeypatch, tmp_path, arguments, complaint
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a race that is refused at its end has kept its answers
     status, _, err = run(*arguments)
     assert status == 2
     assert complaint in err
