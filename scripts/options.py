@@ -82,6 +82,10 @@ TemplateArgument = Annotated[
         metavar="NAME=VALUE",
     ),
 ]
+PromptColumn = Annotated[
+    str | None,
+    typer.Option(help="Column that holds the user's text, whatever other columns there are."),
+]
 Strict = Annotated[
     bool,
     typer.Option("--strict", help="End at the first row that cannot be used; else it is left out."),

@@ -17,6 +17,7 @@ from drafthead.heads.graphs.compiled import Compiled
 from drafthead.infer.engine.results import DecodeStats, summed
 from drafthead.infer.measuring.contestants import Answers, Contestant
 from drafthead.infer.measuring.ledger import StepLedger, ledger_of
+from drafthead.infer.measuring.unfinished_race import Place, Turn, UnfinishedRace
 
 
 @dataclass
@@ -26,6 +27,11 @@ class Record:
     contestant: Contestant
     answers: list[list[Answers]] = field(default_factory=list)
     peak_memory_bytes: int = 0
+
+    def add(self, turn: Turn) -> None:
+        """Record the answers to the next batch of the current round."""
+        self.answers[-1].append(turn.answers)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, turn.peak_memory_bytes)
 
     def rates(self) -> list[float]:
         """Decoded tokens per second of each round, over all prompts."""
@@ -66,37 +72,48 @@ def race(
     max_new_tokens: int,
     seed: int,
     on_answers: Callable[[int], object],
+    unfinished: UnfinishedRace | None = None,
 ) -> list[Record]:
     """Decode every batch of prompts with every contestant, `rounds` times, in random order.
 
     What `prepare` was not called for is compiled and learnt meanwhile. `on_answers` is called with
-    the number of answers after each batch. Raises UserError when a contestant's answers are too
-    short to be timed.
+    the number of answers after each batch. `unfinished` keeps them; batches that it has of the same
+    contestants are not decoded again. Raises UserError when a contestant's answers are too short to
+    be timed.
     """
     records = [Record(contestant) for contestant in contestants]
     starts = [0, *accumulate(map(len, batches))]  # numbers of the batches' first prompts
     order = random.Random(seed)
+    temperature, modes = contestants[0].sampling.temperature, {c.mode for c in contestants}
     for number in range(rounds):
         for record in records:
             record.answers.append([])
-        for prompts, start in zip(batches, starts, strict=False):
+        for batch, (prompts, start) in enumerate(zip(batches, starts, strict=False)):
+            place = Place(temperature, number, batch)
+            found = {} if unfinished is None else unfinished.batches.get(place, {})
+            turns = dict(found) if found.keys() == modes else {}
+            is_new = not turns
             for record in order.sample(records, len(records)):
                 # Sampled answers change from round to round, but not from contestant to contestant.
                 first_seed = seed + number * starts[-1] + start
-                _take_turn(record, prompts, max_new_tokens, first_seed)
+                mode = record.contestant.mode
+                if is_new:
+                    turns[mode] = _turn(record.contestant, prompts, max_new_tokens, first_seed)
+                record.add(turns[mode])
                 on_answers(len(prompts))
+            if is_new and unfinished is not None:
+                unfinished.add(place, turns)
         _refuse_short_answers(records)
     return records
 
 
-def _take_turn(
-    record: Record, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-) -> None:
-    """Decode a batch and record the answers in the current round."""
+def _turn(
+    contestant: Contestant, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+) -> Turn:
+    """Decode a batch, and see how much memory is in use."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    record.answers[-1].append(undisturbed(record.contestant, prompts, max_new_tokens, seed))
-    record.peak_memory_bytes = max(record.peak_memory_bytes, memory_in_use())
+    return Turn(undisturbed(contestant, prompts, max_new_tokens, seed), memory_in_use())
 
 
 def _refuse_short_answers(records: Sequence[Record]) -> None:

@@ -64,6 +64,9 @@ def main(
             callback=an_order,
         ),
     ] = None,
+    prompt_column: options.PromptColumn = None,
+    template_argument: options.TemplateArgument = None,
+    strict: options.Strict = False,
 ) -> None:
     """Index a target's earlier answers, so that decoding can look up what followed the same words.
 
@@ -73,9 +76,11 @@ def main(
     show how many tokens a pass the others would have brought for them. With --ngrams the texts are
     forgotten, and a table says how often each token followed the last ones.
     """
+    arguments = options.template_values(template_argument)
+    reading = Reading(data, prompt_column, WHOLE, None, template_arguments=arguments, strict=strict)
     with fresh_folder(output) as folder:
         loaded = load_tokenizer(tokenizer)
-        table = token_table(Reading(data, None, WHOLE, None), loaded)
+        table = token_table(reading, loaded)
         left, held_out = (
             [answer for sequence in part for answer in answers(sequence)]
             for part in table.parted(HELD_OUT, MEASURED)

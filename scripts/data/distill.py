@@ -67,7 +67,7 @@ def main(
     prompts: own.Prompts,
     output: own.Output,
     # What is asked.
-    prompt_column: own.PromptColumn = None,
+    prompt_column: options.PromptColumn = None,
     limit: own.Limit = None,
     system: own.System = None,
     template_argument: options.TemplateArgument = None,

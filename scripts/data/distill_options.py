@@ -9,7 +9,6 @@ from drafthead.heads.errors import UserError
 
 # What is asked.
 Prompts = Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")]
-PromptColumn = Annotated[str | None, typer.Option(help="Column that holds the user's text.")]
 Limit = Annotated[int | None, typer.Option(help="Answer only this many rows, from the first.")]
 System = Annotated[
     str | None,

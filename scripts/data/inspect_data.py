@@ -150,12 +150,13 @@ def main(
     show_tokens: Annotated[
         bool, typer.Option("--show-tokens", help="Show where tokens end.")
     ] = False,
+    prompt_column: options.PromptColumn = None,
     template_argument: options.TemplateArgument = None,
     strict: options.Strict = False,
 ) -> None:
     """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
     left_out = LeftOut(strict)
-    conversations = read_conversations(data, left_out=left_out)
+    conversations = read_conversations(data, prompt_column, left_out=left_out)
     if row is not None and row > len(conversations):
         raise UserError(f"{data} has {len(conversations)} conversations, there is no row {row}")
     loaded = load_tokenizer(tokenizer)

@@ -1,23 +1,29 @@
 """`drafthead compare`: which way of decoding is fastest here, and by how much."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from drafthead.heads.target.any_target import load_target
+from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.layer_choice import chosen_layers
 from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.infer.loaded import DEFAULT_CHAIN, store_lookup
+from drafthead.infer.measuring.unfinished_race import UnfinishedRace
 from drafthead.scripts import options
 from drafthead.scripts.measuring.racing import Drafters, RaceTerms, run_races
-from drafthead.scripts.measuring.record import describe_run, read_prompts
+from drafthead.scripts.measuring.record import Prompt, describe_run, read_prompts
 from drafthead.scripts.reports.comparison import (
     divergence_notes,
     predictions,
     print_report,
     write_report,
 )
+from drafthead.train.jobs.weights import weights_fingerprint
+
+UNFINISHED = "unfinished.jsonl"  # in the output's folder, until the report is written
 
 
 def main(
@@ -38,6 +44,7 @@ def main(
     ] = None,
     top_p: options.TopP = 1.0,
     max_new_tokens: options.MaxNewTokens = 128,
+    prompt_column: options.PromptColumn = None,
     template_argument: options.TemplateArgument = None,
     batch_size: options.BatchSize = 1,
     limit: options.PromptLimit = 20,
@@ -63,7 +70,7 @@ def main(
     phases allow. Where prompts have a "category", as Spec-Bench's have, the categories are listed
     as well, if prompts are decoded one by one. With --batch-size so many are decoded together, and
     tokens/s are those of all rows. On a CPU bfloat16 is faster only if the processor computes in
-    it.
+    it. After a stop the same command goes on with the answers that it had.
     """
     temperatures = tuple(temperature or [0.0])
     terms = RaceTerms(temperatures, max_new_tokens, rounds, verifier, seed, batch_size, top_p)
@@ -77,15 +84,55 @@ def main(
         stored=stored, own_layers=own_layers,
     )  # fmt: skip
     arguments = options.template_values(template_argument)
-    questions = read_prompts(prompts, limit, drafters.plain, max_new_tokens, arguments)
-    rows, differing = run_races(drafters, questions, terms, assisted=True)
+    questions = read_prompts(
+        prompts, limit, drafters.plain, max_new_tokens, arguments, prompt_column
+    )
+    run = describe_run(target, loaded)
+    files = [*(head or []), *(Path(name) for name in (datastore, draft_layers) if name)]
+    models = [loaded, *([assistant] if assistant else [])]
+    unfinished = begun_race(output / UNFINISHED, run, questions, models, files)
+    rows, differing = run_races(drafters, questions, terms, True, unfinished)
     notes = predictions(rows)
     if 0 in temperatures:
         notes += divergence_notes(differing, rows, len(questions))
     print_report(rows, notes)
     about = {
-        **describe_run(target, loaded), "prompts": len(questions), "max_new_tokens": max_new_tokens,
+        **run, "prompts": len(questions), "max_new_tokens": max_new_tokens,
         "rounds": rounds, "batch_size": batch_size, "top_p": top_p, "template_arguments": arguments,
         "divergences": [vars(divergence) for divergence in differing],
     }  # fmt: skip
     write_report(rows, notes, about, output)
+    unfinished.end()
+
+
+def begun_race(
+    path: Path,
+    run: dict[str, object],
+    questions: Sequence[Prompt],
+    models: Sequence[Target],
+    files: Sequence[Path],
+) -> UnfinishedRace:
+    """The race that an earlier run has begun, or a new one; a line says if there was one.
+
+    It is the same race if command, machine and versions in `run`, prompts, weights of the models
+    and files are the same. Heads on the hub are known by their names alone.
+    """
+    made_of = {
+        **run,
+        "prompts": questions,
+        "weights": [weights_fingerprint(model) for model in models],
+        "files": {str(path): states(path) for path in files},
+    }
+    race = UnfinishedRace(path, made_of)
+    if race.begun and race.changed:
+        print(f"{path} is of another race (not the same: {', '.join(race.changed)}): begins anew")
+    elif race.batches:
+        print(f"{path}: goes on after {len(race.batches)} batches of prompts, which are kept")
+    return race
+
+
+def states(path: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a file or of the files in a folder; none of what is not here."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
+    found = [(file.relative_to(path).as_posix(), file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]

@@ -1,7 +1,7 @@
 """`drafthead doctor`: why a head is accepted seldom."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +14,15 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.template_arguments import TemplateArguments
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter
 from drafthead.scripts import options
 from drafthead.scripts.measuring.plan_tree import measured_plan
-from drafthead.scripts.measuring.record import describe_run, read_answers
-from drafthead.train.data.conversations import read_conversations
+from drafthead.scripts.measuring.record import ROW, describe_run, read_answers
+from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.left_out import LeftOut
+from drafthead.train.data.token_table import Reading
 from drafthead.train.diagnosis.checks import CHECKS, Finding, faults_first
 from drafthead.train.diagnosis.examination import Patient, examine
 
@@ -37,6 +40,9 @@ def main(
         ),
     ] = 100,
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    prompt_column: options.PromptColumn = None,
+    template_argument: options.TemplateArgument = None,
+    strict: options.Strict = False,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
 ) -> None:
@@ -48,7 +54,9 @@ def main(
     for this model and for long enough, at which depth its guesses fail, and whether the planner
     takes its trees on this machine. Each line says what was seen, and of a fault what to do.
     """
-    patient = patient_of(target, head, data, limit, dtype, device)
+    arguments = options.template_values(template_argument)
+    reading = Reading(data, prompt_column, ROW, limit, template_arguments=arguments, strict=strict)
+    patient = patient_of(target, head, reading, dtype, device)
     with tqdm(total=len(patient.answers), desc="reading answers", unit="answer") as bar:
         seen = examine(patient, bar.update)
     findings = {name: found for name, look in CHECKS.items() if (found := look(seen)) is not None}
@@ -64,18 +72,29 @@ def main(
         write_text(output, json.dumps(record, indent=2) + "\n")
 
 
-def patient_of(target: str, head: Path, data: str, limit: int, dtype: str, device: str) -> Patient:
+def patient_of(target: str, head: Path, reading: Reading, dtype: str, device: str) -> Patient:
     """Load what is examined; raises UserError for what cannot be read."""
     model = Target.from_pretrained(target, dtype, device)
     _, foreign = read_foreign(head, TargetFacts.of(model))
+    built = build_head(foreign, head, model).to(model.device, model.dtype)
+    answers = read_answers(reading, model)  # says what is left out
+    conversations = read_conversations(
+        reading.source, reading.prompt_column, reading.limit, LeftOut(reading.strict)
+    )
     return Patient(
         model,
         target,
-        build_head(foreign, head, model).to(model.device, model.dtype),
+        built,
         foreign.provenance,
-        read_conversations(data, limit=limit),
-        read_answers(data, limit, model),
+        [with_arguments(one, reading.template_arguments) for one in conversations],
+        answers,
     )
+
+
+def with_arguments(conversation: Conversation, arguments: TemplateArguments) -> Conversation:
+    """The conversation, with arguments of the chat template where it has none of its own."""
+    own = conversation.template_arguments
+    return replace(conversation, template_arguments={**arguments, **own})
 
 
 def planner_of(patient: Patient) -> Finding:

@@ -9,17 +9,18 @@ import typer
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import is_own_folder, load_head, write_acceptance
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import describe_run, read_answers
+from drafthead.scripts.measuring.record import ROW, describe_run, read_answers
 from drafthead.scripts.reports.tables import number, print_table
 from drafthead.train.data.checks import check_writers
 from drafthead.train.data.packing import pack_sequences
-from drafthead.train.data.token_table import TokenTable
+from drafthead.train.data.token_table import Reading, TokenTable
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.evaluation import TREE_SIZES, Evaluation, evaluate
 from drafthead.train.learning.step import LossModule
@@ -55,6 +56,9 @@ def main(
             "trees for it. Training does so with its held-out answers.",
         ),
     ] = False,
+    prompt_column: options.PromptColumn = None,
+    template_argument: options.TemplateArgument = None,
+    strict: options.Strict = False,
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
 ) -> None:
@@ -73,16 +77,16 @@ def main(
         )
     model = Target.from_pretrained(target, dtype, device)
     trained = load_head(head, model)
-    tables = {source: read_answers(source, limit, model) for source in data}
+    arguments = options.template_values(template_argument)
+    readings = [
+        Reading(source, prompt_column, ROW, limit, template_arguments=arguments, strict=strict)
+        for source in data
+    ]
+    tables = {reading.source: read_answers(reading, model) for reading in readings}
     weights = weights_fingerprint(model)
-    accelerator = Accelerator(cpu=model.device.type == "cpu", mixed_precision="no")
-    module = LossModule(trained, model, "no")  # in the number type that decoding has
-    found: dict[str, Evaluation] = {}
     for source, table in tables.items():
         check_writers(source, table.writers, target, weights)
-        packed = pack_sequences(table, int(table.lengths.max()), seed=0)
-        with tqdm(total=len(packed.rows), desc=source, unit="row", leave=False) as bar:
-            found[source] = evaluate(accelerator, module, trained, model, packed, 1, bar.update)
+    found = evaluations(trained, model, tables)
     print_evaluations(found, tables)
     if save_acceptance:
         everywhere: Counter[TreePath] = Counter()
@@ -93,6 +97,20 @@ def main(
         summaries = {source: evaluation.summary() for source, evaluation in found.items()}
         record = describe_run(target, model) | {"head": str(head), "data": summaries}
         write_text(output, json.dumps(record, indent=2) + "\n")
+
+
+def evaluations(
+    head: DraftHead, target: Target, tables: dict[str, TokenTable]
+) -> dict[str, Evaluation]:
+    """How well a head drafts the answers of each source."""
+    accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")
+    module = LossModule(head, target, "no")  # in the number type that decoding has
+    found: dict[str, Evaluation] = {}
+    for source, table in tables.items():
+        packed = pack_sequences(table, int(table.lengths.max()), seed=0)
+        with tqdm(total=len(packed.rows), desc=source, unit="row", leave=False) as bar:
+            found[source] = evaluate(accelerator, module, head, target, packed, 1, bar.update)
+    return found
 
 
 # Under the first table.

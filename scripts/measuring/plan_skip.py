@@ -13,9 +13,10 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.layer_choice import as_list
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import describe_run, read_answers
+from drafthead.scripts.measuring.record import ROW, describe_run, read_answers
 from drafthead.scripts.reports.tables import number, print_table
 from drafthead.train.data.checks import check_writers
+from drafthead.train.data.token_table import Reading
 from drafthead.train.draft_models.layer_acceptance import guessed_answers
 from drafthead.train.draft_models.layer_plan import LayerPlan
 from drafthead.train.draft_models.layer_search import LayerSearch, LayerSet
@@ -53,7 +54,7 @@ def main(
     whole = loaded.num_layers
     if skip is not None and not 0 < skip < whole:
         raise UserError(f"--skip is {skip}, but of {whole} layers 1 to {whole - 1} can be left out")
-    answers = read_answers(data, limit, loaded)
+    answers = read_answers(Reading(data, None, ROW, limit), loaded)
     if len(answers) < 2:
         raise UserError(f"{data} has one conversation: one is needed to choose, and one to report")
     weights = weights_fingerprint(loaded)

@@ -32,6 +32,7 @@ from drafthead.infer.measuring.comparison import (
 from drafthead.infer.measuring.contestants import Contestant, Ours, Transformers, changeable
 from drafthead.infer.measuring.divergence import Divergence
 from drafthead.infer.measuring.race import prepare, race
+from drafthead.infer.measuring.unfinished_race import UnfinishedRace
 from drafthead.scripts.measuring.record import Prompt
 
 logger = logging.getLogger(__name__)
@@ -165,11 +166,16 @@ class Drafters:
 
 
 def run_races(
-    drafters: Drafters, prompts: Sequence[Prompt], terms: RaceTerms, assisted: bool
+    drafters: Drafters,
+    prompts: Sequence[Prompt],
+    terms: RaceTerms,
+    assisted: bool,
+    unfinished: UnfinishedRace | None = None,
 ) -> tuple[list[ComparisonRow], list[Divergence]]:
     """One race per temperature: all rows, and where greedy answers differ from plain decoding.
 
-    Categories of prompts are told apart where these are decoded one by one.
+    Categories of prompts are told apart where these are decoded one by one. `unfinished` keeps what
+    was decoded, and has what was before a stop.
     """
     ids, size = [p.ids for p in prompts], terms.batch_size
     batches = [ids[start : start + size] for start in range(0, len(ids), size)]
@@ -183,8 +189,9 @@ def run_races(
         total = terms.rounds * len(prompts) * len(contestants)
         with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
             records = race(
-                contestants, batches, terms.rounds, terms.max_new_tokens, terms.seed, bar.update
-            )
+                contestants, batches, terms.rounds, terms.max_new_tokens, terms.seed, bar.update,
+                unfinished,
+            )  # fmt: skip
         rows += rows_of(records, temperature, drafters.plain.end_ids, categories)
         if temperature == 0:
             differing += divergences(records, ids, drafters.target)

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 from drafthead.heads.errors import UserError
@@ -50,6 +51,7 @@ def read_prompts(
     decoder: Decoder,
     max_new_tokens: int,
     template_arguments: TemplateArguments = NO_ARGUMENTS,
+    prompt_column: str | None = None,
 ) -> list[Prompt]:
     """The first user turns of a source; `template_arguments` are of rows that have none.
 
@@ -59,7 +61,7 @@ def read_prompts(
     assert decoder.tokenizer is not None  # a target read from disk has one
     check_template_arguments(decoder.tokenizer, template_arguments)
     prompts, left_out = [], LeftOut()
-    for conversation in read_conversations(source, limit=limit, left_out=left_out):
+    for conversation in read_conversations(source, prompt_column, limit, left_out):
         try:
             ids = prompt_of(conversation, decoder, template_arguments)
         except UnusableRowError as error:
@@ -102,14 +104,15 @@ def prompt_of(
     return ids
 
 
-def read_answers(source: str, limit: int, target: Target) -> TokenTable:
-    """The first conversations of a source as tokens.
+def read_answers(reading: Reading, target: Target) -> TokenTable:
+    """Conversations as tokens, cut where they do not fit the target.
 
     Raises UserError for data that cannot be read or has no answers.
     """
     assert target.tokenizer is not None  # a target read from disk has one
-    longest = min(ROW, target.max_length or ROW)
-    return token_table(Reading(source, None, longest, limit, target.vocab_size), target.tokenizer)
+    longest = min(reading.max_length, target.max_length or reading.max_length)
+    fitting = replace(reading, max_length=longest, vocab_size=target.vocab_size)
+    return token_table(fitting, target.tokenizer)
 
 
 def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:

@@ -17,8 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
-from drafthead.infer.measuring.comparison import ComparisonRow
-from drafthead.scripts.reports.comparison import COLUMNS, category_tables, cells
+from drafthead.infer.measuring.comparison import PLAIN, ComparisonRow
+from drafthead.infer.verifiers import VERIFIERS
+from drafthead.scripts.reports.comparison import COLUMNS, NAMES, category_tables, cells
 from drafthead.scripts.reports.figures import OURS, THEIRS
 from drafthead.scripts.reports.tables import number
 from drafthead.train.diagnosis.checks import Finding, faults_first
@@ -49,6 +50,7 @@ class Section:
     pages: Sequence[str] = ()  # whole pages, each in a frame
     summary: str = ""
     text: str = ""
+    headline: str = ""  # at the head of the page
 
 
 def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
@@ -61,18 +63,20 @@ def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Se
 def training_section(folder: Path) -> Section:
     """What is learnt and how well held-out answers are drafted, against the tokens trained on."""
     steps = list(read_log(folder / METRICS_FILE))
-    figure, axes = plt.subplots(1, 3, figsize=(14, 3.5))
-    for ax, key in zip(axes, ("loss", "tau"), strict=False):
-        tokens_seen, values = curve(steps, key)
-        # What is logged counts the bonus token; it is no tau of decoding.
-        ax.plot(tokens_seen, [v - 1 for v in values] if key == "tau" else values, color=OURS)
-    names = ("loss", "guesses right in a row, all positions", "tau of held-out answers, a chain")
-    for ax, name in zip(axes, names, strict=True):
-        ax.set_xlabel("tokens trained on")
-        ax.set_ylabel(name)
     evaluations = list(read_log(folder / EVALUATION_FILE))
     tokens = {step["step"]: step["supervised_tokens"] for step in steps}
     held_out = [(tokens[e["step"]], e["tau_chain"]) for e in evaluations if e["step"] in tokens]
+    names = ["loss", "guesses right in a row, all positions"]
+    names += ["tau of held-out answers, a chain"] if held_out else []
+    figure, axes = plt.subplots(1, len(names), figsize=(14 * len(names) / 3, 3.5))
+    for ax, key in zip(axes, ("loss", "tau"), strict=False):
+        tokens_seen, values = curve(steps, key)
+        # What is logged counts the bonus token; it is no tau of decoding.
+        right = [v - 1 for v in values] if key == "tau" else values
+        ax.plot(tokens_seen, right, ".-", color=OURS)  # points, as there may be one step
+    for ax, name in zip(axes, names, strict=True):
+        ax.set_xlabel("tokens trained on")
+        ax.set_ylabel(name)
     if held_out:
         axes[2].plot(*zip(*held_out, strict=True), "o", color=THEIRS)
     return Section("Training", pictures=[encoded(figure)])
@@ -132,6 +136,23 @@ def comparison_section(folder: Path) -> Section:
         pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
         summary="notes of the race",
         text="\n".join(content.get("notes", [])),
+        headline=headline(rows),
+    )
+
+
+def headline(rows: Sequence[ComparisonRow]) -> str:
+    """The fastest of our ways of decoding in a race, in a sentence; "" without any."""
+    ours = [row for row in rows if row.tau is not None]
+    if not ours:
+        return ""
+    best = max(ours, key=lambda row: row.speedup_hf)
+    alone = f", {best.speedup:.2f} times plain decoding" if best.mode != PLAIN else ""
+    terms = f"{best.tokens_per_second:.0f} tokens/s at temperature {best.temperature:g}"
+    rule = VERIFIERS.get(best.verifier)
+    lossy = "" if rule is None or rule.lossless else f", lossy: {best.verifier}"
+    return (
+        f"{NAMES.get(best.mode, best.mode)} is fastest: {best.speedup_hf:.2f} times "
+        f"model.generate{alone} ({terms}{lossy})"
     )
 
 
@@ -155,7 +176,7 @@ def trace_section(file: Path) -> Section:
         page = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the trace {file}: {error}") from error
-    return Section(f"Trace {file.stem}", pages=[page])
+    return Section(f"An answer, step by step ({file.name})", pages=[page])
 
 
 def settings_section(record: dict[str, Any]) -> Section:
@@ -181,7 +202,7 @@ def facts_of(record: dict[str, Any], summary: RunSummary) -> list[tuple[str, str
         ("target", Path(settings["target"]["name"]).name),
         ("family", settings["head"]["family"]),
         ("data", data if isinstance(data, str) else json.dumps(data)),
-        ("trained on", f"{summary.supervised_tokens:,} tokens in {minutes:.0f} minutes"),
+        ("trained on", f"{summary.supervised_tokens:,} tokens in {round(minutes, 1):g} minutes"),
         ("finished", "yes" if record["finished"] else "no"),
         ("versions", ", ".join(f"{name} {one}" for name, one in record["versions"].items())),
     ]

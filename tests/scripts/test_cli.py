@@ -16,6 +16,7 @@ from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner_settings import PlannerSettings
+from drafthead.infer.measuring.contestants import Answers, Ours
 from drafthead.scripts import cli
 
 
@@ -215,6 +216,46 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     assert (tmp_path / "race" / "comparison.png").exists()
 
 
+def test_compare_goes_on_with_what_was_raced_before_a_stop(run, monkeypatch, tmp_path) -> None:
+    """Three prompts, four ways of ours, a round: Ctrl-C comes in the second prompt."""
+    decoded: list[str] = []
+    decode, stop_at = Ours.decode, [0]
+
+    def counted(contestant: Ours, prompts: list[list[int]], most: int, seed: int) -> Answers:
+        if most == 20:  # preparation decodes 16
+            decoded.append(contestant.mode)
+            if len(decoded) == stop_at[0]:
+                raise KeyboardInterrupt
+        return decode(contestant, prompts, most, seed)
+
+    def raced(stop: int, *more: str) -> tuple[int, str, int]:
+        """Status, output, and how many answers were decoded before the stop, if there is one."""
+        decoded.clear()
+        stop_at[0] = stop
+        status, out, _ = run(
+            "compare", "--target", "@target", "--head", "@head", "--prompts", "@prompts.jsonl",
+            "--output", str(tmp_path), "--rounds", "1", "--max-new-tokens", "20", *more,
+        )  # fmt: skip
+        return status, out, len(decoded)
+
+    def tokens() -> list[int]:
+        rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
+        return [row["tokens"] for row in rows]
+
+    monkeypatch.setattr(Ours, "decode", counted)
+    assert raced(0)[::2] == (0, 12)
+    whole = tokens()
+    assert raced(6)[::2] == (130, 6)
+    status, out, answers = raced(0)
+    assert (status, answers) == (0, 8) and "goes on after 1 batches" in out
+    assert tokens() == whole
+    status, out, answers = raced(6)
+    assert (status, answers) == (130, 6) and "goes on" not in out, "a race that has ended is over"
+    status, out, answers = raced(0, "--seed", "1")
+    assert (status, answers) == (0, 12)
+    assert "is of another race (not the same: command): begins anew" in out
+
+
 def test_doctor_says_what_it_has_seen(run, tmp_path) -> None:
     answers = tmp_path / "answers.jsonl"
     common = "--target", "@target"
@@ -227,6 +268,53 @@ def test_doctor_says_what_it_has_seen(run, tmp_path) -> None:
     record = json.loads((tmp_path / "doctor.json").read_text())
     assert record["findings"]["answers of another model"]["remedy"] is None
     assert record["findings"]["plain decoding is faster"]["evidence"]
+
+
+ROWS = [{"task": f"count {n}", "text": "else", "answer": "abcd " * (2 + n % 3)} for n in range(9)]
+READERS = {
+    "evaluate": ("--head", "@head"),
+    "doctor": ("--head", "@head"),
+    "build-datastore": ("--output", "store"),
+    "inspect-data": (),
+}
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_verbs_that_read_answers_take_columns_template_arguments_and_strict(
+    run, monkeypatch, tmp_path, verb
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, [*ROWS, {"text": "no task"}])) + "\n")
+    words = (verb, "--target", "@target", *READERS[verb], "--data", "rows.jsonl")
+    words += ("--prompt-column", "task")
+    status, _, err = run(*words, "--strict")
+    assert status == 2 and "no column `task`, but `text` (strict" in err
+    status, _, err = run(*words, "--template-argument", "effort=1")
+    assert status == 2 and "does not read effort" in err
+    assert run(*words)[0] == 0, "nine rows can be read"
+
+
+def test_doctor_renders_prompts_with_the_arguments_of_the_command(
+    run, models_folder, monkeypatch, tmp_path
+) -> None:
+    """Rows that do not say theirs hold prompts that the bare template does not make."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template += "{{ effort or '' }}"
+    shutil.copytree(models_folder / "target", tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    given = ("--template-argument", "effort=7")
+    target = ("--target", "target")
+    run("distill", *target, "--prompts", "@prompts.jsonl", "--output", "rows.jsonl", *given)
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    told = [row.pop("chat_template_kwargs") for row in rows]
+    assert told == [{"effort": 7}] * 3
+    Path("untold.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    words = ("doctor", *target, "--head", "@head", "--data", "untold.jsonl")
+    for more, differing in (((), "3 of 3"), (given, "0 of 3")):
+        assert run(*words, "--output", "found.json", *more)[0] == 0
+        found = json.loads(Path("found.json").read_text())["findings"]
+        assert found["another chat template"]["evidence"].startswith(differing)
 
 
 def test_evaluate_measures_the_tau_of_decoding(run, models_folder, tmp_path) -> None:
@@ -461,7 +549,10 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         ),
     ],
 )
-def test_bad_input_gives_one_sentence_and_a_status(run, arguments, complaint) -> None:
+def test_bad_input_gives_one_sentence_and_a_status(
+    run, monkeypatch, tmp_path, arguments, complaint
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a race that is refused at its end has kept its answers
     status, _, err = run(*arguments)
     assert status == 2
     assert complaint in err

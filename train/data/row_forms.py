@@ -147,8 +147,8 @@ def _messages(columns: _Columns, prompt_column: str | None) -> list[Message]:
             return _prompt_messages(columns, column)
     known = (*MESSAGE_COLUMNS, TURN_COLUMN, *PROMPT_COLUMNS)
     raise columns.refused(
-        f"{_why_missing(columns, known)}; known columns are {named(known)}; use --prompt-column "
-        "for a prompt column of another name"
+        f"{_why_missing(columns, known)}; known columns are {named(known)}; name another prompt "
+        "column by --prompt-column, in training by data.prompt_column, or rename it"
     )
 
 

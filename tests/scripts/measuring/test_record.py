@@ -42,6 +42,12 @@ def test_prompts_have_the_arguments_of_their_rows(tmp_path: Path) -> None:
         read_prompts(source, 5, made, 8, {"efort": "high"})
 
 
+def test_a_prompt_may_be_in_any_column(tmp_path: Path) -> None:
+    made, source = decoder(), write(tmp_path / "a.jsonl", {"text": "no", "task": "hi"})
+    [prompt] = read_prompts(source, 5, made, 8, prompt_column="task")
+    assert made.tokenizer.decode(prompt.ids) == "hi<|assistant|>"
+
+
 def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog) -> None:
     system = {"messages": [{"role": "system", "content": "s"}]}
     lacking = {"messages": [{"role": "user", "content": "<new>"}]}

@@ -3,15 +3,18 @@
 import base64
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
+from drafthead.infer.measuring.comparison import ComparisonRow
 from drafthead.scripts.measuring import report
-from drafthead.scripts.reports.run_page import Section, curve, doctor_section, run_page
+from drafthead.scripts.reports.run_page import Section, curve, doctor_section, headline, run_page
 
 MACHINE = {"processor": "<b>fast</b>", "threads": 2}
 ROW = {
@@ -88,6 +91,22 @@ def test_a_page_has_all_that_it_was_given_and_asks_for_nothing_else(folder: Path
     assert "<script" not in page and "<b>" not in page
     assert not re.search(r"https?://|@import|url\(|src=\"(?!data:)", page)
     assert page.index("loops") < page.index("fine"), "faults come first"
+
+
+def test_the_headline_is_the_fastest_of_our_ways() -> None:
+    plain = TypeAdapter(ComparisonRow).validate_python(ROW)
+    theirs = replace(plain, mode="generate + assistant", tau=None, speedup_hf=9.0)
+    head = replace(plain, mode="head mine", speedup=1.5, speedup_hf=6.0, tokens_per_second=15.0)
+    assert headline([plain, theirs, head]) == (
+        "head mine is fastest: 6.00 times model.generate, 1.50 times plain decoding "
+        "(15 tokens/s at temperature 0)"
+    )
+    assert headline([plain, theirs]) == (
+        "plain decoding is fastest: 4.00 times model.generate (10 tokens/s at temperature 0)"
+    )
+    assert "temperature 0, lossy: typical)" in headline([replace(head, verifier="typical")])
+    page = run_page("a", [], [Section("b"), Section("c", headline="<fast>")])
+    assert page.index("&lt;fast&gt;") < page.index("<h2>b")
 
 
 def test_a_run_alone_makes_a_page(folder: Path) -> None:

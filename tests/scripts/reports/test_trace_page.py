@@ -83,6 +83,25 @@ def test_a_browser_draws_every_step_and_the_tree_of_the_longest(
     assert drawn.count('<g class="accepted"') == len(longest.path)
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_what_was_rejected_is_hidden_until_its_step_is_chosen(
+    decoder: Decoder, trace: Trace, tmp_path: Path
+) -> None:
+    """A script at the end of the page writes what a reader sees, before and after a choice."""
+    rejected = [span for span in spans(trace, decoder.tokenizer) if span.kind == "rejected"]
+    assert rejected
+    of_one = [span.text for span in rejected if span.step == rejected[0].step]
+    script = """<script>const seen = () => [...document.querySelectorAll(".rejected")].filter(
+        node => node.parentNode.id === "text" && getComputedStyle(node).display !== "none").length;
+        document.title = "seen " + seen(); choose(STEP); document.title += " then " + seen();
+        </script>""".replace("STEP", str(rejected[0].step))
+    page = tmp_path / "trace.html"
+    page.write_text(as_page(trace, decoder.tokenizer, {}).replace("</body>", f"{script}</body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", str(page)]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert f"<title>seen 0 then {len(of_one)}</title>" in drawn
+
+
 def test_the_verb_writes_a_page_or_prints_text(folder: Path, tmp_path: Path) -> None:
     app = Typer()
     app.command()(trace_decoding.main)
