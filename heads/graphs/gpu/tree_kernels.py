@@ -78,10 +78,9 @@ class TreeKernels:
         keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, D]
         values: Sequence[torch.Tensor],  # as keys
         pending: int = 0,
-        numbers: Sequence[int] | None = None,
     ) -> "KernelCache":
         """The cache that goes with these masks."""
-        return self.registration.KernelCache(keys, values, pending, numbers)
+        return self.registration.KernelCache(keys, values, pending)
 
     def used(self) -> AbstractContextManager[None]:
         """Within, layers of the model attend by the kernel."""
