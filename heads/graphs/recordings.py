@@ -20,8 +20,8 @@ import torch
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
 MOST_RECORDINGS = 256
-# Bytes of memory that a recording keeps at most for an argument, only to see whether it comes again:
-# parts of a long prompt keep all of it.
+# Bytes of memory that a recording keeps at most for an argument, only to see whether it comes
+# again: parts of a long prompt keep all of it.
 MOST_KEPT = 2**20
 # Calls before a recording is made: in the first libraries load their kernels, in the second none is
 # left to load.
