@@ -74,6 +74,13 @@ class HeadDrafter(Drafter, Generic[Head]):
             return self.kernels.sight(visible, lengths, first)
         return visible_columns(visible, lengths, seen, first)
 
+    def told(self, seen: torch.Tensor, nodes: int) -> torch.Tensor:
+        """What of the numbers [S] of columns a recorded pass is given that sees so many nodes.
+
+        None of them where the kernel reads lengths: one recording serves all of these.
+        """
+        return seen[:0] if self.kernels is not None and nodes <= MOST_NODES else seen
+
     def columns_of(
         self,
         keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]

@@ -137,14 +137,16 @@ class RecurrentSession(LateReader):
         count, last = sum(drafter.opened(budget)), self.read_to_last_part()
         if last is None:
             assert self.root_guess is not None
-            room = cache.lengths, *cache.make_room(count), cache.keys, cache.values
+            seen, drafted = cache.make_room(count)
+            room = cache.lengths, drafter.told(seen, count), drafted, cache.keys, cache.values
             tables = drafter.grow_all(self.root_guess, self.roots, *room, draws, budget)
         else:
             width = last.tokens.shape[1]
-            _, drafted, seen = cache.room_after(last.counts, width, count)
+            _, drafted, seen_by_drafted = cache.room_after(last.counts, width, count)
             given = last.features.last, last.features.taps, last.tokens, last.lengths
-            room = cache.lengths, *cache.make_room(width), cache.keys, cache.values
-            after = drafted, seen, draws, budget
+            seen, columns = cache.make_room(width)
+            room = cache.lengths, drafter.told(seen, width), columns, cache.keys, cache.values
+            after = drafted, drafter.told(seen_by_drafted, count), draws, budget
             self.root_guess, tables = drafter.read_and_grow_all(*given, *room, *after)
             assert cache.lengths is not None
             cache.advance(cache.lengths + last.lengths, last.counts)

@@ -20,6 +20,9 @@ import torch
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
 MOST_RECORDINGS = 256
+# Bytes of memory that a recording keeps at most for an argument, only to see whether it comes
+# again: parts of a long prompt keep all of it.
+MOST_KEPT = 2**20
 # Calls before a recording is made: in the first libraries load their kernels, in the second none is
 # left to load.
 WARM_UPS = 2
@@ -272,7 +275,12 @@ class Recording:
                 continue
             self.places[number].copy_(stored(leaf), non_blocking=True)
             # Held, so that no other tensor can come to lie there.
-            self.filled[number] = None if leaf.is_inference() else (leaf, leaf._version)
+            self.filled[number] = (leaf, leaf._version) if is_known_again(leaf) else None
+
+
+def is_known_again(leaf: torch.Tensor) -> bool:
+    """Whether a tensor [...] counts its changes, and may be kept until it comes again."""
+    return not leaf.is_inference() and leaf.untyped_storage().nbytes() <= MOST_KEPT
 
 
 def is_unchanged(known: torch.Tensor, version: int, leaf: torch.Tensor) -> bool:

@@ -61,11 +61,11 @@ class CompiledTarget(Target):
         On a GPU layers are recorded as they are without `compiles_layers`: for first answers.
         """
         super().__init__(target.model, target.tokenizer)
+        self.numbers = target.numbers  # a part is not asked whether kernels fit it
         with_code = target.device.type == "cuda" and compiles_layers
         self.layer_codes = CompiledLayers(list(self.layers.children())) if with_code else None
         self.kernels = self._tree_kernels() if target.device.type == "cuda" else None
         self.in_bytes = in_bytes or target.in_bytes
-        self.numbers = target.numbers
         self.memory = CacheMemory.where_recorded(target.device)
         self.passes: dict[tuple[FeatureSpec, bool], CompiledPass] = {}  # with logits or without
         self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
@@ -314,7 +314,7 @@ class CompiledPass:
         cache: StepCache
         if is_for_kernels(attention_mask):
             assert self.target.kernels is not None
-            cache = self.target.kernels.cache(keys, values, pending, self.target.numbers)
+            cache = self.target.kernels.cache(keys, values, pending)
         else:
             assert isinstance(attention_mask, torch.Tensor)
             end = attention_mask.shape[-1]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.func import functional_call
 
@@ -37,7 +37,10 @@ OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
 # One or several rows, one or several nodes, by masks and windows of layers.
 MOST_VARIANTS = 64
 # Why a layer stays uncompiled: what it is, torch's ways, or our reading of these.
-OBSTACLES = (UnlikeError, UndescribedError, TorchDynamoException, InductorError, AttributeError)
+OBSTACLES = (
+    UnlikeError, UndescribedError, TorchDynamoException, FailOnRecompileLimitHit, InductorError,
+    AttributeError,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

@@ -41,13 +41,10 @@ class KernelCache(StepCache):
         keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, D]
         values: Sequence[torch.Tensor],  # as keys
         pending: int = 0,
-        numbers: Sequence[int] | None = None,
     ):
-        """`numbers` are those of the layers that the keys and values belong to; 0, 1, ... without
-        them.
-        """
+        """`pending` nodes are in the cache, which the new ones follow."""
         no_columns = torch.empty(0, dtype=torch.long, device=keys[0].device)
-        super().__init__(keys, values, no_columns, keys[0].shape[2], numbers)
+        super().__init__(keys, values, no_columns, keys[0].shape[2])
         self.pending: int = pending
 
     def append(  # type: ignore[override]

@@ -4,7 +4,7 @@ This is what needs no Triton: the kernels themselves are imported for a GPU alon
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from drafthead.heads.graphs.recordings import place_of
 from drafthead.heads.target.masks import LayerKind, LayerMasks
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TreeKernels:
 
         self.config, self.kinds = config, kinds
         self.registration, self.moving = registration, commit
-        self.tables: dict[tuple[int, ...], CacheTable] = {}
+        self.tables: dict[Hashable, CacheTable] = {}
 
     @classmethod
     def for_model(
@@ -77,10 +78,9 @@ class TreeKernels:
         keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, D]
         values: Sequence[torch.Tensor],  # as keys
         pending: int = 0,
-        numbers: Sequence[int] | None = None,
     ) -> "KernelCache":
         """The cache that goes with these masks."""
-        return self.registration.KernelCache(keys, values, pending, numbers)
+        return self.registration.KernelCache(keys, values, pending)
 
     def used(self) -> AbstractContextManager[None]:
         """Within, layers of the model attend by the kernel."""
@@ -99,7 +99,7 @@ class TreeKernels:
         The calls before a recording make the table of addresses: while recording nothing can be
         copied to the device.
         """
-        key = tuple(layer.data_ptr() for layer in states)
+        key = place_of(states)  # memory may come back in another shape
         if key not in self.tables:
             self.tables[key] = self.moving.CacheTable(states)
         starts = start.expand_as(lengths)

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo.utils
 from tiny import tiny_llama
 
+from drafthead.heads.graphs.gpu import compiled_layers
 from drafthead.heads.graphs.gpu.compiled_layers import CompiledLayers, Fused, Together
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Taps, Target
@@ -77,3 +78,12 @@ def test_a_function_that_cannot_be_fused_is_called(caplog) -> None:
         assert fused(torch.ones(2)).tolist() == [2, 2]
     assert "is recorded as it is" in caplog.text
     assert fused(torch.zeros(2)).tolist() == [0, 0]
+
+
+def test_a_function_of_too_many_kinds_is_called(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(compiled_layers, "MOST_VARIANTS", 1)
+    fused = Fused(lambda x, name: x + len(name))
+    with caplog.at_level(logging.WARNING):
+        found = [fused(torch.ones(2), name).tolist() for name in ("a", "ab", "abc")]
+    assert found == [[2, 2], [3, 3], [4, 4]]
+    assert "is recorded as it is" in caplog.text

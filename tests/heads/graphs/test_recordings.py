@@ -1,11 +1,12 @@
 """Recorded calls, with a rehearsal in place of the GPU: it repeats the call at fixed addresses."""
 
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from rehearsal import Rehearsal
 
-from drafthead.heads.graphs.recordings import CaptureError, Recordings, fixed_like
+from drafthead.heads.graphs.recordings import MOST_KEPT, CaptureError, Recordings, fixed_like
 
 
 class Sums(NamedTuple):
@@ -126,3 +127,14 @@ def test_a_table_that_comes_again_unchanged_is_not_copied_again() -> None:
     with torch.inference_mode():
         later = table + 1
     torch.testing.assert_close(recording(store, column, later, 1).rows, first + 6)
+
+
+def test_a_part_of_a_long_table_keeps_nothing_of_it() -> None:
+    recording, column = Recordings(step, held=[0], capture=Rehearsal()), torch.arange(3)
+    long = torch.zeros(MOST_KEPT, 3)
+    parts = [long[place : place + 2] for place in (0, 2)]
+    kept = [ref(part) for part in parts]
+    recording([torch.zeros(2, 8)], column, parts[0], 1)
+    recording([torch.zeros(2, 8)], column, parts[1], 1)
+    del parts
+    assert [part() for part in kept] == [None, None]

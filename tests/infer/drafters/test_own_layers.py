@@ -7,6 +7,7 @@ which the other layers return what they are given, at the drafted positions alon
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.graphs import compiled
 from drafthead.heads.graphs.compiled import Compiled
+from drafthead.heads.graphs.gpu.tree_kernels import TreeKernels
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.hooks import hook_lock
@@ -28,6 +30,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.layer_choice import as_list, chosen_layers
 from drafthead.infer.drafters.own_layers import OwnLayers
+from drafthead.infer.engine.compiled_target import CompiledTarget
 
 WINDOW, DEPTH, LAYERS = 5, 3, 4
 SIZES = {
@@ -235,3 +238,12 @@ def test_a_part_keeps_every_end_token_whatever_their_number(make_target) -> None
     target = make_target(layers=2)
     target.config.eos_token_id = [3, 4]
     assert part_of(target, [1]).config.eos_token_id == [3, 4]
+
+
+def test_a_part_on_a_gpu_is_recorded_with_masks(monkeypatch) -> None:
+    part = part_of(make_model("llama"), [1, 3])
+    names = "model", "tokenizer", "dtype", "in_bytes", "numbers"
+    there = {name: getattr(part, name) for name in names} | {"device": torch.device("cuda")}
+    monkeypatch.setattr(TreeKernels, "for_model", lambda *_: object())
+    compiled = CompiledTarget(SimpleNamespace(**there), compiles_layers=False)
+    assert compiled.numbers == (1, 3) and compiled.kernels is None

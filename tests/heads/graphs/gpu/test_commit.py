@@ -4,8 +4,10 @@ import os
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from drafthead.heads.graphs.gpu.commit import CacheTable, commit
+from drafthead.heads.graphs.gpu.tree_kernels import EVERYTHING, TreeKernels
 from drafthead.heads.kv_cache.column_cache import move_columns
 
 DEVICE = os.environ["KERNELS_ON"]
@@ -51,3 +53,15 @@ def test_a_row_that_accepts_nothing_stays() -> None:
     expected[1, :, 6] = expected[1, :, 8]
     commit(CacheTable([states]), path, torch.tensor([0, 2], device=DEVICE), LENGTHS[:2] * 0 + 5)
     assert torch.equal(states, expected)
+
+
+def test_memory_that_comes_back_in_another_shape_is_moved_as_it_is_now() -> None:
+    kernels, memory = TreeKernels(LlamaConfig(), EVERYTHING), torch.zeros(512, device=DEVICE)
+    path = torch.tensor([[0, 2]], device=DEVICE)
+    for shape in ((2, 2, 16, 8), (1, 2, 32, 8)):
+        states, rows = memory.normal_().view(shape), shape[0]
+        expected = states.clone()
+        expected[:, :, 6] = expected[:, :, 7]
+        five = torch.full((rows,), 5, device=DEVICE)
+        kernels.commit([states], path.expand(rows, -1), five * 0 + 2, five, five[0])
+        assert torch.equal(states, expected)

@@ -78,6 +78,21 @@ def test_drafts_are_those_of_uncompiled_passes() -> None:
     assert found.stats.accept_lengths == eager.stats.accept_lengths
 
 
+def test_one_recording_of_a_draft_serves_all_lengths(monkeypatch) -> None:
+    target = Target(tiny_llama(0, eos_token_id=None, pad_token_id=0))
+    compiled, drafter = compiled_target(target), eagle(target)
+    drafter.compile(compiled)
+    seen, draft = [], drafter.read_and_grow_all
+
+    def noting(*arguments: Any) -> Any:
+        seen.extend(len(arguments[place]) for place in (5, 10))
+        return draft(*arguments)
+
+    monkeypatch.setattr(drafter, "read_and_grow_all", noting)
+    Decoder(compiled, drafter).generate(random_prompts(2), max_new_tokens=TOKENS)
+    assert set(seen) == {0}
+
+
 def test_a_model_that_attends_in_another_way_is_left_with_masks() -> None:
     target = Target(tiny_llama(0, attn_implementation="eager"))
     assert CompiledTarget(target)._tree_kernels() is None
