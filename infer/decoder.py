@@ -291,7 +291,9 @@ class Decoder:
             tokens = min(TIMING_SETTINGS.prompt_tokens, (self.max_length or sys.maxsize) // 2)
             prompts = random_prompts(self.target.vocab_size, rows, tokens)
             mask = torch.ones_like(prompts)
-            there = replace(settings, attention_mask=mask, template_arguments={})
+            # What is of prompts that are texts or messages has no meaning for these.
+            there = replace(settings, template_arguments={}, continue_final_message=None)
+            there = replace(there, attention_mask=mask)
             # Answers that do not end before everything was timed.
             endless = replace(self._request(prompts, there), end_ids=frozenset(), stops=())
             self._warm_up(BatchRun(endless, self.target.device), settings, fresh)

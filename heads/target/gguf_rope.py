@@ -89,11 +89,7 @@ def scaled(file: GgufFile, config: PreTrainedConfig, rope: Rope) -> Rope:
 
 def yarn(file: GgufFile, factor: float, original: int, by: float) -> Rope:
     """YaRN (arXiv 2309.00071); `by` multiplies what it scales attention by."""
-    for name, neutral in (
-        ("yarn_ext_factor", 1.0),
-        ("yarn_attn_factor", 1.0),
-        ("yarn_log_multiplier", 0.0),
-    ):
+    for name, neutral in YARN_NEUTRAL.items():
         if file.of_model(f"rope.scaling.{name}", neutral) not in (neutral, -1.0):
             raise file.refusal(f"{file.architecture}.rope.scaling.{name}", f"and not {neutral:g}")
     return {

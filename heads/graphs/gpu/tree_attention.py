@@ -18,8 +18,9 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from drafthead.heads.graphs.gpu.attention_kernels import LOG2_E, attend, merge
-from drafthead.heads.graphs.gpu.tree_kernels import MOST_NODES
 
+# Nodes whose ancestors fit into the bits of one number.
+MOST_NODES = 64
 # Wider heads leave too few registers.
 WIDEST_HEAD = 256
 MOST_SPLITS = 64

@@ -94,7 +94,7 @@ def test_warming_up_serves_every_rule_and_decoders_without_a_plan(target) -> Non
     (kind,) = (k for k, costs in adaptive.plans.by_kind.items() if costs.was_timed)
     assert kind == StepKind("match", 1, filters=True, processors=False)
     adaptive.warm_up(temperature=0.8, verifier="rejection")
-    Decoder(target, DRAFTER).warm_up()
+    Decoder(target, DRAFTER).warm_up(continue_final_message=True)  # an option of chats
     Decoder(target).warm_up((2,))
 
 
