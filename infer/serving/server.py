@@ -16,6 +16,7 @@ MOST_PADDING = 0.25
 # Newcomers are let in together, in groups of this part of the rows. On a GPU a pass over prompts
 # takes as long as ten steps, and rows that wait cost nothing.
 GROUPS, GROUPS_ON_GPU = 16, 4
+MOST_METHODS = 32  # ways of sampling whose planners are kept
 MethodFor = Callable[[BatchRun], Method]  # how requests like those of a batch are decoded
 
 
@@ -103,6 +104,8 @@ def serve(
             sampling = run.request.sampling
             if sampling not in methods:
                 methods[sampling] = method_for(run)
+                if len(methods) > MOST_METHODS:
+                    del methods[next(iter(methods))]
             newcomers = ServedRows(methods[sampling], run, group)
             yield from newcomers.ended(tokenizer)
             rows = together(rows, newcomers)

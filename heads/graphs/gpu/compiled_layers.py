@@ -18,6 +18,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.func import functional_call
 
+from drafthead.heads.graphs.compiled import with_own_code
 from drafthead.heads.graphs.fingerprint import UndescribedError, described, digest
 from drafthead.heads.graphs.layers.layer_stack import without_numbers
 from drafthead.heads.graphs.layers.recorded_calls import (
@@ -60,8 +61,8 @@ class CompiledLayers:
                 if kind not in known:
                     known[kind] = LayerCode(layer, chosen)
                 self.codes.append(known[kind])
-        except UndescribedError as error:
-            self._give_up(error)
+        except (UndescribedError, RuntimeError, NotImplementedError, TypeError) as error:
+            self._give_up(error)  # unknown parts, or weights without a form of their own
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -140,7 +141,8 @@ class LayerCode:
             args, kwargs = filled(form, iter((hidden, *others)), cache)
             return functional_call(self.form_alone, weights, args, kwargs)
 
-        return torch.compile(run, fullgraph=True, dynamic=True, options=self.options)
+        own = with_own_code(run)  # torch counts variants by code
+        return torch.compile(own, fullgraph=True, dynamic=True, options=self.options)
 
 
 class Fused:
@@ -149,7 +151,8 @@ class Fused:
     def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None):
         """`options` are those of torch's code generator."""
         self.function = self.__wrapped__ = function  # which has the signature
-        self.code = torch.compile(function, fullgraph=True, dynamic=True, options=options or {})
+        own = with_own_code(function)
+        self.code = torch.compile(own, fullgraph=True, dynamic=True, options=options or {})
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value."""
