@@ -79,7 +79,7 @@ def test_steps_teach_what_the_size_takes_that_they_had() -> None:
     plan = AdaptivePlan(StepCosts(CHAINS), lambda outlook: CHANCES, stops)
     decoding, coin = PlannedDecoding(plan), random.Random(0)
     seconds, tokens = [], []
-    for _ in range(3000):
+    for _ in range(12000):
         size = decoding.choose(NO_OUTLOOK)
         made, length = draft(coin, size.depth) if size else (None, 1)
         decoding.learn(made, [length], TOOK[made])
