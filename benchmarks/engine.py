@@ -20,8 +20,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from random_models import random_llama
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.formats.checkpoint import load_head
@@ -47,42 +47,6 @@ OVERHEAD_BUDGET = Budget(16, 4)
 PASSES = (1, 16, 64)  # nodes of the passes that are timed alone
 TURN = 16  # tokens per row that are decoded in one turn
 RULES = ("match", "rejection", "traversal")  # the lossless ones above temperature 0
-
-
-# Vocabulary, hidden and inner size, layers, heads, heads of keys. The large one is Llama 3's.
-SHAPES = {
-    "91M": (4096, 768, 2048, 12, 12, 12),
-    "8B": (128256, 4096, 14336, 32, 32, 8),
-}
-
-
-def random_llama(shape: str, device: torch.device) -> Target:
-    """A bfloat16 Llama of one of `SHAPES` whose greedy tokens are no near ties."""
-    torch.manual_seed(0)
-    vocab, hidden, inner, layers, heads, key_heads = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-    )
-    with device:
-        model = LlamaForCausalLM._from_config(config)
-    # The layers hardly change the embedding, and the output head is a permutation of it: greedy
-    # tokens are far from ties, and passes of any size agree on them.
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data *= 0.05
-        layer.mlp.down_proj.weight.data *= 0.05
-    order = torch.randperm(config.vocab_size)
-    model.lm_head.weight.data[order] = 50 * model.model.embed_tokens.weight.data
-    return Target(model)
 
 
 Rates = dict[str, list[list[float]]]  # of each contestant, by round and item

@@ -330,6 +330,8 @@ def generated(bench: Bench, target: Target, cache: str | None = None) -> dict[st
     count = bench.size(48, 4)
 
     def answer(tokens: int) -> float:
+        """Seconds of an answer of so many tokens."""
+
         def call() -> None:
             target.model.generate(
                 ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **options
@@ -465,10 +467,24 @@ def with_head(
     head.path_counts = {(): 100} | {
         (0,) * length: round(100 * UNMEASURED_ALPHA**length) for length in range(1, depth + 1)
     }
-    decoder = decoder_for(target, drafter_for(head, target), None, compile)
-    decoder.plans, decoder.budget = None, Budget(budget.nodes, depth)
+    drafter = drafter_for(head, target)
+    return drafted(bench, target, drafter, Budget(budget.nodes, depth), compile, 1, 256)
+
+
+def drafted(
+    bench: Bench,
+    target: Target,
+    drafter: Drafter,
+    budget: Budget,
+    compile: bool | None,
+    rows: int,
+    columns: int,
+) -> Any:
+    """Figures of steps over trees of one size: see `stepped`."""
+    decoder = decoder_for(target, drafter, None, compile)
+    decoder.plans, decoder.budget = None, budget
     decoder.end_ids = frozenset()
-    return stepped(bench, decoder, 1, 256)
+    return stepped(bench, decoder, rows, columns)
 
 
 def batches(bench: Bench) -> None:
@@ -490,10 +506,8 @@ def batches(bench: Bench) -> None:
 def scripted(bench: Bench, target: Target, rows: int) -> Any:
     """Figures of steps over trees of 16 nodes that a script proposes."""
     drafter: Drafter = Scripted([[1] * 4096] * rows, 0.5, 6, target.vocab_size)
-    decoder = decoder_for(target, drafter, None, None if bench.rehearse else True)
-    decoder.plans, decoder.budget = None, Budget(16, 6)
-    decoder.end_ids = frozenset()
-    return stepped(bench, decoder, rows, 1024)
+    compile = None if bench.rehearse else True
+    return drafted(bench, target, drafter, Budget(16, 6), compile, rows, 1024)
 
 
 def long_texts(bench: Bench) -> None:
@@ -551,6 +565,7 @@ def real(bench: Bench) -> None:
     sequences: dict[str, Any] = {}
 
     def raced(options: dict[str, Any], compile: Any, **ask: Any) -> dict[str, Any]:
+        """Figures of one way of decoding, after it has learnt what its steps take."""
         decoder = Decoder.from_pretrained(target, compile=compile, **options)
         decoder.warm_up()
         seconds, made, steps, answers = 0.0, 0, 0, []

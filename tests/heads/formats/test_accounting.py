@@ -11,6 +11,7 @@ from golden import Case, cases, name_of
 from safetensors.torch import load_file, save_file
 from written import DFLASH, random_head
 
+from drafthead.heads.base import HEADS
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats import FORMATS, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
@@ -119,7 +120,8 @@ def test_no_key_is_both_read_and_neutral() -> None:
 @pytest.mark.parametrize("case", cases("*/*"), ids=name_of)
 def test_what_the_official_projects_write_is_all_known(case: Case) -> None:
     if (case.path / "config.json").exists():
-        read_foreign(case.path, TargetFacts.of(case.target))
+        _, foreign = read_foreign(case.path, TargetFacts.of(case.target))
+        assert foreign.family in HEADS
 
 
 # DFlash: keys that change what slots see and what they predict
