@@ -20,10 +20,10 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## On SmolLM2-135M: answer, train a head, compare. 10 minutes on 2 cores with AVX512-BF16, 15 to 17 without.
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo/demo.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh
 
 demo-offline: $(READY)  ## The same on the small model of the tests, without a network.
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo/offline.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo_offline.sh
 
 test: $(READY)  ## Run the tests, file by file on up to four cores.
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --durations 15
@@ -41,11 +41,11 @@ format: $(READY)  ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-layout: $(READY)  ## Write docs/layout.md from the docstrings of the modules.
-	$(BIN)/python -m drafthead.scripts.layout
+layout: $(READY)  ## Print every module in a sentence.
+	$(BIN)/python tests/layout.py
 
 models: $(READY)  ## Train the demo models again: hours on 2 cores, minutes on a GPU. Resumable.
-	$(BIN)/python -m drafthead.scripts.demo.build_models
+	PYTHONPATH=benchmarks $(BIN)/python -m demo_models.build_models
 
 clean:  ## Remove the virtual environment and all runs.
 	rm -rf $(VENV) runs

@@ -27,8 +27,8 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.results import DecodeStats, summed
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.infer.measuring.speedup_model import chain_speedup, predict_chain
-from drafthead.scripts.reports.tables import number, print_table
+from drafthead.lab.reports.tables import number, print_table
+from drafthead.lab.theory.speedup_model import chain_speedup, predict_chain
 
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 GERMAN = ["null", "eins", "zwei", "drei", "vier", "fuenf", "sechs", "sieben", "acht", "neun"]

@@ -37,10 +37,10 @@ from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.results import DecodeResult, DecodeStats, Stream
 from drafthead.infer.loaded import head_drafter
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.infer.measuring.bandwidth import copy_bandwidth, weight_bytes
-from drafthead.infer.measuring.contestants import Transformers
-from drafthead.infer.measuring.pass_times import step_overhead, time_passes
 from drafthead.infer.request.prompts import encode_one
+from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes
+from drafthead.lab.profiling.pass_times import step_overhead, time_passes
+from drafthead.lab.races.contestants import Transformers
 from drafthead.train.data.conversations import read_conversations
 
 OVERHEAD_BUDGET = Budget(16, 4)

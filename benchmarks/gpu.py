@@ -36,10 +36,10 @@ from drafthead.infer import Decoder
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.infer.measuring.bandwidth import copy_bandwidth, weight_bytes
-from drafthead.infer.measuring.clock import seconds_of
-from drafthead.infer.measuring.pass_times import time_passes
 from drafthead.infer.request.prompts import encode
+from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes
+from drafthead.lab.profiling.clock import seconds_of
+from drafthead.lab.profiling.pass_times import time_passes
 from drafthead.train.data.conversations import read_conversations
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -262,7 +262,7 @@ def attention(
         "repeated": repeated, "grouped": grouped, "unmasked": unmasked
     }  # fmt: skip
     if bench.device.type == "cuda":
-        from drafthead.heads.graphs.gpu.registration import sights
+        from drafthead.backends.cuda.registration import sights
 
         new = (part[:, :, columns:end].contiguous() for part in (keys, values))
         sight = sights(visible, lengths, lengths, (LayerKind("full_attention"),))

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from drafthead.heads.storage.files import write_text
 from drafthead.infer.drafters.past import LONGEST, Past
 from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.lab.reports.tables import number, print_table
 from drafthead.scripts.data.inspect_data import load_tokenizer
-from drafthead.scripts.reports.tables import number, print_table
 from drafthead.train.data.token_table import Reading, TokenTable, token_table
 
 ROW = 1 << 20  # tokens of a conversation: nothing is cut

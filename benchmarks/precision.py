@@ -18,7 +18,7 @@ from tqdm import tqdm
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.scripts.reports.tables import number, print_table
+from drafthead.lab.reports.tables import number, print_table
 from drafthead.train.data.token_table import Reading, TokenTable, token_table
 
 ROW = 1024  # tokens; longer conversations are cut

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from drafthead.heads.sampling import RowRandom, arrival_times, kept_of_sorted
 
-# The dimensions of `NextDraws`, see `heads.graphs.dims`.
+# The dimensions of `NextDraws`, see `heads.dims`.
 DRAWS = ("B .", ".")
 
 

@@ -41,12 +41,12 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.cache_argument import cache_argument
 from drafthead.heads.target.target import Target
+from drafthead.infer.beams.beam_options import BeamOptions
+from drafthead.infer.beams.beam_search import BeamAnswer, beam_answers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.beam_search import BeamAnswer, beam_answers
 from drafthead.infer.engine.emissions import put_tokens, refuse_batch
 from drafthead.infer.engine.logits_processing import for_each_prompt
 from drafthead.infer.engine.score_record import RowRecord
-from drafthead.infer.request.beam_options import BeamOptions
 from drafthead.infer.request.generation_config import refuse_unprepared
 from drafthead.infer.request.padding import masked
 from drafthead.infer.request.prompts import other_inputs, refuse_unknown_tokens

@@ -14,18 +14,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.contrib.own_layers.layer_choice import chosen_layers
+from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.processor import tell_of_slow_bfloat16
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
+from drafthead.infer.beams.beam_search import beam_answers
 from drafthead.infer.custom_generate import CustomGenerate
-from drafthead.infer.drafters.layer_choice import chosen_layers
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
-from drafthead.infer.drafters.own_layers import OwnLayers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.beam_search import beam_answers
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.emissions import in_time, streamed
 from drafthead.infer.engine.graph_stepper import can_step_in_graphs
@@ -35,7 +35,6 @@ from drafthead.infer.engine.past import Memory
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
-from drafthead.infer.engine.tracing import Trace, decode_traced
 from drafthead.infer.loaded import (
     described,
     head_drafter,
@@ -75,6 +74,7 @@ from drafthead.infer.timing.step_timing import (
 )
 from drafthead.infer.timing.stored_costs import StepKind
 from drafthead.infer.verifiers import Verifier, verifier_for
+from drafthead.lab.tracing import Trace, decode_traced
 
 logger = logging.getLogger(__name__)
 

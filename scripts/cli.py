@@ -23,7 +23,6 @@ VERBS = {
     "decoding.generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
     "decoding.chat": "Talk to a model in the terminal; each answer says how fast it was.",
     "decoding.trace_decoding": "Show what was drafted and what became of it: a page, or text.",
-    "leaderboard.verb": "Train several heads for the same time on the same data, then race them.",
     "measuring.compare": "Time every way of decoding on the same prompts: a table and a picture.",
     "measuring.theory": "What the theory of speculative decoding predicts, beside measurement.",
     "measuring.evaluate": "How well a head drafts answers, by file and by depth; decodes nothing.",
@@ -43,7 +42,6 @@ VERBS = {
 # a script is launched by path, and no import statement can name `import.py`.
 OTHER_NAMES = {
     "decoding.trace_decoding": "trace",
-    "leaderboard.verb": "leaderboard",
     "measuring.profile_decoding": "profile",
     "models.import_head": "import",
     "models.export_head": "export",

@@ -16,23 +16,23 @@ import torch
 from steady import steady_clock
 from tiny import BUSHY, END, HIDDEN, VOCAB, letters_tokenizer, tiny_llama
 
+from drafthead.contrib.other_tokenizer.by_text import ByText
+from drafthead.contrib.other_tokenizer.text_writing import TextWriter
+from drafthead.contrib.other_tokenizer.translation import Translator
+from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.sampling import RowRandom, sample
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
-from drafthead.infer.drafters.by_text import ByText
 from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.ngram_table import NgramTable
-from drafthead.infer.drafters.own_layers import OwnLayers
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
-from drafthead.infer.drafters.text_writing import TextWriter
-from drafthead.infer.drafters.translation import Translator
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.train.draft_models.student import FAMILY
 
@@ -82,7 +82,7 @@ def sizes_rendered(monkeypatch) -> Callable[[str], list[int]]:
 
     def watch(kernel: str) -> list[int]:
         # Importing the template takes seconds.
-        from drafthead.heads.graphs.kernels.template import KernelTemplate
+        from drafthead.backends.cpu.kernels.template import KernelTemplate
 
         sizes: list[int] = []
         render = KernelTemplate.render

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drafthead.heads.graphs.recordings import WARM_UPS
+from drafthead.backends.cuda.recordings import WARM_UPS
 
 
 class Rehearsal:

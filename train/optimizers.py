@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from drafthead.heads.graphs.substitutions import always
+from drafthead.backends.cpu.substitutions import always
 from drafthead.heads.processor import bfloat16_instructions
 from drafthead.heads.substitution import Substituting, Substitution
 

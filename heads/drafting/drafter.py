@@ -241,7 +241,7 @@ class Drafter(ABC):
         return type(self).__name__
 
     def compile(self, target: Target | None = None) -> None:  # noqa: B027  (nothing to compile)
-        """Compile what `propose` runs, if there is something to compile; see heads.graphs.
+        """Compile what `propose` runs, if there is something to compile; see backends.
 
         `target` is the compiled one that is drafted for, whose passes say how those of a draft are
         made on a GPU.

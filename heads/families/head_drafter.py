@@ -5,14 +5,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from drafthead.backends.compiled import Compiled
+from drafthead.backends.cuda.compiled_layers import Fused
+from drafthead.backends.cuda.tree_kernels import MOST_NODES, TreeKernels
 from drafthead.heads.base import DraftHead
 from drafthead.heads.coupling import Choice
+from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.graphs.dims import Spec
-from drafthead.heads.graphs.gpu.compiled_layers import Fused
-from drafthead.heads.graphs.gpu.tree_kernels import MOST_NODES, TreeKernels
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.heads.layers.decoder_layer import frequencies_in
@@ -59,7 +59,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     @property
     def read_by_graphs(self) -> tuple[object, ...]:
-        """What compiled drafting reads beside its arguments, see `heads.graphs.compiled`."""
+        """What compiled drafting reads beside its arguments, see `backends.compiled`."""
         return self.head, self.target.model, *frequencies_in(self.head)
 
     def visible_to(

@@ -7,10 +7,10 @@ import torch
 
 from drafthead.heads.base import MAX_RANK
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
+from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.medusa import MedusaHeads
-from drafthead.heads.graphs.dims import Spec
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,

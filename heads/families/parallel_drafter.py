@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from drafthead.backends.cpu.substitutions import replacement_of
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
+from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.parallel import ParallelHead
 from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
-from drafthead.heads.graphs.dims import Spec
-from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store

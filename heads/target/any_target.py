@@ -5,8 +5,8 @@ from pathlib import Path
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.contrib.encoder_decoder.encoder_decoder import EncoderDecoderTarget
 from drafthead.heads.target.architecture import without_wrapper
-from drafthead.heads.target.encoder_decoder import EncoderDecoderTarget
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import has_encoder
 from drafthead.heads.target.target import Target

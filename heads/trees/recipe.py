@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.graphs.dims import Spec
+from drafthead.heads.dims import Spec
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 # The token and the parent of a node that only fills up a tree. No token is equal to it: PADDING
@@ -23,7 +23,7 @@ NO_NODE = -2
 class TokenFiller:
     """What a graph computes a tree's tokens [B, N] with: a function of tensors alone.
 
-    `dims` declares the dimensions of each argument, see `heads.graphs.dims`; `reads` are the models
+    `dims` declares the dimensions of each argument, see `heads.dims`; `reads` are the models
     and other values that the function reads beside them.
     """
 

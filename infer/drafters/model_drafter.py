@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
+from drafthead.contrib.other_tokenizer.by_text import ByText
+from drafthead.contrib.other_tokenizer.other_vocabulary import OtherVocabulary
+from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
+from drafthead.contrib.other_tokenizer.text_writing import TextWriter
+from drafthead.contrib.other_tokenizer.translation import Translator
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.any_target import load_target
 from drafthead.heads.target.target import Target
-from drafthead.infer.drafters.by_text import ByText
 from drafthead.infer.drafters.draft_model import DraftModel, same_tokenizer
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens, read_draft_vocabulary
-from drafthead.infer.drafters.other_vocabulary import OtherVocabulary
-from drafthead.infer.drafters.shared_tokens import SharedTokens, token_texts
-from drafthead.infer.drafters.text_writing import TextWriter
-from drafthead.infer.drafters.translation import Translator
 
 
 def load_draft_model(

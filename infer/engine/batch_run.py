@@ -7,7 +7,7 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, RowRandom
-from drafthead.infer.engine.beam_round import Beams
+from drafthead.infer.beams.beam_round import Beams
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.engine.score_record import record_for
 from drafthead.infer.request.request import Request

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from drafthead.heads.graphs.compiled import CPU_OPTIONS, Compiled
-from drafthead.heads.graphs.fingerprint import state_of
-from drafthead.heads.graphs.gpu.compiled_layers import CompiledLayers, Together
-from drafthead.heads.graphs.gpu.tree_kernels import TreeKernels
-from drafthead.heads.graphs.substitutions import HEAD_MULTIPLE, can_be_packed
+from drafthead.backends.compiled import CPU_OPTIONS, Compiled
+from drafthead.backends.cpu.fingerprint import state_of
+from drafthead.backends.cpu.substitutions import HEAD_MULTIPLE, can_be_packed
+from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
+from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from drafthead.backends.compiled import Compiled
+from drafthead.backends.cpu.substitutions import replacement_of
+from drafthead.backends.cuda.compiled_layers import Fused
+from drafthead.heads.dims import Spec
 from drafthead.heads.few_sizes import power_of_two
-from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.graphs.dims import Spec
-from drafthead.heads.graphs.gpu.compiled_layers import Fused
-from drafthead.heads.graphs.substitutions import replacement_of
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.sampling import draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec

@@ -7,8 +7,8 @@ import torch
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
+from drafthead.infer.beams.beam_search import BeamStepper, search
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.beam_search import BeamStepper, search
 from drafthead.infer.engine.graph_stepper import stepper_for
 from drafthead.infer.engine.loop import decode, read_prompts
 from drafthead.infer.engine.past import Memory, Past

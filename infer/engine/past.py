@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafthead.backends.cpu.fingerprint import state_of
 from drafthead.heads.drafting.drafter import Drafter, DraftSession, NoDraft, NoDrafter
 from drafthead.heads.drafting.row_state import chosen
-from drafthead.heads.graphs.fingerprint import state_of
 from drafthead.heads.target.tree_cache import TreeCache
 
 # Share of the longest prompt that has to be known: a pass after a cache needs a mask, and takes 10

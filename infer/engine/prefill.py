@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
+from drafthead.contrib.encoder_decoder.encoder_decoder import EncoderDecoderTarget
+from drafthead.contrib.encoder_decoder.source_cache import SourceCache
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
-from drafthead.heads.target.encoder_decoder import EncoderDecoderTarget
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.source_cache import SourceCache
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.engine.prompt_groups import places_of_rows, rows_of_passes

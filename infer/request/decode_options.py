@@ -17,7 +17,7 @@ from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.context import Context
 from drafthead.heads.target.template_arguments import TemplateArguments
-from drafthead.infer.request.beam_options import BeamOptions, EarlyStopping, read_beams
+from drafthead.infer.beams.beam_options import BeamOptions, EarlyStopping, read_beams
 from drafthead.infer.request.generation_config import given_options, sampling_from
 from drafthead.infer.request.integers import ARRAYS, integer, integer_option
 from drafthead.infer.request.other_words import refuse_unknown_options

@@ -8,7 +8,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.infer.request.beam_options import BeamOptions
+from drafthead.infer.beams.beam_options import BeamOptions
 from drafthead.infer.request.stopping import Stop
 
 # Under the names of `model.generate`'s output: after and before processors, temperature, filters.

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.registry import Registry
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.trees.tree import TokenTree
 
@@ -73,7 +74,12 @@ class Verifier:
         return replace(self, rule=replace(rule, **options))
 
 
-VERIFIERS: dict[str, Verifier] = {}
+VERIFIERS = Registry[Verifier](
+    {
+        name: f"drafthead.contrib.lossy_rules.{name}"
+        for name in ("distance", "lenient", "top_k", "typical")
+    }
+)
 
 
 def register_verifier(
@@ -88,9 +94,8 @@ def register_verifier(
     """Register a rule by name; raises ValueError when the name is taken."""
 
     def register(rule: Rule) -> Rule:
-        if name in VERIFIERS:
-            raise ValueError(f"two verifiers are called {name!r}")
-        VERIFIERS[name] = Verifier(name, rule, lossless, reads, greedy, draws_children, follows)
+        verifier = Verifier(name, rule, lossless, reads, greedy, draws_children, follows)
+        VERIFIERS.register(name, verifier, "verifiers")
         return rule
 
     return register

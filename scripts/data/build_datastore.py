@@ -23,7 +23,7 @@ from drafthead.infer.drafters.past import Lookup
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import OWN_OUTLOOK, StoreLookup
 from drafthead.infer.drafters.stored import Record
-from drafthead.infer.measuring.replayed_lookup import reached
+from drafthead.lab.theory.replayed_lookup import reached
 from drafthead.scripts import options
 from drafthead.scripts.data.inspect_data import load_tokenizer
 from drafthead.train.data.token_table import Reading, TokenSequence, token_table

@@ -6,10 +6,10 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.template_arguments import check_template_arguments
 from drafthead.infer import Decoder
+from drafthead.lab.reports.answers import print_answers, some
 from drafthead.scripts import options
 from drafthead.scripts.data import distill_options as own
 from drafthead.scripts.data.inspect_data import load_tokenizer
-from drafthead.scripts.reports.answers import print_answers, some
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.distillation.answer_source import AnswerSource, DecoderSource

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.scripts.reports.answers import print_answers
+from drafthead.lab.reports.answers import print_answers
 from drafthead.train.distillation.merging import merge
 from drafthead.train.jobs.full_disk import full_disk_named
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import write_text
 from drafthead.infer import Decoder
-from drafthead.infer.engine.tracing import Trace
+from drafthead.lab.reports.trace_page import as_page, as_text
+from drafthead.lab.tracing import Trace
 from drafthead.scripts import options
 from drafthead.scripts.decoding.generate import prompt_text, summary
-from drafthead.scripts.reports.trace_page import as_page, as_text
 
 
 def main(

@@ -6,21 +6,21 @@ from typing import Annotated
 
 import typer
 
+from drafthead.contrib.own_layers.layer_choice import chosen_layers
 from drafthead.heads.target.any_target import load_target
 from drafthead.heads.target.target import Target
-from drafthead.infer.drafters.layer_choice import chosen_layers
 from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.infer.loaded import DEFAULT_CHAIN, store_lookup
-from drafthead.infer.measuring.unfinished_race import UnfinishedRace
-from drafthead.scripts import options
-from drafthead.scripts.measuring.racing import Drafters, RaceTerms, run_races
-from drafthead.scripts.measuring.record import Prompt, describe_run, read_prompts
-from drafthead.scripts.reports.comparison import (
+from drafthead.lab.races.racing import Drafters, RaceTerms, run_races
+from drafthead.lab.races.record import Prompt, describe_run, read_prompts
+from drafthead.lab.races.unfinished_race import UnfinishedRace
+from drafthead.lab.reports.comparison import (
     divergence_notes,
     predictions,
     print_report,
     write_report,
 )
+from drafthead.scripts import options
 from drafthead.train.jobs.weights import weights_fingerprint
 
 UNFINISHED = "unfinished.jsonl"  # in the output's folder, until the report is written

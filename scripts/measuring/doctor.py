@@ -17,14 +17,14 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.target.template_arguments import TemplateArguments
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter
+from drafthead.lab.diagnosis.checks import CHECKS, Finding, faults_first
+from drafthead.lab.diagnosis.examination import Patient, examine
+from drafthead.lab.races.record import ROW, describe_run, read_answers
 from drafthead.scripts import options
 from drafthead.scripts.measuring.plan_tree import measured_plan
-from drafthead.scripts.measuring.record import ROW, describe_run, read_answers
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.token_table import Reading
-from drafthead.train.diagnosis.checks import CHECKS, Finding, faults_first
-from drafthead.train.diagnosis.examination import Patient, examine
 
 PLANNER = "plain decoding is faster"
 

@@ -15,9 +15,9 @@ from drafthead.heads.formats.checkpoint import is_own_folder, load_head, write_a
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
+from drafthead.lab.races.record import ROW, describe_run, read_answers
+from drafthead.lab.reports.tables import number, print_table
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import ROW, describe_run, read_answers
-from drafthead.scripts.reports.tables import number, print_table
 from drafthead.train.data.checks import check_writers
 from drafthead.train.data.packing import pack_sequences
 from drafthead.train.data.token_table import Reading, TokenTable

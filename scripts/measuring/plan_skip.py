@@ -9,17 +9,17 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
+from drafthead.contrib.own_layers.layer_choice import as_list
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.infer.drafters.layer_choice import as_list
+from drafthead.lab.own_layers.layer_acceptance import guessed_answers
+from drafthead.lab.own_layers.layer_plan import LayerPlan
+from drafthead.lab.own_layers.layer_search import LayerSearch, LayerSet
+from drafthead.lab.races.record import ROW, describe_run, read_answers
+from drafthead.lab.reports.tables import number, print_table
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import ROW, describe_run, read_answers
-from drafthead.scripts.reports.tables import number, print_table
 from drafthead.train.data.checks import check_writers
 from drafthead.train.data.token_table import Reading
-from drafthead.train.draft_models.layer_acceptance import guessed_answers
-from drafthead.train.draft_models.layer_plan import LayerPlan
-from drafthead.train.draft_models.layer_search import LayerSearch, LayerSet
 from drafthead.train.jobs.weights import weights_fingerprint
 
 

@@ -9,13 +9,13 @@ import typer
 
 from drafthead.heads.drafting.drafter import UNMEASURED_ALPHA, Drafter
 from drafthead.infer import Decoder
-from drafthead.infer.measuring.plan_table import PlanRow, plan_rows, reason
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS
 from drafthead.infer.timing.stored_costs import StepKind, rows_that_share
 from drafthead.infer.verifiers import verifier_for
+from drafthead.lab.profiling.plan_table import PlanRow, plan_rows, reason
+from drafthead.lab.races.record import describe_run
+from drafthead.lab.reports.plan import print_plan, write_plan
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import describe_run
-from drafthead.scripts.reports.plan import print_plan, write_plan
 
 logger = logging.getLogger(__name__)
 

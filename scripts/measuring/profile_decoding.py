@@ -13,9 +13,10 @@ from tqdm import tqdm
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.bandwidth import bandwidth_bound, weight_bytes
-from drafthead.infer.measuring.ledger import measure_ledgers
-from drafthead.infer.measuring.pass_times import (
+from drafthead.infer.request.prompts import encode
+from drafthead.lab.profiling.bandwidth import bandwidth_bound, weight_bytes
+from drafthead.lab.profiling.ledger import measure_ledgers
+from drafthead.lab.profiling.pass_times import (
     ROUNDS,
     STEPS,
     WARM_UP,
@@ -24,10 +25,9 @@ from drafthead.infer.measuring.pass_times import (
     step_overhead,
     time_passes,
 )
-from drafthead.infer.request.prompts import encode
+from drafthead.lab.races.record import describe_run, prompt_ids
+from drafthead.lab.reports.profiling import Profile, print_profile, write_profile
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import describe_run, prompt_ids
-from drafthead.scripts.reports.profiling import Profile, print_profile, write_profile
 
 # Decoded when no prompts are given.
 PROMPTS = (

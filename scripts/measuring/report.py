@@ -8,7 +8,7 @@ import typer
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.storage.files import write_text
-from drafthead.scripts.reports.run_page import (
+from drafthead.lab.reports.run_page import (
     comparison_section,
     doctor_section,
     facts_of,

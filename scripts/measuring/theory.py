@@ -13,13 +13,13 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.infer.loaded import DEFAULT_CHAIN
-from drafthead.infer.measuring.chain_costs import timed_lengths
-from drafthead.infer.measuring.chains import Chains, head_chains, lookup_chains, model_chains
-from drafthead.infer.measuring.speedup_model import MAX_CHAIN
-from drafthead.infer.measuring.theory import MeasuredChains, Terms, examine, measure_costs
+from drafthead.lab.races.record import describe_run, prompt_ids
+from drafthead.lab.reports.theory import print_theory, write_theory
+from drafthead.lab.theory.chain_costs import timed_lengths
+from drafthead.lab.theory.chains import Chains, head_chains, lookup_chains, model_chains
+from drafthead.lab.theory.speedup_model import MAX_CHAIN
+from drafthead.lab.theory.theory import MeasuredChains, Terms, examine, measure_costs
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import describe_run, prompt_ids
-from drafthead.scripts.reports.theory import print_theory, write_theory
 
 
 def main(

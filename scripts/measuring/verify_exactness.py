@@ -14,8 +14,9 @@ from drafthead.heads.target.any_target import target_of
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.level_drafter import LevelDrafter
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.divergence import Divergence
-from drafthead.infer.measuring.exactness import (
+from drafthead.infer.request.prompts import encode_one
+from drafthead.infer.verifiers import Verifier, verifier_for
+from drafthead.lab.exactness.exactness import (
     Evidence,
     LaterTokens,
     SampledPair,
@@ -25,14 +26,13 @@ from drafthead.infer.measuring.exactness import (
     later_tokens,
     sampled_start,
 )
-from drafthead.infer.measuring.goodness_of_fit import Fit
-from drafthead.infer.measuring.rule_law import fit_of_rule
-from drafthead.infer.measuring.target_law import LENGTH
-from drafthead.infer.request.prompts import encode_one
-from drafthead.infer.verifiers import Verifier, verifier_for
+from drafthead.lab.exactness.goodness_of_fit import Fit
+from drafthead.lab.exactness.rule_law import fit_of_rule
+from drafthead.lab.exactness.target_law import LENGTH
+from drafthead.lab.races.divergence import Divergence
+from drafthead.lab.races.record import describe_run, prompt_ids
+from drafthead.lab.reports.exactness import report_evidence
 from drafthead.scripts import options
-from drafthead.scripts.measuring.record import describe_run, prompt_ids
-from drafthead.scripts.reports.exactness import report_evidence
 
 PROMPTS = (
     "Tell me about the sea.",

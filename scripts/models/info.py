@@ -11,8 +11,8 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts
 from drafthead.heads.formats.printing import printable
 from drafthead.heads.target.gguf_files import ACCOUNT_FILE, model_folder
+from drafthead.lab.reports.tables import print_table
 from drafthead.scripts import options
-from drafthead.scripts.reports.tables import print_table
 
 UNKNOWN = "not recorded"
 LONGEST = 90  # characters of a value that are shown

@@ -10,17 +10,17 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
-from drafthead.scripts import options
-from drafthead.scripts.reports.training_plan import (
+from drafthead.lab.planning.disk import disk_use
+from drafthead.lab.planning.dry_setup import dry_setup
+from drafthead.lab.planning.estimate import Place, estimate, remedies
+from drafthead.lab.planning.shares import Engine, check_engine
+from drafthead.lab.planning.trial import MOST_STEPS, Trial, TrialStep, libraries_peak, run_trial
+from drafthead.lab.reports.training_plan import (
     TrainingPlan,
     print_training_plan,
     write_training_plan,
 )
-from drafthead.train.planning.disk import disk_use
-from drafthead.train.planning.dry_setup import dry_setup
-from drafthead.train.planning.estimate import Place, estimate, remedies
-from drafthead.train.planning.shares import Engine, check_engine
-from drafthead.train.planning.trial import MOST_STEPS, Trial, TrialStep, libraries_peak, run_trial
+from drafthead.scripts import options
 from drafthead.train.run.config import load_run_config
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

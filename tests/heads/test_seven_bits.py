@@ -11,9 +11,9 @@ from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.bandwidth import weight_bytes
-from drafthead.infer.measuring.oracle import OracleDecoder
-from drafthead.infer.measuring.pass_times import endless, greedy_stepper, pass_alone
+from drafthead.lab.exactness.oracle import OracleDecoder
+from drafthead.lab.profiling.bandwidth import weight_bytes
+from drafthead.lab.profiling.pass_times import endless, greedy_stepper, pass_alone
 
 PROMPTS = [[9, 10, 11], [20, 21, 22, 23]]
 

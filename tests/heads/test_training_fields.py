@@ -6,9 +6,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from drafthead.backends.cpu.fingerprint import described
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.graphs.fingerprint import described
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import drafting_fields, is_for_training

@@ -21,9 +21,9 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.infer.measuring.exactness import SampledPair, later_tokens
-from drafthead.infer.measuring.goodness_of_fit import chance_of_worse
 from drafthead.infer.verifiers import VERIFIERS
+from drafthead.lab.exactness.exactness import SampledPair, later_tokens
+from drafthead.lab.exactness.goodness_of_fit import chance_of_worse
 
 MAX_NEW = 24
 CLASSES = ("t5", "bart")

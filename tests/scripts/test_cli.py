@@ -16,7 +16,7 @@ from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner_settings import PlannerSettings
-from drafthead.infer.measuring.contestants import Answers, Ours
+from drafthead.lab.races.contestants import Answers, Ours
 from drafthead.scripts import cli
 
 
@@ -381,7 +381,7 @@ def test_evaluate_writes_into_heads_of_our_format_only(run, tmp_path) -> None:
 
 
 def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("drafthead.infer.measuring.bandwidth.SMALLEST_BUFFER", 2**22)
+    monkeypatch.setattr("drafthead.lab.profiling.bandwidth.SMALLEST_BUFFER", 2**22)
     task = ("profile", *TARGET, "--prompts", "@prompts.jsonl", "--max-new-tokens", "8")
     output = ("--output", str(tmp_path / "profile"))
     status, out, _ = run(

@@ -26,7 +26,7 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
-from drafthead.infer.measuring.oracle import OracleDecoder
+from drafthead.lab.exactness.oracle import OracleDecoder
 from drafthead.train.train_heads import new_head
 
 VARIANTS = {

@@ -23,7 +23,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.best_first import best_first_growth, num_candidates
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.measuring.oracle import OracleDecoder
+from drafthead.lab.exactness.oracle import OracleDecoder
 from drafthead.train.features.reading import positions_in_segments, segment_mask
 
 GREEDY = SamplingConfig()

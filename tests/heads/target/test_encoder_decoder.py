@@ -6,10 +6,10 @@ from hidden_answers import check_every_right_token_is_accepted, generated
 from tiny import ENCODER_DECODERS, VOCAB, random_prompts, tiny_encoder_decoder
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
+from drafthead.contrib.encoder_decoder.decoder_positions import DecoderPositions
+from drafthead.contrib.encoder_decoder.encoder_decoder import EncoderDecoderTarget
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.any_target import load_target, target_of
-from drafthead.heads.target.decoder_positions import DecoderPositions
-from drafthead.heads.target.encoder_decoder import EncoderDecoderTarget
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 

@@ -26,7 +26,7 @@ from drafthead.infer.drafters.match_record import MEMORY
 from drafthead.infer.drafters.past import Past
 from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
 from drafthead.infer.drafters.stored import SEPARATOR, ngram_number, ngram_numbers
-from drafthead.infer.measuring.replayed_lookup import accepted, reached, replayed
+from drafthead.lab.theory.replayed_lookup import accepted, reached, replayed
 
 
 def letters(text: str) -> list[int]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import random_prompts
 
+from drafthead.backends.compiled import Compiled
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.graphs.compiled import Compiled
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget

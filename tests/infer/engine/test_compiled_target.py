@@ -8,18 +8,18 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LogitsProcessorList
 
+from drafthead.backends.compiled import Compiled
+from drafthead.backends.cpu.substitutions import attention_of_one
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.medusa_drafter import MedusaSession
-from drafthead.heads.graphs.compiled import Compiled
-from drafthead.heads.graphs.substitutions import attention_of_one
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.infer.serving.serve_request import ServeRequest
+from drafthead.lab.exactness.oracle import OracleDecoder
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +318,7 @@ def test_adapters_that_are_switched_and_weights_that_change_are_seen_by_the_next
 def test_an_answer_goes_on_uncompiled_where_it_meets_more_layouts_than_there_are_graphs(
     target, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr("drafthead.heads.graphs.compiled.MOST_GRAPHS", 0)
+    monkeypatch.setattr("drafthead.backends.compiled.MOST_GRAPHS", 0)
     decoder = Decoder(CompiledTarget(target), PromptLookup(3))
     expected = OracleDecoder(target).generate(prompts(2), max_new_tokens=20).sequences
     same = LogitsProcessorList([lambda _ids, scores: scores])

@@ -15,8 +15,8 @@ from drafthead.heads.sampling import LEAST_DRAFT_PROBABILITY, RowRandom, Samplin
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import Planner
-from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
+from drafthead.lab.exactness.oracle import OracleDecoder
 
 MAX_NEW = 48
 

@@ -14,9 +14,9 @@ from drafthead.heads.trees.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.oracle import OracleDecoder
-from drafthead.infer.measuring.rule_law import OneStream
 from drafthead.infer.verifiers import VERIFIERS
+from drafthead.lab.exactness.oracle import OracleDecoder
+from drafthead.lab.exactness.rule_law import OneStream
 
 PROMPTS = [[9, 10, 11], [12, 13]]
 SAMPLED = {"temperature": 1.0, "seed": 5}

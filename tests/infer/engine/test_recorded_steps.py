@@ -12,11 +12,11 @@ import torch
 from rehearsal import Rehearsal
 from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 
+from drafthead.backends.compiled import Compiled, Made, within
+from drafthead.backends.cuda.recordings import Recordings
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.few_sizes import power_of_two
-from drafthead.heads.graphs.compiled import Compiled, Made, within
-from drafthead.heads.graphs.recordings import Recordings
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.target import Target
@@ -25,8 +25,8 @@ from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.infer.verifiers.base import follow
+from drafthead.lab.exactness.oracle import OracleDecoder
 
 
 @pytest.fixture

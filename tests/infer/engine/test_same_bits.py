@@ -15,7 +15,7 @@ from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.prefill import padded, prefill
-from drafthead.infer.measuring.exactness import greedy_differences
+from drafthead.lab.exactness.exactness import greedy_differences
 
 PROMPTS = random_prompts(3)
 

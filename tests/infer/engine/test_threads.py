@@ -16,8 +16,8 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.measuring.oracle import OracleDecoder
 from drafthead.infer.timing.stored_costs import StepKind
+from drafthead.lab.exactness.oracle import OracleDecoder
 
 THREADS = 3
 Answer = Callable[[Any], Any]  # the new tokens after a prompt

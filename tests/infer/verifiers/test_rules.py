@@ -6,17 +6,17 @@ import pytest
 import torch
 from conftest import ScriptedRandom
 
+from drafthead.contrib.lossy_rules.typical import Typical
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, draw_without_replacement
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.engine.stepper import following_tokens
-from drafthead.infer.measuring.exactness import greedy_differences
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.infer.verifiers.refusals import earlier_siblings
 from drafthead.infer.verifiers.traversal import turns
-from drafthead.infer.verifiers.typical import Typical
+from drafthead.lab.exactness.exactness import greedy_differences
 
 VOCAB = 4
 SHAPES = {

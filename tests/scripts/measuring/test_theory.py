@@ -9,7 +9,7 @@ import torch
 from tiny import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from drafthead.infer.measuring import chain_costs
+from drafthead.lab.theory import chain_costs
 from drafthead.scripts import cli
 
 ASSETS = Path(__file__).parents[3] / "assets"

@@ -7,8 +7,8 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
+from drafthead.lab.reports.exactness import report_evidence
 from drafthead.scripts.measuring import verify_exactness
-from drafthead.scripts.reports.exactness import report_evidence
 
 LOSSLESS = sorted(v.name for v in VERIFIERS.values() if v.lossless and not v.greedy)
 # Everywhere in the distribution, so that some of them have near-ties at low temperatures.

@@ -10,9 +10,9 @@ import pytest
 from runs import write_inputs, write_run
 
 from drafthead.heads.errors import UserError
+from drafthead.lab.planning.trial import Trial, TrialStep
 from drafthead.scripts import cli
 from drafthead.scripts.models import plan_training
-from drafthead.train.planning.trial import Trial, TrialStep
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.medusa import MedusaConfig
-from drafthead.scripts.leaderboard.config import load_board
 from drafthead.train.prompts.tasks import Tasks
 from drafthead.train.run.config import RunConfig, load_run_config
+from leaderboard.config import load_board
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 YAML_FILES = sorted(CONFIGS.rglob("*.yaml"))

@@ -1,0 +1,1 @@
+"""drafthead.backends: compiled code for processors, recordings and kernels for CUDA devices."""

@@ -1,0 +1,214 @@
+"""Changes to the graph of a pass, before its weights are packed: less to compute in fewer calls."""
+
+import operator
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import register_lowering
+from torch._inductor.pattern_matcher import (
+    CallFunction,
+    KeywordArg,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+
+# All kernels: imported, they are known to torch.
+from drafthead.backends.cpu.kernels import (
+    linear,
+)
+from drafthead.backends.cpu.kernels.kernel_set import kernel_set
+
+aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.drafthead
+# torch's code generator takes sines and cosines for cheap and computes them wherever they are read:
+# those of rotary positions once for each head of each layer.
+STORED = aten.cos.default, aten.sin.default
+
+
+class Rewrites(CustomGraphPass):
+    """Products of one input become one product, and gated MLPs one function; keys that heads share
+    are read where they are; rotary positions are computed once.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Change the graph of a pass."""
+        join_products(graph)
+        gated_halves.apply(graph)
+        share_keys(graph)
+        store_rotations(graph)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        """Compiled code of other kernels is not to be taken from torch's cache: of another version,
+        or for another processor that reads the same folder.
+        """
+        folder = Path(__file__).parent
+        files = *folder.glob("*.py"), *folder.glob("source/**/*.h")
+        return get_hash_for_files(tuple(sorted(map(str, files))), extra=str(kernel_set()))
+
+
+def join_products(graph: torch.fx.Graph) -> None:
+    """Make one product of those of one input, such as queries, keys and values."""
+    alike = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=ours.linear.default):
+        alike[node.args[0], node.args[3] is None, is_in_bytes(node)].append(node)
+    for nodes in alike.values():
+        if len(nodes) > 1:
+            join(graph, nodes)
+
+
+def join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
+    """Replace several products by one and its parts."""
+    x, biases = nodes[0].args[0], [node.args[3] for node in nodes]
+    sizes: list[int] = [node.args[2] for node in nodes]  # type: ignore[misc]
+    weights = [weight for node in nodes for weight in node.args[1].args[0]]  # type: ignore
+    with graph.inserting_before(nodes[0]):
+        packed = graph.call_function(ours.pack.default, (weights, False, is_in_bytes(nodes[0])))
+        bias = None
+        if biases[0] is not None:
+            bias = graph.call_function(aten.cat.default, (biases,))
+        arguments = (x, packed, sum(sizes), bias)
+        whole = graph.call_function(ours.linear.default, arguments)
+        parts = graph.call_function(aten.split_with_sizes.default, (whole, sizes, -1))
+        for index, node in enumerate(nodes):
+            part = graph.call_function(operator.getitem, (parts, index))
+            node.replace_all_uses_with(part)
+            part.meta.update(node.meta)
+    packs: list[torch.fx.Node] = [node.args[1] for node in nodes]  # type: ignore[misc]
+    for node in nodes:
+        graph.erase_node(node)
+    for pack in dict.fromkeys(packs):
+        if not pack.users:  # weights would be packed and stored all the same
+            graph.erase_node(pack)
+
+
+def is_in_bytes(product: Any) -> bool:
+    """Whether the weights of a product are packed in bytes."""
+    weights = product.args[1]
+    return len(weights.args) > 2 and weights.args[2]  # torch leaves out what is the default
+
+
+# What transformers' `repeat_kv` consists of, from its result on.
+REPEAT = (
+    (aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    (aten.clone.default,),
+    (aten.expand.default,),
+    (aten.unsqueeze.default,),
+)
+
+
+def share_keys(graph: torch.fx.Graph) -> None:
+    """Let attention read each head of keys and values once for all heads of queries.
+
+    A model that repeats them copies the whole cache in each layer of each pass.
+    """
+    for node in graph.find_nodes(op="call_function", target=ours.attend.default):
+        query, *repeated, mask, scale = node.args
+        shared = [not_repeated(each) for each in repeated]
+        if None not in shared:
+            node.args = (query, *shared, mask, scale)
+
+
+def not_repeated(node: torch.fx.Node) -> torch.fx.Node | None:
+    """x [B, G, S, D], where `node` is x[:, :, None].expand(B, G, R, S, D).reshape(B, G R, S, D)."""
+    chain = [node]
+    for targets in REPEAT:
+        if chain[-1].target not in targets:
+            return None
+        chain.append(whole(chain[-1].args[0]))
+    merged, _, expanded, single, x = (each.meta["val"].shape for each in chain)
+    fits = len(x) == 4 and single[2] == 1 and merged[1] == x[1] * expanded[2]
+    return chain[-1] if fits and chain[3].args[1] == 2 else None
+
+
+def whole(node: Any) -> torch.fx.Node:
+    """What `node` is a slice of, if that is all of it; else the node."""
+    while node.target is aten.slice.Tensor:
+        source = node.args[0]
+        if source.meta["val"].shape != node.meta["val"].shape:
+            break
+        node = source
+    return node
+
+
+def silu_times(gate: Any, up: Any) -> CallFunction:
+    """silu(gate) * up in bfloat16, in the operations that torch splits it into."""
+    convert = prims.convert_element_type.default
+    x = CallFunction(convert, gate, torch.float32, _users=2)
+    exp = CallFunction(aten.exp.default, CallFunction(aten.neg.default, x))
+    silu = CallFunction(aten.div.Tensor, x, CallFunction(aten.add.Tensor, exp, 1))
+    return CallFunction(aten.mul.Tensor, CallFunction(convert, silu, torch.bfloat16), up)
+
+
+def are_halves(match: Match) -> bool:
+    """Whether gate and up are the halves of one product, which nothing else reads."""
+    gate: Any = match.kwargs["gate"]
+    up: Any = match.kwargs["up"]
+    if not all(part.target is operator.getitem and len(part.users) == 1 for part in (gate, up)):
+        return False
+    parts = gate.args[0]
+    if parts is not up.args[0] or (gate.args[1], up.args[1]) != (0, 1) or len(parts.users) != 2:
+        return False
+    whole = parts.args[0]
+    sizes = [part.meta["val"].shape[-1] for part in (gate, up)]
+    return (
+        whole.target is ours.linear.default
+        and whole.args[3] is None  # bias
+        and len(whole.users) == 1
+        and len(whole.args[1].users) == 1
+        and sizes[0] == sizes[1]
+        and sum(sizes) == whole.args[2]
+        and sizes[0] % linear.COLUMNS == 0
+    )
+
+
+gated_halves = PatternMatcherPass()
+
+
+@register_graph_pattern(
+    silu_times(KeywordArg("gate"), KeywordArg("up")),
+    extra_check=are_halves,
+    pass_dict=gated_halves,
+)
+def use_gated(match: Match, gate: Any, up: Any) -> None:
+    """Replace a product, silu and the product of its halves by the function of `gated_mlp`."""
+    whole = gate.args[0].args[0]
+    x, packed, size, _ = whole.args
+    output = match.output_node()
+    with match.graph.inserting_before(output):
+        arguments = packed.args[0], True, is_in_bytes(whole)
+        paired = match.graph.call_function(ours.pack.default, arguments)
+        node = match.graph.call_function(ours.gated.default, (x, paired, size // 2))
+    node.meta.update(output.meta)
+    output.replace_all_uses_with(node)
+    match.erase_nodes()
+
+
+@torch.library.custom_op("drafthead::kept", mutates_args=())
+def kept(x: torch.Tensor) -> torch.Tensor:
+    """The values of x [...], which the code generator stores instead of computing them again."""
+    return x.clone()
+
+
+@kept.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@register_lowering(ours.kept.default, type_promotion_kind=None)
+def _lower(x: Any) -> Any:
+    x.realize()
+    return x
+
+
+def store_rotations(graph: torch.fx.Graph) -> None:
+    """Compute sines and cosines once."""
+    for target in STORED:
+        for node in graph.find_nodes(op="call_function", target=target):
+            with graph.inserting_after(node):
+                stored = graph.call_function(ours.kept.default, (node,))
+            stored.meta.update(node.meta)
+            node.replace_all_uses_with(stored, delete_user_cb=lambda user, own=stored: user != own)

@@ -1,0 +1,1 @@
+"""drafthead.backends.cpu.layers: layers that differ in their weights alone, compiled once."""

@@ -1,0 +1,229 @@
+"""Decoder layers compiled one by one, for recorded passes on a GPU.
+
+A recording of eager layers repeats some 45 kernels a layer, one of compiled layers about half of
+them. Compiling a whole model takes a minute and again for each kind of pass; a layer takes seconds,
+and its code serves all layers that differ in their weights alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.fx.experimental._config
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor.exc import InductorError
+from torch.func import functional_call
+
+from drafthead.backends.compiled import with_own_code
+from drafthead.backends.cpu.fingerprint import UndescribedError, described, digest
+from drafthead.backends.cpu.layers.layer_stack import without_numbers
+from drafthead.backends.cpu.layers.recorded_calls import (
+    Form,
+    OneLayer,
+    UnlikeError,
+    filled,
+    form_of,
+    replaced,
+    tensors_of,
+)
+from drafthead.heads.kv_cache.column_cache import Growing
+from drafthead.heads.target.tree_cache import StepCache
+
+# At one row inductor then makes matrix products its own, with norms and residuals fused into them.
+OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
+# One or several rows, one or several nodes, by masks and windows of layers.
+MOST_VARIANTS = 64
+# Why a layer stays uncompiled: what it is, torch's ways, or our reading of these.
+OBSTACLES = (
+    UnlikeError, UndescribedError, TorchDynamoException, FailOnRecompileLimitHit, InductorError,
+    AttributeError,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledLayers:
+    """The decoder layers of a model, of which one of each kind is compiled."""
+
+    def __init__(self, layers: Sequence[nn.Module], options: dict[str, Any] | None = None):
+        """`options` are those of torch's code generator, by default `OPTIONS`."""
+        self.layers = layers
+        self.codes: list[LayerCode] = []  # of each layer
+        self.reason_against: Exception | None = None
+        chosen, known = OPTIONS if options is None else options, {}
+        try:  # now, before any pass has attached its hooks
+            for layer in layers:
+                kind = digest(without_numbers(described(layer)))
+                if kind not in known:
+                    known[kind] = LayerCode(layer, chosen)
+                self.codes.append(known[kind])
+        except (UndescribedError, RuntimeError, NotImplementedError, TypeError) as error:
+            self._give_up(error)  # unknown parts, or weights without a form of their own
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, passes of this thread run the compiled layers, or as they are where they cannot
+        be compiled.
+        """
+        with replaced(self.layers, self._in_place_of):
+            yield
+
+    def _give_up(self, reason: Exception) -> None:
+        """Leave the layers uncompiled from now on."""
+        self.reason_against = reason
+        line = (str(reason).strip() or repr(reason)).splitlines()[0]
+        logger.warning("layers are recorded as they are, uncompiled: %s", line)
+
+    def _in_place_of(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        """What layer `number` computes instead of its `own` forward function."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """The layer's value."""
+            if self.reason_against is None:
+                try:
+                    return self.codes[number](number, self.layers[number], args, kwargs)
+                except OBSTACLES as error:
+                    self._give_up(error)
+            return own(*args, **kwargs)
+
+        return call
+
+
+class LayerCode:
+    """A layer compiled as a function of its weights and of what it is given."""
+
+    def __init__(self, layer: nn.Module, options: dict[str, Any]):
+        """The layer gives its form alone; weights come with each call."""
+        self.form_alone = without_weights(layer)
+        self.by_form: dict[str, Callable[..., Any]] = {}
+        self.options = options
+
+    def __call__(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The value of a layer of this kind, `number` in its model.
+
+        Raises UnlikeError for arguments of another form than is known, and what torch raises for
+        code that it cannot compile.
+        """
+        tensors, form = tensors_of(number, (args, kwargs)), form_of((args, kwargs))
+        cache = cache_in((args, kwargs))
+        key = repr((form, cache.pending))
+        if key not in self.by_form:
+            self.by_form[key] = self._compiled(form, cache.pending)
+        weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        # As many elements as a pass sees columns: a size may change, a number would be a constant.
+        end = torch.empty(cache.end, device="meta")
+        with small_graphs():
+            return self.by_form[key](weights, end, *tensors.flat)
+
+    def _compiled(self, form: Form, pending: int | None) -> Callable[..., Any]:
+        """The layer under `torch.compile`, called with arguments of one form.
+
+        With a number of `pending` nodes it attends by the tree kernel.
+        """
+
+        def run(
+            weights: dict[str, torch.Tensor],
+            end: torch.Tensor,  # [S] whose size is the number of columns that are seen
+            hidden: torch.Tensor,  # [B, T, D]
+            keys: torch.Tensor,  # [B, H, capacity, D]
+            values: torch.Tensor,  # [B, H, capacity, D]
+            columns: torch.Tensor,  # [T] that the pass writes
+            *others: torch.Tensor,
+        ) -> Any:
+            """What the layer returns; its keys and values are written to the cache."""
+            cache: OneLayer = OneLayer([keys], [values], columns, end.shape[0])
+            if pending is not None:
+                cache = OneKernelLayer([keys], [values], columns, pending)
+            args, kwargs = filled(form, iter((hidden, *others)), cache)
+            return functional_call(self.form_alone, weights, args, kwargs)
+
+        own = with_own_code(run)  # torch counts variants by code
+        return torch.compile(own, fullgraph=True, dynamic=True, options=self.options)
+
+
+class Fused:
+    """A function of tensors under `torch.compile`, for recordings; as it is where that fails."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None):
+        """`options` are those of torch's code generator."""
+        self.function = self.__wrapped__ = function  # which has the signature
+        own = with_own_code(function)
+        self.code = torch.compile(own, fullgraph=True, dynamic=True, options=options or {})
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The function's value."""
+        try:
+            with small_graphs():
+                return self.code(*arguments)
+        except OBSTACLES as error:
+            line = (str(error).strip() or repr(error)).splitlines()[0]
+            logger.warning("%s is recorded as it is, uncompiled: %s", self.function, line)
+            self.code = self.function
+            return self.function(*arguments)
+
+
+def cache_in(arguments: Any) -> StepCache:
+    """The cache among the arguments (args, kwargs) of a layer; raises UnlikeError for none."""
+    args, kwargs = arguments
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, StepCache):
+            return value
+    raise UnlikeError("a layer is given no cache")
+
+
+class OneKernelLayer(OneLayer):
+    """A layer's part of a cache for the tree kernel, whatever number the layer has."""
+
+    def append(  # type: ignore[override]
+        self,
+        layer: int,
+        keys: torch.Tensor,  # [B, G, N, D]
+        values: torch.Tensor,  # [B, G, N, D]
+    ) -> tuple[Growing, Growing]:
+        """What the kernel is given, which writes the new ones into the cache."""
+        return Growing(self.keys[0], keys, self.end), Growing(self.values[0], values, self.end)
+
+
+def without_weights(layer: nn.Module) -> nn.Module:
+    """A copy of the layer whose weights are of the same form and have no numbers.
+
+    It shares the configuration, which also says by which function it attends.
+    """
+    configs = [module.config for module in layer.modules() if hasattr(module, "config")]
+    known: dict[int, Any] = {id(config): config for config in configs}
+    for weight in (*layer.parameters(), *layer.buffers()):
+        empty = torch.empty_like(weight, device="meta")
+        is_parameter = isinstance(weight, nn.Parameter)
+        known[id(weight)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    return deepcopy(layer, known)
+
+
+@contextmanager
+def small_graphs() -> Iterator[None]:
+    """Within, sizes change freely within a graph, and there may be one for each kind of pass."""
+    # Sizes that happen to be equal now, such as positions and nodes, need not stay so.
+    duck = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS), duck:
+        yield
+
+
+class Together(AbstractContextManager[None]):
+    """Several contexts as one that can be entered again and again."""
+
+    def __init__(self, *makers: Callable[[], AbstractContextManager[object]]):
+        self.makers, self.entered = makers, ExitStack()
+
+    def __enter__(self) -> None:
+        """Enter a new context of each maker, in their order."""
+        with ExitStack() as entered:
+            for make in self.makers:
+                entered.enter_context(make())
+            self.entered = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave them, the last one first."""
+        self.entered.__exit__(*error)

@@ -1,0 +1,106 @@
+"""The kernels of recorded passes over trees, where they fit a target, as passes use them.
+
+This is what needs no Triton: the kernels themselves are imported for a GPU alone.
+"""
+
+import logging
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from drafthead.backends.cuda.recordings import place_of
+from drafthead.heads.target.masks import LayerKind, LayerMasks
+
+if TYPE_CHECKING:
+    from drafthead.backends.cuda.commit import CacheTable
+    from drafthead.backends.cuda.registration import KernelCache
+
+# Nodes of a tree whose ancestors fit into the bits of one number.
+MOST_NODES = 64
+EVERYTHING = (LayerKind("full_attention"),)
+
+logger = logging.getLogger(__name__)
+
+
+class TreeKernels:
+    """Attention over trees, and the moves after a verdict, in a launch or two each."""
+
+    most_nodes = MOST_NODES
+
+    def __init__(self, config: PretrainedConfig, kinds: tuple[LayerKind, ...]):
+        """For models with this text configuration and these layers; Triton has to be there."""
+        from drafthead.backends.cuda import commit, registration
+
+        self.config, self.kinds = config, kinds
+        self.registration, self.moving = registration, commit
+        self.tables: dict[Hashable, CacheTable] = {}
+
+    @classmethod
+    def for_model(
+        cls, model: PreTrainedModel, config: PretrainedConfig, kinds: tuple[LayerKind, ...]
+    ) -> "TreeKernels | None":
+        """The kernels, or None, with a line in the log, where the model cannot have them."""
+        if config._attn_implementation != "sdpa":
+            return None
+        try:
+            kernels = cls(config, kinds)
+        except ImportError as error:
+            logger.warning("trees are read with masks, which is slower: %s", error)
+            return None
+        if reason := kernels.registration.reason_against(model, config):
+            logger.info("%s reads trees with masks: %s", type(model).__name__, reason)
+            return None
+        return kernels
+
+    def masks(
+        self,
+        visible: torch.Tensor,  # [B or 1, N, M] bool: which of M <= 64 nodes each of N sees
+        lengths: torch.Tensor,  # [B] committed positions
+        start: torch.Tensor,  # [] column of the first of the M nodes
+    ) -> LayerMasks:
+        """What the model takes as its mask: see `registration.sights`."""
+        return self.registration.sights(visible, lengths, start.expand_as(lengths), self.kinds)
+
+    def sight(
+        self, visible: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        """`masks` of layers without windows, those of draft heads: int64 [B, 1, 3, N]."""
+        found = self.registration.sights(visible, lengths, start.expand_as(lengths), EVERYTHING)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def cache(
+        self,
+        keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, D]
+        values: Sequence[torch.Tensor],  # as keys
+        pending: int = 0,
+    ) -> "KernelCache":
+        """The cache that goes with these masks."""
+        return self.registration.KernelCache(keys, values, pending)
+
+    def used(self) -> AbstractContextManager[None]:
+        """Within, layers of the model attend by the kernel."""
+        return self.registration.in_attention_of(self.config)
+
+    def commit(
+        self,
+        states: Sequence[torch.Tensor],  # keys and values of all layers, [B, G, capacity, D]
+        path: torch.Tensor,  # [B, P] accepted nodes in order
+        accepted: torch.Tensor,  # [B] their number
+        lengths: torch.Tensor,  # [B] positions committed before
+        start: torch.Tensor,  # [] column of the tree's first node
+    ) -> None:
+        """Move the accepted nodes next to what their rows have committed.
+
+        The calls before a recording make the table of addresses: while recording nothing can be
+        copied to the device.
+        """
+        key = place_of(states)  # memory may come back in another shape
+        if key not in self.tables:
+            self.tables[key] = self.moving.CacheTable(states)
+        starts = start.expand_as(lengths)
+        self.moving.commit(self.tables[key], path, accepted, lengths, starts)

@@ -1,0 +1,1 @@
+"""Builders of the small models that tests and the offline demo use."""

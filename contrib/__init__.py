@@ -1,0 +1,1 @@
+"""drafthead.contrib: what few need, registered by name and imported when it is named."""

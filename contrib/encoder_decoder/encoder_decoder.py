@@ -1,0 +1,203 @@
+"""Encoder-decoder targets, of the classes of T5 and BART.
+
+A prompt is the source and, after it, the tokens with which the decoder begins. The encoder reads
+the source once; what cross-attention sees of it is the first part of each row of the cache, see
+`SourceCache`. From there on the decoder is a target like any other: to drafters, rules and the
+engine, its answer continues the prompt.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSeq2SeqLM
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.contrib.encoder_decoder.decoder_positions import (
+    DecoderPositions,
+    biased_attention,
+    position_table,
+)
+from drafthead.contrib.encoder_decoder.source_cache import SourceCache, SourceStates, for_decoder
+from drafthead.heads.errors import UserError
+from drafthead.heads.host import to_host
+from drafthead.heads.target.cache_argument import cache_argument
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
+from drafthead.heads.target.target import Place, Taps, Target
+
+
+class EncoderDecoderTarget(Target):
+    """A frozen encoder-decoder language model.
+
+    Hidden states are those that the output head reads. No draft head is made for them.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
+        """As `Target`. Raises UserError also for a model that names no token to begin with."""
+        super().__init__(model, tokenizer)
+        self.decoder_prompt = first_tokens(self.model)
+
+    @classmethod
+    def model_class(cls, source: str | Path, trust_code: bool) -> Any:
+        """The class of transformers that loads such models."""
+        return AutoModelForSeq2SeqLM
+
+    @classmethod
+    def check_kind(cls, name: str, with_encoder: bool) -> None:
+        """Raise UserError, naming the model, when it has no encoder."""
+        if not with_encoder:
+            raise UserError(f"{name} is no encoder-decoder model")
+
+    def check_decoder(self, decoder: PreTrainedModel) -> None:
+        """Keep both halves; raises UserError when the decoder cannot run a token tree."""
+        self.encoder, self.decoder = self.model.get_encoder(), decoder
+        implementation = self.config._attn_implementation
+        takes = inspect.signature(type(self.model).forward).parameters
+        reasons = {
+            "it takes no encoder_outputs, decoder_attention_mask and cache": not (
+                {"encoder_outputs", "decoder_attention_mask"} <= takes.keys()
+                and cache_argument(type(self.model).forward)
+            ),
+            "its decoder counts positions by itself, and the nodes of a token tree share some": (
+                biased_attention(decoder) is None and position_table(decoder) is None
+            ),
+            "its experts take so many tokens of a pass and no more": (
+                getattr(self.config, "expert_capacity", None) is not None  # Switch, NLLB-MoE
+            ),
+            f"its {implementation} attention takes no tree mask; load it with "
+            "attn_implementation='sdpa'": implementation not in MASKED_ATTENTION,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UserError(f"{type(self.model).__name__} is not supported as target: {reason}")
+
+    def find_last_state(self, decoder: PreTrainedModel) -> Place:
+        """What the output head reads: BART's decoder has no final norm, and T5 scales its state."""
+        return Place(self.model.get_output_embeddings(), is_input=True)
+
+    def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden states [1, T, D] and logits [1, T, V] of an answer that is its source too."""
+        ids = self.sample_ids()
+        with torch.no_grad(), Taps(self, FeatureSpec()) as taps:
+            logits = self.model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
+        last = taps.features().last
+        assert last is not None
+        return last, logits
+
+    def as_prompt(self, text: list[int]) -> list[int]:
+        """The source, then the tokens with which the decoder begins.
+
+        Raises UserError for a source that is longer than the encoder's positions.
+        """
+        if self.max_length is not None and len(text) > self.max_length:
+            raise UserError(
+                f"a source has {len(text)} tokens, but the encoder reads {self.max_length}: "
+                "shorten it"
+            )
+        return [*text, *self.decoder_prompt]
+
+    def legal_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions [...] as they are: they count the source, and `forward` makes them legal."""
+        return positions
+
+    def new_cache(self) -> SourceCache:
+        """An empty cache for passes of this target."""
+        return SourceCache()
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., V] of the output head with BART's bias, where the model has one."""
+        bias = getattr(self.model, "final_logits_bias", None)
+        return logits if bias is None else logits + bias[0]
+
+    @torch.no_grad()
+    def encode(
+        self,
+        ids: torch.Tensor,  # [B, T] each row's source, then anything
+        lengths: torch.Tensor,  # [B] of the sources
+        cache: SourceCache,
+        room: int,
+    ) -> None:
+        """Read sources into an empty cache, with room for so many columns after them."""
+        bounds = min(counts := to_host(lengths)), max(counts)
+        sources = ids[:, : bounds[1]]
+        there = (torch.arange(bounds[1], device=ids.device) < lengths[:, None]).long()
+        # The decoder's pass over one token makes the keys and values of its cross-attention.
+        read = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        self.model(
+            encoder_outputs=self.encoder(input_ids=sources, attention_mask=there),
+            attention_mask=there,
+            decoder_input_ids=sources.new_full((len(ids), 1), self.decoder_prompt[0]),
+            use_cache=True,
+            **{self.cache_name: read},
+        )
+        layers: Sequence[Any] = read.cross_attention_cache.layers  # the pass has written them
+        states = [SourceStates(layer.keys, layer.values) for layer in layers]
+        cache.commit_sources(states, lengths, bounds, room)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T] that count the source
+        attention_mask: LayerMasks,  # [B, 1, T, S]
+        cache: Cache | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+    ) -> torch.Tensor:
+        """Logits [B, T, V] of a pass of the decoder; the cache holds the sources."""
+        assert isinstance(cache, SourceCache) and isinstance(attention_mask, torch.Tensor)
+        positions = position_ids - cache.sources[:, None]
+        if self.max_length is not None:
+            positions = positions.clamp_max(self.max_length - 1)
+        mask = attention_mask[..., cache.shortest :]
+        # The encoder's states are not read: their keys and values are in the cache.
+        nothing = input_ids.new_zeros(len(input_ids), cache.widest, 1, dtype=self.dtype)
+        with DecoderPositions(self.decoder, positions, mask):
+            output = self.model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=nothing),
+                attention_mask=cache.source_mask(input_ids.shape[1], self.dtype),
+                decoder_input_ids=input_ids,
+                decoder_attention_mask=mask,
+                use_cache=True,
+                **{self.cache_name: for_decoder(cache)},
+            )
+        return output.logits
+
+    @torch.no_grad()
+    def plain_logits(
+        self,
+        text: Sequence[int],
+        answers: torch.Tensor,  # [M, T]
+        count: int,
+    ) -> torch.Tensor:
+        """As `Target.plain_logits`: the logits [M, count, V] of transformers' own pass."""
+        source, start = (
+            torch.tensor([*ids], dtype=torch.long, device=answers.device).expand(len(answers), -1)
+            for ids in (text, self.decoder_prompt)
+        )
+        begun = torch.cat([start, answers], dim=1)
+        output = self.model(input_ids=source, decoder_input_ids=begun, use_cache=False)
+        return output.logits[:, -count:]
+
+
+def first_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens with which `model.generate` lets the decoder begin: the start token, and the
+    forced first one where the model has one, such as BART's or a language's.
+
+    Raises UserError for a model that names none.
+    """
+    config = model.generation_config
+    assert config is not None  # every model that generates has one
+    start = config.decoder_start_token_id
+    start = config.bos_token_id if start is None else start
+    if start is None:
+        raise UserError(
+            f"{type(model).__name__} names no token for the decoder to begin with: set "
+            "decoder_start_token_id in its generation_config.json"
+        )
+    forced = config.forced_bos_token_id
+    return (start,) if forced is None else (start, forced)

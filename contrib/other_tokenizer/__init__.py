@@ -1,0 +1,1 @@
+"""drafthead.contrib.other_tokenizer: draft models that write another vocabulary."""

@@ -1,0 +1,186 @@
+"""A draft model with a tokenizer of its own, which drafts by writing text.
+
+It needs no token that both vocabularies have. What it writes in its own tokens is encoded with the
+target's tokenizer and proposed as a chain; see `text_writing`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from drafthead.contrib.other_tokenizer.text_writing import TextWriter
+from drafthead.contrib.other_tokenizer.translation import TranslatedRow
+from drafthead.heads.coupling import Choice
+from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.host import to_host
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.static import chain_budgets
+from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.drafters.draft_model import DraftModel, DraftModelSession
+from drafthead.infer.drafters.guess_tree import GuessTree, token_tree
+from drafthead.infer.engine.prefill import padded
+
+
+class ByText(DraftModel):
+    """Chains of up to `depth` of the target's tokens, written as text by a draft model.
+
+    Its children are never drawn, so that all rules accept just what the target itself draws.
+    """
+
+    sampling_rule = "match"
+
+    def __init__(self, model: Target, target: Target, depth: int, writer: TextWriter):
+        """Raises UserError when depth is below 1."""
+        super().__init__(model, target, depth)
+        self.writer = writer
+        self.budgets = chain_budgets(depth)
+
+    def check_tokenizers(self, target: Target, model: Target) -> None:
+        """Any two will do for which there is a `Translator`; raises UserError for models with an
+        encoder.
+        """
+        for each in (target, model):
+            each.refuse_encoder("a draft model with another tokenizer")
+
+    def stops(self, budget: Budget) -> tuple[Budget, ...]:
+        """The budget alone: text is written without asking how sure the model is."""
+        return (budget,)
+
+    def identity(self) -> str:
+        """That of the draft model, and that it writes text."""
+        return f"{super().identity()} by text"
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session whose model has read the text of the prompts [B, T] of lengths [B]."""
+        return ByTextSession(self, prompts, lengths)
+
+
+class ByTextSession(DraftModelSession):
+    """A draft model at work on its own tokens of each row's text.
+
+    Its cache holds what was read at the last proposal. Before the next one a row goes back to where
+    its tokens have changed.
+    """
+
+    row_state = ("cache", "host_lengths", "rows", "roots", "logits")
+    drafter: ByText
+
+    def _begin(self, prompts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Read the prompts' texts."""
+        translator = self.drafter.writer.translator
+        self.rows = [TranslatedRow(translator) for _ in range(len(lengths))]
+        for row, tokens, length in zip(self.rows, to_host(prompts), to_host(lengths), strict=True):
+            row.add(tokens[:length])
+        texts, counts = padded([row.renew()[1] for row in self.rows], prompts.device)
+        super()._begin(texts, counts)
+
+    def commit(self, committed: Committed) -> None:
+        """Add the committed tokens to the texts; of the prompt's commit, the root alone."""
+        self._judge(committed)
+        for row, tokens in zip(self.rows, committed.new_tokens, strict=True):
+            row.add(tokens if self.roots is not None else tokens[-1:])
+        self.roots, self.logits = committed.ends.roots, None
+
+    def join_rows(self, other: Self, order: Sequence[int]) -> None:
+        """Go on with rows of both, once both have read what is unread."""
+        self._catch_up()
+        other._catch_up()
+        DraftSession.join_rows(self, other, order)
+
+    def cut(self, length: int) -> None:
+        """Keep the target's tokens at the first `length` positions and the one after them."""
+        for row in self.rows:
+            row.cut(length + 1)
+        self.logits = None
+
+    def drafted(self, budget: Budget) -> Budget:
+        """The budget."""
+        return budget
+
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+        """Read what is new, then write."""
+        self._catch_up()
+        passes = [own_tokens(row, budget.depth) for row in self.rows]
+        written = self._write(max(passes))
+        self.cache.discard()
+        chains = [
+            self._chain_of(row, tokens[:count], log_probs[:count], budget)
+            for row, count, (tokens, log_probs) in zip(self.rows, passes, written, strict=True)
+        ]
+        roots = [row.tokens[-1] for row in self.rows]
+        tree = token_tree(roots, chains, self.model.device)
+        # Lookup beside it compares its guesses with these on the host, where they stay: a step
+        # copies to its device once.
+        scores = [torch.tensor([0.0, *chain.scores]) for chain in chains]
+        return replace(tree, scores=pad_sequence(scores, batch_first=True))  # [B, N]
+
+    def _write(self, count: int) -> list[tuple[list[int], list[float]]]:
+        """Of each row the draft model's own most probable tokens after each other, and the
+        logarithms of their probabilities.
+        """
+        assert self.logits is not None
+        logits, tokens, log_probs = self.logits, list[torch.Tensor](), list[torch.Tensor]()
+        for level in range(count):
+            if level > 0:
+                logits = self._feed_one(tokens[-1], level)
+            best, ids = logits.float().max(-1)
+            tokens.append(ids)
+            log_probs.append(best - logits.float().logsumexp(-1))
+        # One table, for which the host waits once. Tokens are whole numbers in float32 as well.
+        table = torch.stack([*tokens, *log_probs], 1)  # [B, 2 count]
+        return [([int(x) for x in row[:count]], row[count:]) for row in to_host(table)]
+
+    def _chain_of(
+        self,
+        row: TranslatedRow,
+        own: Sequence[int],
+        log_probs: Sequence[float],
+        budget: Budget,
+    ) -> GuessTree:
+        """The target's tokens of what was written, within a budget.
+
+        Of 4 tokens that became 2, the first is as likely as the first 2 of the 4 were.
+        """
+        tokens = self.drafter.writer.continuation(row, own)
+        reached = list(accumulate(log_probs))
+        scores = [
+            reached[math.ceil(place * len(own) / len(tokens)) - 1]
+            for place in range(1, len(tokens) + 1)
+        ]
+        most = min(budget.depth, budget.nodes - 1)
+        return GuessTree.chain(tokens[:most], scores[:most])
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Go back to where each row's tokens have changed, and read what follows."""
+        if self.logits is not None:
+            return
+        stay, new = zip(*(row.renew() for row in self.rows), strict=True)
+        counts, width = [len(tokens) for tokens in new], max(map(len, new))
+        table = [
+            [first, count, *tokens, *[0] * (width - count)]
+            for first, count, tokens in zip(stay, counts, new, strict=True)
+        ]
+        # One table, so that a step copies to its device once.
+        there = torch.tensor(table).to(self.drafter.model.device)
+        self.host_lengths = list(stay)
+        self.cache.commit(None, there[:, 0], max(stay))
+        read = Committed(there[:, 2:], Features(last=None), there[:, 1], host_tokens=list(new))
+        for part in read.chunks():
+            self.logits = self._read(part if self.model.memory is None else part.padded())
+
+
+def own_tokens(row: TranslatedRow, count: int) -> int:
+    """How many tokens of the draft model have the text of `count` tokens of the target.
+
+    In a row whose 30 tokens were 40 to the draft model, 3 are 4. It depends on this row alone: its
+    answer must not depend on the rows beside it.
+    """
+    return max(1, math.ceil(count * len(row.read) / len(row.tokens)))

@@ -1,1 +1,0 @@
-"""drafthead.heads.graphs.layers: layers that differ in their weights alone, compiled once."""

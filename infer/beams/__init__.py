@@ -1,0 +1,1 @@
+"""drafthead.infer.beams: beam search, several rounds a pass."""

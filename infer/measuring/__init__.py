@@ -1,1 +1,0 @@
-"""drafthead.infer.measuring: comparison, profiles and the tests of exactness."""

@@ -1,0 +1,1 @@
+"""drafthead.lab: measuring, theory, diagnosis, plans, reports. Decoding never imports it."""

@@ -1,0 +1,1 @@
+"""drafthead.lab.exactness: tests that answers are the target's own."""

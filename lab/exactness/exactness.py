@@ -1,0 +1,302 @@
+"""Is what is decoded what the target alone would have generated? Measured on a user's own pair.
+
+Do sampled answers follow the target's law, at their beginning, where whole texts can be counted,
+and token by token later on? Are greedy answers those of plain decoding?
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.engine.results import DecodeResult
+from drafthead.infer.request.decode_options import DecodeOptions
+from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, fit
+from drafthead.lab.exactness.oracle import OracleDecoder
+from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text, places_in_law
+from drafthead.lab.races.divergence import Divergence, divergence, rounding_step
+
+PLACES = 20  # parts of [0, 1] in which later tokens are counted
+ROWS = 64  # answers that are sampled at a time
+
+# Greedy answers may differ where the logit of the other token lies at most this number of rounding
+# steps of the dtype below the largest. In 16 bits the rounding of the logits themselves decides
+# ties; in float32 it is the order of sums over thousands of terms, which differs from pass to pass.
+TIE_STEPS = {torch.float32: 128, torch.bfloat16: 1, torch.float16: 1}
+
+
+@dataclass(frozen=True)
+class SampledPair:
+    """A decoder that samples under a verifier, and the target whose law it should follow.
+
+    Raises UserError for a decoder whose steps need not verify trees, which would test nothing, and
+    for a penalty that is not above 0.
+    """
+
+    decoder: Decoder
+    reference: Target
+    sampling: SamplingConfig
+    verifier: str
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.decoder.adaptive or self.decoder.drafter is None:
+            raise UserError("exactness is tested with a drafter and trees of a fixed size")
+        if not self.repetition_penalty > 0:
+            raise UserError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The penalty, if there is one."""
+        if self.repetition_penalty == 1:
+            return None
+        return GenerationConfig(do_sample=True, repetition_penalty=self.repetition_penalty)
+
+    def sample(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        seed: int,
+        decoder: Decoder | None = None,
+    ) -> DecodeResult:
+        """A sampled answer to each prompt; by another decoder, where one is given."""
+        return (decoder or self.decoder).generate(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+            verifier=self.verifier,
+            seed=seed,
+            generation_config=self.generation_config,
+            use_model_defaults=False,  # the law is that of the target's own logits
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the first tokens of sampled answers to one prompt fit the target's law."""
+
+    fit: Fit
+    largest_logit: float
+
+
+def sampled_start(
+    pair: SampledPair,
+    prompt: list[int],
+    samples: int,
+    seed: int,
+    on_samples: Callable[[int], object] = lambda _: None,
+) -> Start:
+    """Decode one prompt `samples` times, with seeds from `seed` on, and compare LENGTH tokens."""
+    law = TargetLaw(
+        pair.reference, prompt, pair.sampling, samples, pair.decoder.end_ids,
+        pair.repetition_penalty,
+    )  # fmt: skip
+    found: Counter[Text] = Counter()
+    impossible = 0
+    for start in range(0, samples, ROWS):
+        rows = min(ROWS, samples - start)
+        answers = pair.sample([prompt] * rows, LENGTH, seed + start).sequences
+        found.update(map(law.cell, answers))
+        impossible += sum(map(law.is_impossible, answers))
+        on_samples(rows)
+    counts = torch.tensor([found[cell] for cell in law.chances])
+    measured = fit(counts, torch.tensor(list(law.chances.values())), impossible)
+    return Start(measured, law.largest_logit)
+
+
+@dataclass
+class LaterTokens:
+    """All tokens but the first of sampled answers, by their place in the target's law.
+
+    Order the tokens after a text from the most to the least probable and give each the part of
+    [0, 1] that is its probability. A point drawn evenly from the sampled token's part is even on
+    [0, 1], whatever came before, exactly if the token has the target's law (Rosenblatt's
+    transform). Drafts accepted too readily show as too many small points, a damaged context as too
+    many large ones.
+    """
+
+    counts: torch.Tensor = field(  # [PLACES]
+        default_factory=lambda: torch.zeros(PLACES, dtype=torch.long)
+    )
+    impossible: int = 0
+    accept_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def fit(self) -> Fit:
+        """The counts compared with the even law."""
+        return fit(self.counts, torch.full((PLACES,), 1 / PLACES), self.impossible)
+
+    @property
+    def accepted(self) -> float:
+        """The mean number of drafted tokens that a step accepted."""
+        return sum(self.accept_lengths) / max(1, len(self.accept_lengths)) - 1
+
+
+def later_tokens(
+    pair: SampledPair,
+    prompts: Sequence[list[int]],
+    answers: int,
+    max_new_tokens: int,
+    seed: int,
+    on_answers: Callable[[int], object] = lambda _: None,
+) -> LaterTokens:
+    """Sample `answers` answers to each prompt, and place their tokens in the target's law."""
+    later = LaterTokens()
+    generator = torch.Generator().manual_seed(seed)
+    rows = [prompt for prompt in prompts for _ in range(answers)]
+    for start in range(0, len(rows), ROWS):
+        batch = rows[start : start + ROWS]
+        result = pair.sample(batch, max_new_tokens, seed + start)
+        later.accept_lengths += [n for row in result.stats.accept_lengths for n in row]
+        for prompt, answer in zip(batch, result.sequences, strict=True):
+            if len(answer) < 2:
+                continue
+            place, chance = places_in_law(
+                pair.reference, prompt, answer, pair.sampling, pair.repetition_penalty
+            )
+            points = place + chance * torch.rand(len(place), generator=generator)
+            cells = (points * PLACES).long().clamp_max(PLACES - 1)
+            later.counts += torch.bincount(cells, minlength=PLACES)
+            later.impossible += int((chance == 0).sum())
+        on_answers(len(batch))
+    return later
+
+
+def rounding_doubt(starts: Sequence[Start], dtype: torch.dtype, temperature: float) -> float:
+    """About the total variation per token that rounding in the target's dtype alone may cause.
+
+    Logits that are off by e change every probability by a factor within exp(+-2 e / temperature)
+    and so the law by no more than tanh(e / temperature); e is one rounding step of the largest.
+    """
+    step = rounding_step(max(each.largest_logit for each in starts), dtype)
+    return float(torch.tanh(torch.tensor(step / temperature)))
+
+
+def greedy_differences(
+    decoder: Decoder,
+    reference: Target,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    on_answer: Callable[[int], object] = lambda _: None,
+    verifier: str = "auto",
+) -> list[Divergence]:
+    """Where greedy answers under a rule differ from those of plain decoding.
+
+    That is plain decoding with the decoder's own target where its passes have the `same_bits`, and
+    with `reference` elsewhere.
+    """
+    plain, differences = oracle_for(decoder, reference), []
+    for number, prompt in enumerate(prompts):
+        expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
+        options: DecodeOptions = {
+            "max_new_tokens": max_new_tokens, "verifier": verifier, "use_model_defaults": False,
+        }  # fmt: skip
+        answer = decoder.generate(prompt, **options).sequences[0]
+        if answer != expected:
+            differences.append(divergence("greedy", number, prompt, expected, answer, reference))
+        on_answer(1)
+    return differences
+
+
+def oracle_for(decoder: Decoder, reference: Target) -> OracleDecoder:
+    """Plain decoding whose text a lossless decoder must give."""
+    plain = OracleDecoder(decoder.target if decoder.target.same_bits else reference)
+    plain.end_ids = decoder.end_ids
+    return plain
+
+
+def drawn_differences(
+    pair: SampledPair,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    seed: int,
+    on_answer: Callable[[int], object] = lambda _: None,
+) -> list[Divergence]:
+    """Where answers drawn under `match` differ from plain decoding's for the same seed."""
+    plain, differences = oracle_for(pair.decoder, pair.reference), []
+    for number, prompt in enumerate(prompts):
+        expected, answer = (
+            pair.sample([prompt], max_new_tokens, seed + number, decoder).sequences[0]
+            for decoder in (plain, pair.decoder)
+        )
+        if answer != expected:
+            both = expected, answer
+            differences.append(divergence("drawn", number, prompt, *both, pair.reference))
+        on_answer(1)
+    return differences
+
+
+def is_near_tie(difference: Divergence, dtype: torch.dtype) -> bool:
+    """Whether rounding explains the difference: see TIE_STEPS."""
+    return difference.token_gap <= TIE_STEPS[dtype] * difference.rounding_step
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of a pair of `dtype`; the statistical parts are empty at temperature 0.
+
+    `false_alarm` is the chance that exact decoding is called inexact. Each statistical part gets a
+    third of it; near ties aside, the greedy part does not err. Where the decoder's passes have the
+    `same_bits`, there are no near ties, and `drawn` answers must be plain decoding's as well.
+    """
+
+    dtype: torch.dtype
+    false_alarm: float
+    rule: Sequence[Fit]  # one for each random table
+    starts: Sequence[Start]  # one for each prompt
+    later: LaterTokens | None
+    greedy: Sequence[Divergence]
+    same_bits: bool = False
+    drawn: Sequence[Divergence] | None = None  # None where nothing was drawn under `match`
+
+    @property
+    def parts(self) -> dict[str, list[Fit]]:
+        """The statistical parts; the experiments of one are independent."""
+        return {
+            "rule on tables": list(self.rule),
+            f"first {LENGTH} tokens": [each.fit for each in self.starts],
+            "later tokens": [self.later.fit] if self.later and self.later.counts.any() else [],
+        }
+
+    @property
+    def level(self) -> float:
+        """The p-value below which a statistical part fails."""
+        return self.false_alarm / len(self.parts)
+
+    def failures(self) -> list[str]:
+        """A sentence for each part that shows another law than the target's; none is a pass."""
+        sentences = []
+        for part, fits in self.parts.items():
+            chance = chance_of_worse(fits)
+            if chance < self.level:
+                impossible = sum(each.impossible for each in fits)
+                forbidden = f", {impossible} samples of probability 0" if impossible else ""
+                sentences.append(f"{part}: not the target's law, p-value {chance:.1e}{forbidden}")
+        if wrong := [each for each in self.greedy if not self.is_excused(each)]:
+            worst = max(wrong, key=lambda each: each.token_gap)
+            reason = (
+                "though nothing is rounded otherwise"
+                if self.same_bits
+                else "by more than rounding explains"
+            )
+            sentences.append(
+                f"greedy answers: {len(wrong)} differ {reason}; prompt {worst.prompt}, token "
+                f"{worst.position} lies {worst.token_gap:.4f} below the largest logit"
+            )
+        if self.drawn:
+            sentences.append(
+                f"drawn answers: {len(self.drawn)} are not plain decoding's for the same seed"
+            )
+        return sentences
+
+    def is_excused(self, difference: Divergence) -> bool:
+        """Whether rounding explains that a greedy answer differs."""
+        return not self.same_bits and is_near_tie(difference, self.dtype)

@@ -1,0 +1,1 @@
+"""drafthead.lab.own_layers: which layers of a target draft best."""

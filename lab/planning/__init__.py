@@ -1,0 +1,1 @@
+"""drafthead.lab.planning: what a training run will need, before it is spent."""

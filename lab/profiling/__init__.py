@@ -1,0 +1,1 @@
+"""drafthead.lab.profiling: where the time of a step goes."""

@@ -1,0 +1,90 @@
+"""How the wall-clock time of an average step divides into phases."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from drafthead.heads.errors import UserError
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.engine.results import DecodeStats, summed
+from drafthead.lab.theory.speedup_model import StepParts
+
+STEP_PHASES = ("draft", "verify", "accept", "commit")
+# Time of a step outside its phases: the planner, the loop itself, the caller that takes the tokens.
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class StepLedger:
+    """The phases of an average step, and its yield.
+
+    On a GPU kernels go on running after their phase has ended: their time then counts in the phase
+    that waits for them, which is `accept`. The step as a whole is right on every device. A compiled
+    step under `greedy` or `match` accepts within the graph of its pass, and small drafts are made
+    there too: it is all `verify`.
+    """
+
+    seconds: dict[str, float]  # of a step, by phase; they add up to `step_seconds`
+    step_seconds: float
+    steps: int
+    nodes: float  # scored by the target per row and step, on average
+    tau: float
+    tokens_per_second: float
+
+    def share(self, phase: str) -> float:
+        """The phase's part of the step's time."""
+        return self.seconds[phase] / self.step_seconds
+
+    def parts(self, plain: "StepLedger") -> StepParts:
+        """The step in steps of plain decoding."""
+        host = self.seconds["accept"] + self.seconds["commit"] + self.seconds[HOST]
+        draft, verify = self.seconds["draft"], self.seconds["verify"]
+        return StepParts(*(part / plain.step_seconds for part in (draft, verify, host)))
+
+    def as_fields(self) -> dict[str, object]:
+        """The ledger with its shares, for JSON."""
+        return {**asdict(self), "shares": {phase: self.share(phase) for phase in self.seconds}}
+
+
+def ledger_of(stats: DecodeStats) -> StepLedger:
+    """The ledger of an engine's statistics; raises UserError if they count no step."""
+    if not stats.steps:
+        raise UserError(
+            "no answer goes beyond its first token, so there is no step to account for: allow more "
+            "new tokens, or use other prompts"
+        )
+    step = stats.decode_seconds / stats.steps
+    seconds = {phase: stats.seconds[phase] / stats.steps for phase in STEP_PHASES}
+    seconds[HOST] = step - sum(seconds.values())
+    return StepLedger(
+        seconds, step, stats.steps, stats.nodes_per_step, stats.tau, stats.tokens_per_second
+    )
+
+
+def measure_ledgers(
+    decoders: Mapping[str, Decoder],
+    batches: Sequence[Sequence[Sequence[int]]],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    on_batch: Callable[[], object],
+) -> dict[str, StepLedger]:
+    """Decode batches of prompts with several decoders, which take turns; one ledger each.
+
+    `on_batch` is called after each batch. Warm the decoders up first: whatever still has to be
+    compiled would count as decoding.
+    """
+    stats: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
+    for number, prompts in enumerate(batches):
+        # The order alternates, so that no decoder always follows the same one.
+        order = list(decoders) if number % 2 == 0 else list(decoders)[::-1]
+        for name in order:
+            result = decoders[name].generate(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed + number * len(prompts),
+                use_model_defaults=False,  # theory knows the target's own logits alone
+            )
+            stats[name].append(result.stats)
+            on_batch()
+    return {name: ledger_of(summed(parts)) for name, parts in stats.items()}

@@ -1,0 +1,256 @@
+"""Passes alone: the time of target and drafter outside the engine, and the time that it adds.
+
+Everything is timed in turns, so that a machine that slows down slows all of it down.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target, TargetOutput
+from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.engine.batch_run import BatchRun
+from drafthead.infer.engine.graph_stepper import stepper_for
+from drafthead.infer.engine.loop import decode
+from drafthead.infer.engine.planner import FixedPlan
+from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.request.request import Request
+from drafthead.infer.verifiers import VERIFIERS
+from drafthead.lab.profiling.clock import seconds_of
+
+COMMITTED = 256  # cache columns before a pass
+PASS_SIZES = (1, 2, 4, 8, 16, 32, 64)
+ROUNDS = 9
+STEPS = 40
+WARM_UP = 3  # calls of each kind that are not counted: they compile, allocate, fill caches
+
+GREEDY = SamplingConfig()
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Median seconds of passes alone, after `columns` committed positions in each of `batch` rows.
+
+    `verify[n]` is a pass of the target over n new nodes a row, `draft[budget]` one proposal.
+    """
+
+    batch: int
+    columns: int
+    verify: dict[int, float]
+    draft: dict[Budget, float]
+
+
+@torch.no_grad()
+def time_passes(
+    target: Target,
+    drafter: Drafter | None = None,
+    batch: int = 1,
+    sizes: Sequence[int] = PASS_SIZES,
+    rounds: int = ROUNDS,
+    on_round: Callable[[], object] = lambda: None,
+    budgets: Sequence[Budget] | None = None,
+) -> PassTimes:
+    """Time the target at `sizes` and the drafter at `budgets`, by default all its main ones.
+
+    `on_round` is called `WARM_UP + rounds` times. The text is `COMMITTED` random tokens, or as many
+    as the context holds. A proposal follows one newly committed token, whose commit is not timed.
+    """
+    stepper, prompt = after_random_text(target, drafter, batch, max(sizes))
+    passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
+    verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
+    if budgets is None:
+        budgets = drafter.main_budgets if drafter else ()
+    draft: dict[Budget, list[float]] = {budget: [] for budget in budgets}
+    for _ in range(WARM_UP + rounds):
+        for nodes, call in passes.items():
+            verify[nodes].append(seconds_of(call, target.device))
+        if drafter is not None:
+            for budget, seconds in time_proposals(drafter, budgets, stepper, prompt).items():
+                draft[budget].append(seconds)
+        on_round()
+    return PassTimes(batch, stepper.cache.longest, medians(verify), medians(draft))
+
+
+def after_random_text(
+    target: Target, drafter: Drafter | None, batch: int, max_nodes: int
+) -> tuple[Stepper, Committed]:
+    """A greedy stepper that has read random text in each of `batch` rows, and what it committed."""
+    columns = min(COMMITTED, target.max_length or COMMITTED)
+    features = drafter.features if drafter else FeatureSpec(layers=(), last=False)
+    text = torch.randint(
+        target.vocab_size, (batch, columns), generator=torch.Generator().manual_seed(0)
+    )
+    stepper = greedy_stepper(target, endless(text.tolist(), 1), features, max_nodes)
+    return stepper, stepper.prefill()[0]
+
+
+def time_proposals(
+    drafter: Drafter, budgets: Sequence[Budget], stepper: Stepper, prompt: Committed
+) -> dict[Budget, float]:
+    """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
+    device = stepper.target.device
+    return {
+        budget: seconds_of(propose, device)
+        for budget, propose in proposals_alone(drafter, budgets, stepper, prompt)
+    }
+
+
+def proposals_alone(
+    drafter: Drafter, budgets: Sequence[Budget], stepper: Stepper, prompt: Committed
+) -> Iterator[tuple[Budget, Callable[[], TokenTree]]]:
+    """For each budget a proposal after one newly committed token, ready to be called.
+
+    All in one session that has read the prompt: call each before the next is asked for.
+    """
+    session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
+    session.commit(prompt)
+    session.borrow(stepper.cache)
+    session.propose(budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
+    one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
+    for budget in budgets:
+        session.commit(one)
+        yield budget, partial(session.propose, budget, GREEDY, None)
+
+
+def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
+    """A greedy request whose answers end only at their limit."""
+    rows = len(prompts)
+    return Request(prompts, [limit] * rows, GREEDY, [0] * rows, frozenset())
+
+
+def greedy_stepper(
+    target: Target, request: Request, features: FeatureSpec, max_nodes: int
+) -> Stepper:
+    """The engine's stepper for a greedy request."""
+    run = BatchRun(request, target.device)
+    return stepper_for(target, run, features, VERIFIERS["greedy"], max_nodes)
+
+
+def pass_alone(stepper: Stepper, nodes: int) -> Callable[[], TargetOutput]:
+    """A pass over a chain of `nodes` tokens after the committed text, ready to be called.
+
+    Mask and positions are made here, outside the pass, and the pass commits nothing.
+    """
+    target, cache, features = stepper.target, stepper.cache, stepper.features
+    assert cache.lengths is not None
+    device = target.device
+    steps = torch.arange(nodes, device=device)
+    tokens = stepper.roots[:, None].expand(-1, nodes).contiguous()
+    positions = target.legal_positions(cache.lengths[:, None] + steps)
+    mask = target.tree_mask(cache, (steps[:, None] >= steps)[None])
+    return lambda: target.run(tokens, positions, mask, features, cache)
+
+
+def medians(taken: dict[Key, list[float]]) -> dict[Key, float]:
+    """Median of each list of seconds, without the warm-up."""
+    return {key: median(seconds[WARM_UP:]) for key, seconds in taken.items()}
+
+
+@dataclass(frozen=True)
+class StepOverhead:
+    """What the engine adds to its two passes: median seconds of one interleaved run."""
+
+    nodes: float  # of a row's tree, on average
+    step_seconds: float
+    verify_seconds: float  # of the target's pass over the same nodes, alone
+    draft_seconds: float  # of a proposal, alone
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step beyond its passes."""
+        return self.step_seconds - self.verify_seconds - self.draft_seconds
+
+    @property
+    def share(self) -> float:
+        """The part of the step's time that is neither pass."""
+        return self.seconds / self.step_seconds
+
+
+@torch.no_grad()
+def step_overhead(
+    target: Target,
+    drafter: Drafter,
+    budget: Budget,
+    prompts: Sequence[Sequence[int]],
+    steps: int = STEPS,
+    on_step: Callable[[], object] = lambda: None,
+) -> StepOverhead:
+    """Decode a batch greedily, timing before each step its proposal and its pass alone.
+
+    All three follow the same committed text, and the proposal alone is the very one that the engine
+    makes next: a second session receives the commits of the engine's own. `on_step` is called
+    `WARM_UP + steps` times.
+    """
+    recorder = CommitRecorder(drafter)
+    limit = (WARM_UP + steps) * (budget.depth + 1) + 2
+    stepper = greedy_stepper(target, endless(prompts, limit), drafter.features, budget.nodes)
+    engine = decode(stepper, recorder, FixedPlan(budget))
+    next(engine)  # the prompt
+    twin = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
+    taken: dict[str, list[float]] = {"draft": [], "verify": [], "step": []}
+    trees: list[TokenTree] = []
+    for _ in range(WARM_UP + steps):
+        twin.commit(recorder.commits.pop())
+        twin.borrow(stepper.cache)
+        taken["draft"].append(
+            seconds_of(lambda: trees.append(twin.propose(budget, GREEDY, None)), target.device)
+        )
+        alone = pass_alone(stepper, trees[-1].num_nodes)
+        taken["verify"].append(seconds_of(alone, target.device))
+        taken["step"].append(seconds_of(lambda: next(engine), target.device))
+        on_step()
+    middle = medians(taken)
+    nodes = sum(tree.num_nodes for tree in trees) / len(trees)
+    return StepOverhead(nodes, middle["step"], middle["verify"], middle["draft"])
+
+
+class CommitRecorder(Drafter):
+    """A drafter whose sessions record their commits, so that another session can receive them."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.features, self.budgets = drafter.features, drafter.budgets
+        self.commits: list[Committed] = []
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T] of lengths [B]."""
+        return RecordingSession(self.drafter.start(prompts, lengths), self.commits)
+
+
+class RecordingSession(DraftSession):
+    """A session that records each commit."""
+
+    def __init__(self, session: DraftSession, commits: list[Committed]):
+        self.session, self.commits = session, commits
+
+    def borrow(self, cache: TreeCache) -> None:
+        """Pass on the target's cache."""
+        self.session.borrow(cache)
+
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+        """The session's own proposal."""
+        return self.session.propose(budget, sampling, random)
+
+    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
+        """The session's own recipe."""
+        return self.session.recipe(budget, draws)
+
+    def commit(self, committed: Committed) -> None:
+        """Record and pass on."""
+        self.commits.append(committed)
+        self.session.commit(committed)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Pass on rows [B] unrecorded: those of an endless request never leave."""
+        self.session.keep_rows(rows)

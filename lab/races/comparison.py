@@ -1,0 +1,217 @@
+"""What a race has shown: every way of decoding, counted in the same way.
+
+A speedup is the median over rounds of a ratio within the round. Only returned tokens count. The
+prompt pass is reported separately.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from drafthead.heads.target.target import Target
+from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
+from drafthead.lab.races.contestants import Contestant
+from drafthead.lab.races.divergence import Divergence, divergence
+from drafthead.lab.races.race import Record
+from drafthead.lab.theory.speedup_model import (
+    ChainPrediction,
+    deviation_factors,
+    predict_chain,
+    speedup_bound,
+)
+
+PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
+
+
+@dataclass(frozen=True)
+class CategoryFigures:
+    """How one contestant did on the prompts of one category; `speedup` is over plain decoding.
+
+    None is what cannot be told, where answers end with their first token.
+    """
+
+    prompts: int
+    tokens_per_second: float | None
+    speedup: float | None
+    tau: float | None
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One line of the table. Speedups are medians over rounds, `*_range` their extremes.
+
+    `speedup` is over our plain decoding, `speedup_hf` over transformers' `model.generate`. Fields
+    that only our engine measures are None or empty for another engine.
+    """
+
+    mode: str
+    drafter: str
+    verifier: str
+    tree_nodes: float | None  # on average
+    temperature: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    prefill_seconds: float
+    tau: float | None
+    acceptance_by_depth: list[float]
+    accept_length_counts: dict[int, int]
+    draft_cost: float | None  # seconds of drafting a step / seconds of a plain step
+    steps: int | None
+    phase_seconds: dict[str, float]
+    speedup: float
+    speedup_range: tuple[float, float]
+    speedup_hf: float
+    speedup_hf_range: tuple[float, float]
+    speedup_bound: float | None
+    efficiency: float | None  # speedup / tau
+    chain_prediction: ChainPrediction | None
+    repeated_8gram_share: float
+    answers_ended: float
+    peak_memory_bytes: int
+    categories: dict[str, CategoryFigures]  # where prompts say what kind of request they are
+    # Why the prediction is not `speedup`, see `deviation_factors`; files of older versions have
+    # none.
+    prediction_factors: dict[str, float] = field(default_factory=dict)
+
+
+def rows_of(
+    records: Sequence[Record],
+    temperature: float,
+    end_ids: frozenset[int],
+    categories: Sequence[str | None] = (),
+) -> list[ComparisonRow]:
+    """The table of a race in which both baselines took part; `categories` are those of batches."""
+    by_mode = {record.contestant.mode: record for record in records}
+    plain, generate = by_mode[PLAIN], by_mode[GENERATE]
+    places: dict[str, list[int]] = {}
+    for place, category in enumerate(categories):
+        if category is not None:
+            places.setdefault(category, []).append(place)
+    return [_row(record, plain, generate, temperature, end_ids, places) for record in records]
+
+
+def _row(
+    record: Record,
+    plain: Record,
+    generate: Record,
+    temperature: float,
+    end_ids: frozenset[int],
+    places: dict[str, list[int]],
+) -> ComparisonRow:
+    batches = [batch for batches in record.answers for batch in batches]
+    sequences = [sequence for batch in batches for sequence in batch.sequences]
+    speedups = _ratios(record, plain)
+    speedups_hf = _ratios(record, generate)
+    stats, drafted = record.stats(), record.stats() if record is not plain else None
+    t_1 = _plain_step_seconds(plain)
+    contestant = record.contestant
+    prediction = _prediction(contestant, drafted, t_1) if drafted else None
+    return ComparisonRow(
+        mode=contestant.mode,
+        drafter=contestant.drafter,
+        verifier=contestant.verifier,
+        tree_nodes=stats.nodes_per_step if stats else None,
+        temperature=temperature,
+        tokens=sum(batch.decoded_tokens for batch in batches),
+        seconds=sum(batch.decode_seconds for batch in batches),
+        tokens_per_second=median(record.rates()),
+        prefill_seconds=sum(batch.prefill_seconds for batch in batches),
+        tau=stats.tau if stats else None,
+        acceptance_by_depth=stats.acceptance_by_depth() if stats else [],
+        accept_length_counts=_counts(stats) if stats else {},
+        draft_cost=_draft_cost(drafted, t_1) if drafted else None,
+        steps=stats.steps if stats else None,
+        phase_seconds=stats.seconds if stats else {},
+        speedup=median(speedups),
+        speedup_range=(min(speedups), max(speedups)),
+        speedup_hf=median(speedups_hf),
+        speedup_hf_range=(min(speedups_hf), max(speedups_hf)),
+        speedup_bound=_bound(drafted, t_1) if drafted else None,
+        efficiency=median(speedups) / drafted.tau if drafted else None,
+        chain_prediction=prediction,
+        prediction_factors=_factors(prediction, record, plain) if prediction else {},
+        repeated_8gram_share=repeated_ngram_share(sequences),
+        answers_ended=sum(bool(end_ids & {*s[-1:]}) for s in sequences) / len(sequences),
+        peak_memory_bytes=record.peak_memory_bytes,
+        categories={name: _category(record, plain, some) for name, some in places.items()},
+    )
+
+
+def _category(record: Record, plain: Record, places: Sequence[int]) -> CategoryFigures:
+    some, baseline = record.part(places), plain.part(places)
+    rounds = [*some.answers, *baseline.answers]
+    if not all(any(answer.decoded_tokens for answer in answers) for answers in rounds):
+        return CategoryFigures(len(places), None, None, None)
+    stats, speedup = some.stats(), median(_ratios(some, baseline))
+    return CategoryFigures(len(places), median(some.rates()), speedup, stats.tau if stats else None)
+
+
+def _ratios(record: Record, baseline: Record) -> list[float]:
+    """Speed against a baseline, round by round."""
+    return [a / b for a, b in zip(record.rates(), baseline.rates(), strict=True)]
+
+
+def _counts(stats: DecodeStats) -> dict[int, int]:
+    lengths = [length for row in stats.accept_lengths for length in row]
+    return {length: lengths.count(length) for length in sorted(set(lengths))}
+
+
+def _plain_step_seconds(plain: Record) -> float:
+    """t_1: seconds of a plain step."""
+    stats = plain.stats()
+    assert stats is not None
+    return stats.decode_seconds / max(1, stats.steps)
+
+
+def _draft_cost(stats: DecodeStats, t_1: float) -> float:
+    """Seconds of drafting a step, in plain steps."""
+    return stats.seconds["draft"] / max(1, stats.steps) / t_1
+
+
+def _bound(stats: DecodeStats, t_1: float) -> float:
+    steps = max(1, stats.steps)
+    return speedup_bound(
+        tau=stats.tau,
+        verify_seconds=stats.seconds["verify"] / steps,
+        draft_seconds=stats.seconds["draft"] / steps,
+        host_seconds=(stats.seconds["accept"] + stats.seconds["commit"]) / steps,
+        t_1=t_1,
+    )
+
+
+def _prediction(contestant: Contestant, stats: DecodeStats, t_1: float) -> ChainPrediction | None:
+    length = round(stats.nodes_per_step) - 1
+    # The formula is for chains of one length; the planner may have drafted none.
+    if not contestant.is_chain or length < 1 or length + 1 != stats.nodes_per_step:
+        return None
+    lengths = [n for row in stats.accept_lengths for n in row]
+    return predict_chain(lengths, length, _draft_cost(stats, t_1) / length)
+
+
+def _factors(prediction: ChainPrediction, record: Record, plain: Record) -> dict[str, float]:
+    """Why a prediction is not the measured speedup."""
+    ledger, plain_ledger = record.ledger(), plain.ledger()
+    parts = ledger.parts(plain_ledger), plain_ledger.parts(plain_ledger)
+    return deviation_factors(prediction, median(_ratios(record, plain)), ledger.tau, *parts)
+
+
+def divergences(
+    records: Sequence[Record], prompts: Sequence[list[int]], target: Target
+) -> list[Divergence]:
+    """Where greedy answers of the first round to prompts differ from plain decoding's."""
+    plain = next(record for record in records if record.contestant.mode == PLAIN)
+    return [
+        divergence(record.contestant.mode, index, prompts[index], expected, sequence, target)
+        for record in records
+        if record is not plain
+        for index, (expected, sequence) in enumerate(
+            zip(first_round(plain), first_round(record), strict=True)
+        )
+        if expected != sequence
+    ]
+
+
+def first_round(record: Record) -> list[list[int]]:
+    """The answers of the first round, prompt by prompt."""
+    return [sequence for batch in record.answers[0] for sequence in batch.sequences]

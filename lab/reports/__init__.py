@@ -1,0 +1,1 @@
+"""drafthead.lab.reports: what verbs measured, as tables, files and pictures."""

@@ -1,0 +1,153 @@
+"""The evidence of `verify-exactness`: a table, notes and the verdict, and a JSON file."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.storage.files import write_text
+from drafthead.lab.exactness.exactness import Evidence, LaterTokens, rounding_doubt
+from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, detectable, freedom
+from drafthead.lab.races.comparison import Divergence
+from drafthead.lab.reports.tables import print_table
+
+POWER = 0.9
+SMALL_DOUBT = 1e-3  # total variation per token below which rounding is not mentioned
+LISTED_DIFFERENCES = 10
+FOUND = f"found in {POWER:.0%}"
+COLUMNS = ("test", "samples", "cells", "p-value", "total variation", "by chance", FOUND)
+
+
+def report_evidence(
+    evidence: Evidence, sampling: SamplingConfig, about: dict[str, Any], output: Path | None
+) -> None:
+    """Print table, notes and verdict, and write them as JSON if there is an `output`.
+
+    `about` holds machine, versions, command and settings.
+    """
+    notes = notes_on(evidence, sampling, about["prompts"])
+    last = verdict(evidence, about["verifier"])
+    title = "decoded answers and the target's distribution"
+    print_table(title, COLUMNS, table_rows(evidence), [*notes, last])
+    if output is not None:
+        write_evidence(evidence, notes, about, output)
+
+
+def fit_cells(name: str, fits: list[Fit], false_alarm: float) -> list[str]:
+    """One line of the table: all experiments of a test, total variations as means over them."""
+    samples = sum(each.samples for each in fits)
+
+    def mean(values: list[float]) -> str:
+        weighted = zip(values, fits, strict=True)
+        return f"{sum(value * each.samples for value, each in weighted) / samples:.4f}"
+
+    return [
+        name,
+        str(samples),
+        str(freedom(fits) + len(fits)),
+        f"{chance_of_worse(fits):.3g}",
+        mean([each.total_variation for each in fits]),
+        mean([each.expected_total_variation for each in fits]),
+        f"{detectable(fits, false_alarm, POWER):.4f}",
+    ]
+
+
+def table_rows(evidence: Evidence) -> list[list[str]]:
+    """The statistical tests, one line each."""
+    return [fit_cells(part, fits, evidence.level) for part, fits in evidence.parts.items() if fits]
+
+
+def notes_on(evidence: Evidence, sampling: SamplingConfig, answers: int) -> list[str]:
+    """Sentences below the table; `answers` is the number of greedy answers."""
+    worst_first = sorted(evidence.greedy, key=lambda d: -d.token_gap)
+    return [
+        *(sampling_notes(evidence, evidence.later, sampling) if evidence.later else []),
+        *([] if evidence.drawn is None else [drawn_note(evidence.drawn, answers)]),
+        f"greedy answers: {answers - len(worst_first)} of {answers} equal plain decoding's",
+        *(greedy_note(d, evidence.is_excused(d)) for d in worst_first[:LISTED_DIFFERENCES]),
+    ]
+
+
+def sampling_notes(evidence: Evidence, later: LaterTokens, sampling: SamplingConfig) -> list[str]:
+    """How far off the rule is, how much was accepted, and what rounding may hide."""
+    worst = max(evidence.rule, key=lambda each: each.largest_deviation / each.standard_error)
+    notes = [
+        f"tables: the largest error of a probability is {worst.largest_deviation:.6f} "
+        f"(standard error {worst.standard_error:.6f})",
+        f"sampled answers: {later.accepted:.2f} drafted tokens accepted per step",
+    ]
+    if later.accepted == 0:
+        notes.append("no drafted token was accepted, so sampling was hardly tested")
+    doubt = rounding_doubt(evidence.starts, evidence.dtype, sampling.temperature)
+    if doubt > SMALL_DOUBT:
+        notes.append(
+            f"{evidence.dtype}: rounding alone may change a token's distribution by a total "
+            f"variation of about {doubt:.3f}; below that, neither PASS nor FAIL tests the "
+            "engine: use --dtype float32"
+        )
+    return notes
+
+
+def drawn_note(drawn: Sequence[Divergence], answers: int) -> str:
+    """How many answers to the prompts plain decoding draws as well."""
+    equal = answers - len(drawn)
+    return f"drawn answers: {equal} of {answers} equal plain decoding's for the same seed"
+
+
+def greedy_note(d: Divergence, is_excused: bool) -> str:
+    """Where a greedy answer differs, and whether rounding explains it."""
+    return (
+        f"- prompt {d.prompt}, token {d.position}: {d.token} instead of {d.plain_token}, top-2 "
+        f"logit gap {d.top2_gap:.2g}, its own {d.token_gap:.2g}, rounding step "
+        f"{d.rounding_step:.2g}: {'near tie' if is_excused else 'WRONG'}"
+    )
+
+
+def verdict(evidence: Evidence, verifier: str) -> str:
+    """PASS or FAIL in one line, with the odds of a false alarm."""
+    failures = evidence.failures()
+    if failures:
+        return f"FAIL with {verifier}: {'; '.join(failures)}"
+    if evidence.later is None:
+        aside = ", near ties aside" if evidence.greedy else ""
+        return f"PASS with {verifier}: greedy answers are the target's own{aside}"
+    deviations = ", ".join(
+        f"{detectable(fits, evidence.level, POWER):.3f} in {part}"
+        for part, fits in evidence.parts.items()
+    )
+    return (
+        f"PASS with {verifier}: no difference from the target's distribution; a total variation of "
+        f"{deviations} would have been found in {POWER:.0%} of runs, and exact decoding fails in "
+        f"1 of {1 / evidence.false_alarm:g}"
+    )
+
+
+def write_evidence(
+    evidence: Evidence, notes: Sequence[str], about: dict[str, Any], path: Path
+) -> None:
+    """Write all measurements as JSON."""
+    failures = evidence.failures()
+    content = {
+        **about,
+        "verdict": "FAIL" if failures else "PASS",
+        "failures": failures,
+        "false_alarm": evidence.false_alarm,
+        "power": POWER,
+        "parts": {
+            part: {
+                "p_value": chance_of_worse(fits),
+                "detectable": min(1.0, detectable(fits, evidence.level, POWER)),
+                "experiments": [asdict(each) for each in fits],
+            }
+            for part, fits in evidence.parts.items()
+            if fits
+        },
+        "greedy": [asdict(each) for each in evidence.greedy],
+        "same_bits": evidence.same_bits,
+        "drawn": None if evidence.drawn is None else [asdict(each) for each in evidence.drawn],
+        "notes": notes,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=2) + "\n")

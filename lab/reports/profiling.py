@@ -1,0 +1,160 @@
+"""A profile as tables in the terminal and as `profile.json`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthead.heads.storage.files import write_text
+from drafthead.lab.profiling.bandwidth import BandwidthBound
+from drafthead.lab.profiling.ledger import HOST, STEP_PHASES, StepLedger
+from drafthead.lab.profiling.pass_times import PassTimes, StepOverhead
+from drafthead.lab.reports.tables import print_table
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All that was measured of a target, plainly and with a drafter."""
+
+    ledgers: Mapping[str, StepLedger]  # by decoder; "plain" is one of them
+    passes: PassTimes
+    overhead: StepOverhead | None  # None without a drafter
+    bandwidth: BandwidthBound
+    weight_bytes: Mapping[str, int]  # read by a verify pass, by decoder
+    warm_up_seconds: float
+    compile_seconds: float  # of the target's passes
+    on_gpu: bool
+
+    def weight_rate(self, name: str) -> float | None:
+        """Bytes of weights per second of verifying; None on a GPU, where kernels end later."""
+        verify = self.ledgers[name].seconds["verify"]
+        return None if self.on_gpu else self.weight_bytes[name] / verify
+
+
+def print_profile(profile: Profile) -> None:
+    """Show the ledger, the passes alone, and what memory allows."""
+    columns = ["of an average step"]
+    for name in profile.ledgers:
+        columns += [f"{name}, ms", "share"]
+    print_table("where a step's time goes", columns, ledger_rows(profile), ledger_notes(profile))
+    passes = profile.passes
+    print_table(
+        f"passes alone, {passes.batch} x {passes.columns} committed tokens",
+        ("nodes", "target ms", "over 1 node", "weights GB/s", "draft ms"),
+        pass_rows(passes, profile.bandwidth.weight_bytes),
+        [*overhead_notes(profile.overhead), *bandwidth_notes(profile.bandwidth)],
+    )
+
+
+def ledger_rows(profile: Profile) -> list[list[str]]:
+    """Milliseconds and share of each phase, then the yield of a step; two cells per decoder."""
+    ledgers = list(profile.ledgers.values())
+
+    def row(label: str, cells: list[tuple[str, str]]) -> list[str]:
+        return [label, *(text for pair in cells for text in pair)]
+
+    rows = [
+        row(phase, [(ms(led.seconds[phase]), f"{100 * led.share(phase):.1f} %") for led in ledgers])
+        for phase in (*STEP_PHASES, HOST)
+    ]
+    rates = [profile.weight_rate(name) for name in profile.ledgers]
+    return [
+        *rows,
+        row("step", [(ms(ledger.step_seconds), "100 %") for ledger in ledgers]),
+        row("nodes a step", [(f"{ledger.nodes:.1f}", "") for ledger in ledgers]),
+        row("tokens a step (tau)", [(f"{ledger.tau:.2f}", "") for ledger in ledgers]),
+        row("tokens/s", [(f"{ledger.tokens_per_second:.1f}", "") for ledger in ledgers]),
+        row("weights in verify, GB/s", [(f"{r / 1e9:.1f}" if r else "-", "") for r in rates]),
+    ]
+
+
+def ledger_notes(profile: Profile) -> list[str]:
+    """What the ledger does not count."""
+    notes = [
+        f"host is the step's wall clock minus its phases; warm-up took "
+        f"{profile.warm_up_seconds:.1f} s, of which compiling the target's passes "
+        f"{profile.compile_seconds:.1f} s"
+    ]
+    if profile.compile_seconds:
+        notes.append(
+            "compiled greedy steps accept, move and make small drafts within one pass: all of that "
+            "counts as verify"
+        )
+    if profile.on_gpu:
+        notes.append("on a GPU a phase ends before its kernels: accept waits for those of verify")
+    return notes
+
+
+def pass_rows(passes: PassTimes, weight_bytes: int) -> list[list[str]]:
+    """A row for each number of nodes that the target or the drafter was timed at."""
+    draft = {budget.nodes: seconds for budget, seconds in passes.draft.items()}
+    single = passes.verify[1]
+    rows = []
+    for nodes in sorted({*passes.verify, *draft}):
+        verify = passes.verify.get(nodes)
+        rows.append(
+            [
+                str(nodes),
+                ms(verify) if verify else "",
+                f"{verify / single:.2f}" if verify else "",
+                f"{weight_bytes / verify / 1e9:.1f}" if verify else "",
+                ms(draft[nodes]) if nodes in draft else "",
+            ]
+        )
+    return rows
+
+
+def overhead_notes(overhead: StepOverhead | None) -> list[str]:
+    """What the engine adds to its passes, if there is a drafter."""
+    if overhead is None:
+        return []
+    return [
+        f"a step of {overhead.nodes:.4g} nodes takes {ms(overhead.step_seconds)} ms: verify pass "
+        f"alone {ms(overhead.verify_seconds)} ms, draft alone {ms(overhead.draft_seconds)} ms, all "
+        f"else {ms(overhead.seconds)} ms or {100 * overhead.share:.1f} % (medians, timed in turns)"
+    ]
+
+
+def bandwidth_notes(bound: BandwidthBound) -> list[str]:
+    """The bound, how close plain decoding comes to it, and what was counted."""
+    experts = "; all experts, in fact less is read" if bound.all_experts_counted else ""
+    return [
+        f"memory: a plain step reads {bound.weight_bytes / 1e6:.1f} MB of weights (decoder and "
+        f"output head once, only the used rows of embeddings, no cache{experts}); this "
+        f"machine copies {bound.copy_bytes_per_second / 1e9:.1f} GB/s (median copy of a buffer "
+        "larger than its caches, bytes read plus bytes written as STREAM counts)",
+        f"plain decoding reaches {100 * bound.reached:.0f} % of the bandwidth bound: "
+        f"{ms(bound.seconds)} ms of {ms(bound.plain_step_seconds)} ms a step",
+    ]
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds as text, with more digits below 1 ms."""
+    return f"{1000 * seconds:.2f}" if seconds >= 1e-3 else f"{1000 * seconds:.3f}"
+
+
+def write_profile(profile: Profile, about: Mapping[str, Any], folder: Path) -> None:
+    """Write `profile.json`: all that was printed, in seconds and bytes."""
+    passes, bound, overhead = profile.passes, profile.bandwidth, profile.overhead
+    content = {
+        **about,
+        "ledgers": {
+            name: ledger.as_fields()
+            | {"weight_bytes": profile.weight_bytes[name]}
+            | {"weight_bytes_per_second": profile.weight_rate(name)}
+            for name, ledger in profile.ledgers.items()
+        },
+        "passes_alone": {
+            "columns": passes.columns,
+            "verify": [{"nodes": n, "seconds": seconds} for n, seconds in passes.verify.items()],
+            "draft": [asdict(b) | {"seconds": seconds} for b, seconds in passes.draft.items()],
+        },
+        "overhead": overhead and {**asdict(overhead), "share": overhead.share},
+        "bandwidth": {**asdict(bound), "seconds": bound.seconds, "reached": bound.reached},
+        "warm_up_seconds": profile.warm_up_seconds,
+        "compile_seconds": profile.compile_seconds,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "profile.json", json.dumps(content, indent=2) + "\n")
+    print(f"written: {folder / 'profile.json'}")

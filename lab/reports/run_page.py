@@ -1,0 +1,208 @@
+"""A training run and what was measured of its head, as one page that works offline."""
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from pydantic import TypeAdapter, ValidationError
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.files import read_json
+from drafthead.infer.verifiers import VERIFIERS
+from drafthead.lab.diagnosis.checks import Finding, faults_first
+from drafthead.lab.races.comparison import PLAIN, ComparisonRow
+from drafthead.lab.reports.comparison import COLUMNS, NAMES, category_tables, cells
+from drafthead.lab.reports.figures import OURS, THEIRS
+from drafthead.lab.reports.tables import number
+from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE
+from drafthead.train.run.summary import RunSummary, read_log
+
+SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of the page; with `words` its cells are text and stand on the left."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    words: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, in this order; `text` is folded under `summary`."""
+
+    title: str
+    notes: Sequence[str] = ()
+    tables: Sequence[PageTable] = ()
+    pictures: Sequence[str] = ()  # PNG files in base64
+    pages: Sequence[str] = ()  # whole pages, each in a frame
+    summary: str = ""
+    text: str = ""
+    headline: str = ""  # at the head of the page
+
+
+def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
+    """The page. All text is escaped."""
+    template = files("drafthead.lab.reports").joinpath("run_page.html").read_text("utf-8")
+    page = Environment(autoescape=True).from_string(template)
+    return page.render(title=title, facts=facts, sections=sections)
+
+
+def training_section(folder: Path) -> Section:
+    """What is learnt and how well held-out answers are drafted, against the tokens trained on."""
+    steps = list(read_log(folder / METRICS_FILE))
+    evaluations = list(read_log(folder / EVALUATION_FILE))
+    tokens = {step["step"]: step["supervised_tokens"] for step in steps}
+    held_out = [(tokens[e["step"]], e["tau_chain"]) for e in evaluations if e["step"] in tokens]
+    names = ["loss", "guesses right in a row, all positions"]
+    names += ["tau of held-out answers, a chain"] if held_out else []
+    figure, axes = plt.subplots(1, len(names), figsize=(14 * len(names) / 3, 3.5))
+    for ax, key in zip(axes, ("loss", "tau"), strict=False):
+        tokens_seen, values = curve(steps, key)
+        # What is logged counts the bonus token; it is no tau of decoding.
+        right = [v - 1 for v in values] if key == "tau" else values
+        ax.plot(tokens_seen, right, ".-", color=OURS)  # points, as there may be one step
+    for ax, name in zip(axes, names, strict=True):
+        ax.set_xlabel("tokens trained on")
+        ax.set_ylabel(name)
+    if held_out:
+        axes[2].plot(*zip(*held_out, strict=True), "o", color=THEIRS)
+    return Section("Training", pictures=[encoded(figure)])
+
+
+def curve(steps: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Tokens and values of at most SMOOTHED groups of steps, each by its mean.
+
+    Four steps in groups of two: tokens 1 2 3 4 and values 6 4 2 0 become 1.5 3.5 and 5 1.
+    """
+    size = -(-len(steps) // SMOOTHED)
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+
+    def means(name: str) -> list[float]:
+        return [sum(step[name] for step in group) / len(group) for group in groups]
+
+    return means("supervised_tokens"), means(key)
+
+
+def held_out_section(last: dict[str, Any]) -> Section:
+    """The last evaluation of a run: tau by size of the tree, acceptance by depth."""
+    sizes = last["tau_tree"]
+    taus = [number(last["tau_chain"]), *(number(tau) for tau in sizes.values())]
+    depths = [f"depth {k}" for k in range(1, len(last["alpha"]) + 1)]
+    return Section(
+        "On held-out answers",
+        notes=[f"{last['anchors']} tokens, after step {last['step']}."],
+        tables=[
+            PageTable(["chain", *(f"{size} nodes" for size in sizes)], [taus], "tokens a pass"),
+            PageTable(
+                depths,
+                [list(map(number, last["alpha"]))],
+                "first guesses that are right, where all before them were",
+            ),
+        ],
+    )
+
+
+def comparison_section(folder: Path) -> Section:
+    """A race of `drafthead compare`, with its picture."""
+    file = folder / "comparison.json"
+    content = read_json(file)
+    try:
+        rows = TypeAdapter(list[ComparisonRow]).validate_python(content["rows"])
+        machine, dtype, prompts = content["machine"], content["dtype"], content["prompts"]
+    except (KeyError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{file} is not a race of `drafthead compare`: {reason}") from error
+    tables = [PageTable(COLUMNS, [cells(row, ranges=True) for row in rows])]
+    for name, (columns, lines) in category_tables(rows).items():
+        tables.append(PageTable(columns, lines, name))
+    picture = folder / "comparison.png"
+    return Section(
+        "Race",
+        notes=[f"{machine['processor']}, {machine['threads']} threads, {dtype}, {prompts} prompts"],
+        tables=tables,
+        pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
+        summary="notes of the race",
+        text="\n".join(content.get("notes", [])),
+        headline=headline(rows),
+    )
+
+
+def headline(rows: Sequence[ComparisonRow]) -> str:
+    """The fastest of our ways of decoding in a race, in a sentence; "" without any."""
+    ours = [row for row in rows if row.tau is not None]
+    if not ours:
+        return ""
+    best = max(ours, key=lambda row: row.speedup_hf)
+    alone = f", {best.speedup:.2f} times plain decoding" if best.mode != PLAIN else ""
+    terms = f"{best.tokens_per_second:.0f} tokens/s at temperature {best.temperature:g}"
+    rule = VERIFIERS.get(best.verifier)
+    lossy = "" if rule is None or rule.lossless else f", lossy: {best.verifier}"
+    return (
+        f"{NAMES.get(best.mode, best.mode)} is fastest: {best.speedup_hf:.2f} times "
+        f"model.generate{alone} ({terms}{lossy})"
+    )
+
+
+def doctor_section(file: Path) -> Section:
+    """What `drafthead doctor --output FILE` has found, faults first."""
+    try:
+        findings = TypeAdapter(dict[str, Finding]).validate_python(read_json(file)["findings"])
+    except (KeyError, ValidationError) as error:
+        raise UserError(f"{file} is not what `drafthead doctor --output` writes") from error
+    rows = [
+        [name, "yes" if found.is_fault else "no", found.evidence, found.remedy or ""]
+        for name, found in faults_first(findings).items()
+    ]
+    columns = ["fault", "found", "what was seen", "what to do"]
+    return Section("Doctor", tables=[PageTable(columns, rows, words=True)])
+
+
+def trace_section(file: Path) -> Section:
+    """A page of `drafthead trace`, in a frame."""
+    try:
+        page = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the trace {file}: {error}") from error
+    return Section(f"An answer, step by step ({file.name})", pages=[page])
+
+
+def settings_section(record: dict[str, Any]) -> Section:
+    """The settings of a run."""
+    text = yaml.safe_dump(record["settings"], sort_keys=False)
+    return Section("Settings", summary="the run's configuration", text=text)
+
+
+def encoded(figure: Figure) -> str:
+    """A picture as a PNG file in base64."""
+    file = BytesIO()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110, format="png")
+    plt.close(figure)
+    return b64encode(file.getvalue()).decode()
+
+
+def facts_of(record: dict[str, Any], summary: RunSummary) -> list[tuple[str, str]]:
+    """The lines at the head of the page; `record` is the `run.json` of the run."""
+    settings, minutes = record["settings"], summary.seconds / 60
+    data = settings["data"]["train"]  # one source, or several with weights
+    return [
+        ("target", Path(settings["target"]["name"]).name),
+        ("family", settings["head"]["family"]),
+        ("data", data if isinstance(data, str) else json.dumps(data)),
+        ("trained on", f"{summary.supervised_tokens:,} tokens in {round(minutes, 1):g} minutes"),
+        ("finished", "yes" if record["finished"] else "no"),
+        ("versions", ", ".join(f"{name} {one}" for name, one in record["versions"].items())),
+    ]

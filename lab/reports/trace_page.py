@@ -1,0 +1,118 @@
+"""A trace as one page of HTML that works offline, and as coloured text for a terminal."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import groupby
+from typing import Any, Literal
+
+from rich.text import Text
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.formats.printing import visible
+from drafthead.infer.request.text_pieces import GrowingAnswer
+from drafthead.lab.tracing import Trace, TracedStep
+
+Kind = Literal["own", "drafted", "rejected"]
+STYLES: dict[Kind, str] = {"own": "", "drafted": "green", "rejected": "red strike"}
+MARKS = {"own": ("", ""), "drafted": ("{+", "+}"), "rejected": ("[-", "-]")}
+DATA = "__DATA__"  # in the page, where the trace goes
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of the answer's text, or of what was drafted in its place."""
+
+    text: str
+    kind: Kind
+    step: int  # that brought it; -1 for the pass over the prompt
+    node: int | None  # of that step's tree; None for the target's own token
+
+
+def spans(trace: Trace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
+    """The answer in order, the best rejected draft before the token that replaced it.
+
+    The texts of all but the rejected ones, joined, are the answer's text.
+    """
+    [answer] = trace.result.sequences
+    text = GrowingAnswer(tokenizer)
+    yield Span(text.add(answer[0]), "own", -1, None)
+    left = len(answer) - 1
+    for number, step in enumerate(trace.steps):
+        *accepted, last = step.path
+        drafted = [*accepted[1:], last] if last else []
+        for node in drafted[:left]:
+            yield Span(text.add(step.nodes[node].token), "drafted", number, node)
+        left -= len(drafted)
+        if left <= 0:  # the answer ends with a drafted token
+            continue
+        rejected = first_child(step, last)
+        if rejected is not None:
+            token = tokenizer.decode([step.nodes[rejected].token])
+            yield Span(str(token), "rejected", number, rejected)
+        yield Span(text.add(step.bonus), "own", number, None)
+        left -= 1
+    yield Span(text.rest(), "own", len(trace.steps) - 1, None)
+
+
+def first_child(step: TracedStep, parent: int) -> int | None:
+    """The first of the nodes under a node; None where nothing was proposed after it."""
+    children = (i for i, node in enumerate(step.nodes) if node.parent == parent)
+    return next(children, None)
+
+
+def as_text(trace: Trace, tokenizer: PreTrainedTokenizerBase, coloured: bool) -> Text:
+    """The answer with drafted text in green and rejected drafts struck through.
+
+    Without colours, drafted text stands in {+ +} and rejected drafts in [- -].
+    """
+    text = Text()
+    shown = (span for span in spans(trace, tokenizer) if span.text)
+    for kind, alike in groupby(shown, key=lambda span: span.kind):
+        before, after = ("", "") if coloured else MARKS[kind]
+        joined = visible("".join(span.text for span in alike))
+        text.append(f"{before}{joined}{after}", STYLES[kind])
+    return text
+
+
+def as_page(trace: Trace, tokenizer: PreTrainedTokenizerBase, about: dict[str, str]) -> str:
+    """The page; `about` holds lines for its head, such as the names of models."""
+    page = files("drafthead.lab.reports").joinpath("trace_page.html").read_text("utf-8")
+    data = json.dumps(page_data(trace, tokenizer, about), ensure_ascii=True)
+    return page.replace(DATA, data.replace("<", "\\u003c"))
+
+
+def page_data(
+    trace: Trace, tokenizer: PreTrainedTokenizerBase, about: dict[str, str]
+) -> dict[str, Any]:
+    """What the page shows, as JSON."""
+
+    def named(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
+    steps = [
+        {
+            "nodes": [
+                {
+                    "text": named(node.token),
+                    "parent": node.parent,
+                    "depth": node.depth,
+                    "target": node.target_prob,
+                    "draft": node.draft_prob,
+                    "accepted": node.accepted,
+                }
+                for node in step.nodes
+            ],
+            "bonus": {"text": named(step.bonus), "target": step.bonus_prob},
+            "seconds": step.seconds,
+        }
+        for step in trace.steps
+    ]
+    return {
+        "about": about,
+        "rule": trace.rule,
+        "prompt": tokenizer.decode(trace.prompt),
+        "spans": [vars(span) for span in spans(trace, tokenizer)],
+        "steps": steps,
+    }

@@ -1,0 +1,1 @@
+"""drafthead.lab.theory: what the theory of speculative decoding predicts."""

@@ -1,0 +1,68 @@
+"""Drafters as chains of any length: what the theory of speculative decoding is about."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.static import chain_budgets
+from drafthead.heads.trees.tree import Budget, TreeShape
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.lab.theory.speedup_model import MAX_CHAIN
+
+
+@dataclass(frozen=True)
+class Chains:
+    """A drafter that proposes one token after the other, up to `longest` of them."""
+
+    name: str
+    target: Target
+    longest: int
+    make: Callable[[int], Drafter]  # drafts chains of so many tokens, within their budget
+    made: dict[int, Drafter] = field(default_factory=dict)
+
+    def drafter(self, length: int) -> Drafter:
+        """What drafts chains of `length` tokens; made once."""
+        if length not in self.made:
+            self.made[length] = self.make(length)
+        return self.made[length]
+
+    def decoder(self, length: int) -> Decoder:
+        """Decoding with chains of `length` tokens at every step."""
+        return Decoder(self.target, self.drafter(length), chain_budget(length))
+
+    def chances(self, outlook: int) -> dict[Budget, tuple[float, ...]]:
+        """What is believed of the chains of each length before decoding, see `AdaptivePlan`.
+
+        By a drafter that has seen nothing: lookup learns what to believe while it decodes.
+        """
+        new = self.make(self.longest)
+        budgets = chain_budgets(self.longest)
+        # A head with a fixed shape tells the chances of all its depths.
+        return {b: new.chances_at(outlook, b)[: b.depth] for b in budgets}
+
+
+def chain_budget(length: int) -> Budget:
+    """The budget of a chain of `length` tokens after the root."""
+    return Budget(length + 1, length)
+
+
+def head_chains(name: str, head: DraftHead, target: Target) -> Chains:
+    """A head's first guesses, as many as it drafts."""
+    most = min(MAX_CHAIN, head.depth)
+    return Chains(name, target, most, lambda n: drafter_for(head, target, TreeShape.chain(n)))
+
+
+def model_chains(name: str, model: Target, target: Target) -> Chains:
+    """A draft model, with the target's tokenizer or another; one drafter serves all lengths."""
+    drafter = model_drafter(model, target, MAX_CHAIN)
+    return Chains(name, target, MAX_CHAIN, lambda n: drafter)
+
+
+def lookup_chains(name: str, target: Target) -> Chains:
+    """Prompt lookup; where it finds nothing, a chain of no tokens counts as one that is refused."""
+    return Chains(name, target, MAX_CHAIN, PromptLookup)

@@ -1,0 +1,251 @@
+"""The theory of speculative decoding beside measurement, for each drafter and temperature."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import Decoder
+from drafthead.lab.races.comparison import PLAIN, first_round
+from drafthead.lab.races.contestants import Contestant, Ours
+from drafthead.lab.races.race import Record, prepare, race
+from drafthead.lab.theory.acceptance import Share, counted_alpha, counted_by_depth, share_of
+from drafthead.lab.theory.chain_costs import (
+    ChainCosts,
+    PassRatios,
+    operations_ratio,
+    time_chains,
+)
+from drafthead.lab.theory.chain_lengths import LengthChoices, compare_choices
+from drafthead.lab.theory.chains import Chains
+from drafthead.lab.theory.given_answers import (
+    GivenAnswer,
+    acceptance_chances,
+    accepted_runs,
+)
+from drafthead.lab.theory.speedup_model import (
+    ChainPrediction,
+    StepParts,
+    best_length,
+    chain_speedup,
+    deviation_factors,
+    expected_tokens,
+    operations_factor,
+    predict_chain,
+)
+
+RULE = "rejection"  # above temperature 0: the rule that the theory is about
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is decoded, and how."""
+
+    temperatures: tuple[float, ...]
+    top_p: float
+    max_new_tokens: int
+    length: int  # K of the chains that are decoded with
+    seed: int
+
+
+@dataclass(frozen=True)
+class LengthRow:
+    """What the theory says of chains of one length; speedups are over plain decoding."""
+
+    length: int
+    tokens: float  # of a step
+    speedup: float  # with one c for all lengths, and verification as long as a plain pass
+    speedup_at_cost: float  # with what drafting and verifying this length, and the host, take here
+    operations: float  # arithmetic per token, plain decoding's being 1
+
+
+@dataclass(frozen=True)
+class Theory:
+    """One drafter at one temperature."""
+
+    drafter: str
+    temperature: float
+    rule: str
+    alpha: Share  # counted while decoding
+    by_depth: list[Share]  # likewise, of those accepted to the depth before
+    chances: Share  # mean of the acceptance chance of a first token, over all places of the answers
+    chances_at_steps: float  # the same over the places where steps began: as `by_depth[0]`
+    operations_cost: float  # c^
+    costs: ChainCosts
+    step: StepParts  # of the steps that were decoded
+    prediction: ChainPrediction  # for the chains that were decoded
+    lengths: list[LengthRow]
+    choices: LengthChoices
+    tau: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+    @property
+    def speedup(self) -> float:
+        """As measured, over plain decoding."""
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Why that is not what was predicted, see `deviation_factors`."""
+        measured = self.speedup, self.tau, self.step, self.costs.plain
+        return deviation_factors(self.prediction, *measured)
+
+    def row(self, length: int) -> LengthRow:
+        """What the theory says of a length from 1 on."""
+        return self.lengths[length - 1]
+
+    @property
+    def best_at_cost(self) -> int:
+        """The best K by the costs of each length; 0 is plain decoding."""
+        return best_length(lambda k: self.row(k).speedup_at_cost if k else 1.0, len(self.lengths))
+
+
+@dataclass(frozen=True)
+class MeasuredChains:
+    """A drafter with what its chains cost here."""
+
+    chains: Chains
+    passes: PassRatios
+    operations: float  # c^
+
+
+def measure_costs(
+    chains: Chains, length: int, on_length: Callable[[], object] = lambda: None
+) -> MeasuredChains:
+    """Time chains, and count the arithmetic of one of `length` tokens; see `time_chains`."""
+    operations = operations_ratio(chains, min(length, chains.longest))
+    return MeasuredChains(chains, time_chains(chains, on_length=on_length), operations)
+
+
+def examine(
+    target: Target,
+    drafters: Sequence[MeasuredChains],
+    prompts: Sequence[list[int]],
+    terms: Terms,
+    on_answer: Callable[[], object] = lambda: None,
+) -> list[Theory]:
+    """Decode prompts with each drafter and plainly, in turns, and compare with the theory.
+
+    `on_answer` is called after each answer that was decoded, and twice more for each of a drafter,
+    when it was read again.
+    """
+    found = []
+    for temperature in terms.temperatures:
+        sampling = SamplingConfig(temperature, top_p=terms.top_p)
+        plain, *records = decoded(target, drafters, prompts, sampling, terms, on_answer)
+        for measured, record in zip(drafters, records, strict=True):
+            found.append(theory_of(measured, record, plain, prompts, terms, on_answer))
+    return found
+
+
+def decoded(
+    target: Target,
+    drafters: Sequence[MeasuredChains],
+    prompts: Sequence[list[int]],
+    sampling: SamplingConfig,
+    terms: Terms,
+    on_answer: Callable[[], object],
+) -> list[Record]:
+    """Answers to all prompts, one by one in turns: plain decoding's, then each drafter's."""
+    rule = "greedy" if sampling.greedy else RULE
+    contestants: list[Contestant] = [Ours(PLAIN, "none", sampling, Decoder(target))]
+    for chains in (measured.chains for measured in drafters):
+        decoder = chains.decoder(min(terms.length, chains.longest))
+        contestants.append(Ours(chains.name, chains.name, sampling, decoder, verifier=rule))
+    batches = [[prompt] for prompt in prompts]
+    for contestant in contestants:
+        prepare(contestant, batches[0], terms.max_new_tokens, terms.seed)
+    most, seed = terms.max_new_tokens, terms.seed
+    return race(contestants, batches, 1, most, seed, lambda answers: on_answer())
+
+
+def theory_of(
+    measured: MeasuredChains,
+    record: Record,
+    plain: Record,
+    prompts: Sequence[list[int]],
+    terms: Terms,
+    on_answer: Callable[[], object],
+) -> Theory:
+    """What was measured of a drafter's answers, beside what the theory makes of it."""
+    chains, sampling = measured.chains, record.contestant.sampling
+    length, longest = min(terms.length, chains.longest), chains.longest
+    ledger, plain_ledger = record.ledger(), plain.ledger()
+    step, plain_step = ledger.parts(plain_ledger), plain_ledger.parts(plain_ledger)
+    costs = ChainCosts(measured.passes, plain_step, step.host)
+    accept_lengths = accept_lengths_of(record)
+    flat = [n for answer in accept_lengths for n in answer]
+    prediction = predict_chain(flat, length, step.draft / length, longest)
+    own, plain_answers = (given(of, prompts, terms.seed, on_answer) for of in (record, plain))
+    first, long, target = chains.drafter(1), chains.drafter(longest), chains.target
+    chances = [acceptance_chances(target, first, answer, sampling) for answer in own]
+    runs = [accepted_runs(target, long, longest, answer, sampling) for answer in plain_answers]
+    return Theory(
+        drafter=chains.name,
+        temperature=sampling.temperature,
+        rule=record.contestant.verifier,
+        alpha=counted_alpha(accept_lengths, length),
+        by_depth=counted_by_depth(accept_lengths, length),
+        chances=share_of([sum(c) for c in chances], [len(c) for c in chances]),
+        chances_at_steps=mean_at_steps(chances, accept_lengths),
+        operations_cost=measured.operations,
+        costs=costs,
+        step=step,
+        prediction=prediction,
+        lengths=length_rows(prediction, costs, measured.operations, longest),
+        choices=compare_choices(runs, longest, costs.step, chains.chances),
+        tau=ledger.tau,
+        tokens_per_second=ledger.tokens_per_second,
+        plain_tokens_per_second=plain_ledger.tokens_per_second,
+    )
+
+
+def length_rows(
+    prediction: ChainPrediction, costs: ChainCosts, operations_cost: float, longest: int
+) -> list[LengthRow]:
+    """What the theory says of chains of 1 to `longest` tokens."""
+    alpha = prediction.alpha
+    return [
+        LengthRow(
+            length,
+            expected_tokens(alpha, length),
+            chain_speedup(alpha, length, prediction.cost),
+            expected_tokens(alpha, length) / costs.step(length),
+            operations_factor(alpha, length, operations_cost),
+        )
+        for length in range(1, longest + 1)
+    ]
+
+
+def accept_lengths_of(record: Record) -> list[list[int]]:
+    """Of each answer, the tokens that each of its steps committed."""
+    stats = record.stats()
+    assert stats is not None
+    return stats.accept_lengths
+
+
+def given(
+    record: Record, prompts: Sequence[list[int]], seed: int, on_answer: Callable[[], object]
+) -> Iterator[GivenAnswer]:
+    """The answers of a race of one round that began with `seed`; `on_answer` follows each."""
+    for number, (prompt, tokens) in enumerate(zip(prompts, first_round(record), strict=True)):
+        yield GivenAnswer(list(prompt), tokens, seed + number)
+        on_answer()
+
+
+def mean_at_steps(
+    chances: Sequence[Sequence[float]], accept_lengths: Sequence[Sequence[int]]
+) -> float:
+    """The mean of acceptance chances of all places over those where steps began.
+
+    Steps that committed 2 and 3 tokens began at places 0 and 2 of an answer.
+    """
+    at_steps = [
+        answer[place]
+        for answer, lengths in zip(chances, accept_lengths, strict=True)
+        for place in accumulate(lengths[:-1], initial=0)
+        if lengths
+    ]
+    return sum(at_steps) / len(at_steps)

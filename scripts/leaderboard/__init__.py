@@ -1,1 +1,0 @@
-"""drafthead.scripts.leaderboard: every head trained alike, then raced."""

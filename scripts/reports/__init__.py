@@ -1,1 +1,0 @@
-"""drafthead.scripts.reports: what verbs measured, as tables, files and pictures."""

@@ -1,0 +1,122 @@
+"""Attention of both sets of kernels: a query has the same bits wherever what it sees lies."""
+
+import random
+from collections.abc import Iterator
+from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
+from itertools import product
+
+import pytest
+import torch
+from torch._inductor.codecache import CppCodeCache
+
+from drafthead.backends.compiled import has_kernels
+from drafthead.backends.cpu.kernels.kernel_set import AVX2, kernel_set
+from drafthead.backends.cpu.kernels.library import HEADERS
+from drafthead.backends.cpu.kernels.template import text_of
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
+HIDDEN = torch.finfo(torch.bfloat16).min
+SIZE = 64  # of a head
+CALLS = """
+extern "C" void attention(
+    const at::BFloat16* query, const at::BFloat16* key, const at::BFloat16* value,
+    const at::BFloat16* mask, at::BFloat16* output, int64_t batch, int64_t heads, int64_t kv_heads,
+    int64_t tokens, int64_t columns, int64_t capacity, int threads) {
+  const Steps rows{tokens * heads * 64, 64, heads * 64};
+  const Steps states{kv_heads * capacity * 64, capacity * 64, 64};
+  attend<64>(query, rows, key, states, value, states, mask, Steps{tokens * columns, 0, columns},
+             output, rows, batch, heads, kv_heads, tokens, columns, 0.1f, threads);
+}
+extern "C" float sum_of_weights(float* scores, const at::BFloat16* mask, int64_t columns) {
+  return weigh(scores, mask, columns);
+}
+"""
+
+
+@pytest.fixture(scope="module", params=["its own", AVX2])
+def kernels(request) -> Iterator[CDLL]:
+    """The set for this processor, and that for AVX2, which most processors have."""
+    kernel_set.cache_clear()
+    bits = 256 if request.param == AVX2 else None
+    with torch._inductor.config.patch({"cpp.simdlen": bits}):
+        found = CppCodeCache.load(HEADERS + text_of("attention.h") + CALLS)
+    kernel_set.cache_clear()
+    found.sum_of_weights.restype = c_float
+    yield found
+
+
+def attention(
+    kernels: CDLL,
+    query: torch.Tensor,  # [B, T, H, D]
+    states: tuple[torch.Tensor, torch.Tensor],  # [B, G, C, D] each
+    mask: torch.Tensor,  # [B, 1, T, S]
+    threads: int = 1,
+) -> torch.Tensor:
+    """The result [B, T, H, D]."""
+    output = torch.empty_like(query)
+    tensors = [c_void_p(t.data_ptr()) for t in (query, *states, mask, output)]
+    batch, tokens, heads, _ = query.shape
+    sizes = batch, heads, states[0].shape[1], tokens, mask.shape[-1], states[0].shape[2]
+    kernels.attention(*tensors, *map(c_int64, sizes), c_int(threads))
+    return output
+
+
+def random_paths(
+    chance: random.Random, nodes: int, committed: int, first: int, reach: int
+) -> list[list[int]]:
+    """The columns that each node of a random tree sees, which lies from column `first` on."""
+    paths = [[*range(committed), first]]
+    for node in range(1, nodes):
+        paths.append([*paths[chance.randrange(max(0, node - 4), node)], first + node])
+    return [path[-reach:] for path in paths]
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    """Numbers of very different sizes: what is left of their sum shows how it was taken."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(0, 12, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * 2**scales).bfloat16()
+
+
+@pytest.mark.parametrize("first_seed", range(0, 60, 20))
+def test_nodes_of_a_tree_in_a_batch_have_the_bits_of_their_paths_alone(kernels, first_seed) -> None:
+    for seed in range(first_seed, first_seed + 20):
+        chance = random.Random(seed)
+        rows, groups, sharing, nodes = (chance.randint(1, most) for most in (3, 2, 3, 40))
+        lengths = [chance.randrange(150) for _ in range(rows)]
+        first = max(lengths) + chance.randrange(3)
+        reach = chance.choice([1000, 60, 5])  # as in layers with a sliding window
+        columns, capacity = first + nodes, first + nodes + chance.randrange(1, 30)
+        query = numbers(seed, rows, nodes, groups * sharing, SIZE)
+        keys, values = numbers(seed, 2, rows, groups, capacity, SIZE)
+        keys /= 2**20
+        paths = [random_paths(chance, nodes, length, first, reach) for length in lengths]
+        mask = torch.full((rows, 1, nodes, columns), HIDDEN, dtype=torch.bfloat16)
+        for row, node in product(range(rows), range(nodes)):
+            mask[row, 0, node, paths[row][node]] = 0
+        found = attention(kernels, query, (keys, values), mask, threads=chance.randint(1, 2))
+        for row, node in product(range(rows), range(nodes)):
+            one, path = slice(row, row + 1), paths[row][node]
+            own = keys[one, :, path].contiguous(), values[one, :, path].contiguous()
+            shown = torch.zeros(1, 1, 1, len(path), dtype=torch.bfloat16)
+            alone = attention(kernels, query[one, node : node + 1].contiguous(), own, shown)
+            assert torch.equal(alone[0, 0], found[row, node]), (seed, row, node)
+
+
+def test_the_sum_of_weights_has_the_same_bits_wherever_hidden_columns_lie(kernels) -> None:
+    """One bit of it is seldom seen in a result that is rounded to bfloat16."""
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+
+    def sum_of(scores: torch.Tensor, mask: torch.Tensor) -> float:
+        memory = torch.cat([scores, torch.zeros(16)])  # it is read in whole blocks
+        pointers = c_void_p(memory.data_ptr()), c_void_p(mask.data_ptr())
+        return kernels.sum_of_weights(*pointers, c_int64(len(scores)))
+
+    for _ in range(50):
+        columns = chance.randrange(1, 130)
+        scores = torch.randn(columns, generator=generator)
+        hidden = torch.rand(columns, generator=generator) < chance.choice([0.05, 0.5])
+        hidden[chance.randrange(columns)] = False
+        hidden[: chance.randrange(columns)] = False  # committed ones
+        mask = torch.zeros(columns, dtype=torch.bfloat16).masked_fill(hidden, HIDDEN)
+        assert sum_of(scores, mask) == sum_of(scores[~hidden], mask[~hidden])

@@ -1,0 +1,137 @@
+"""Graphs on the disk: another process calls them without tracing, and with its own weights."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from drafthead.backends.compiled import Compiled, tell_of_each_process
+from drafthead.backends.cpu.graph_record import GraphRecord
+
+
+class Scaled(nn.Module):
+    """A model of one weight matrix, a constant that is folded, and a plain attribute."""
+
+    def __init__(self, factor: int = 2):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.factor + self.linear.weight.sum(0)
+
+
+class Scaler:
+    """A function over a model, as drafters have them."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model.requires_grad_(False)
+
+    def scale(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, None, int]:
+        return self.model(x)[: y.shape[0]] + y, None, 3
+
+    def compiled(self) -> Compiled:
+        made_for = torch.device("cpu"), torch.float32
+        return Compiled(self.scale, *made_for, {"x": "B .", "y": "N ."}, reads=(self.model,))
+
+
+X, Y = torch.arange(12.0).view(3, 4), torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients(tmp_path, monkeypatch) -> Iterator[None]:
+    """As in decoding; and no graphs of other tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def traces(monkeypatch) -> list[None]:
+    """One entry for each graph that is not taken from the disk."""
+    found: list[None] = []
+    compile = Compiled._compiled
+
+    def watched(self: Compiled, *arguments) -> object:
+        found.append(None)
+        return compile(self, *arguments)
+
+    monkeypatch.setattr(Compiled, "_compiled", watched)
+    return found
+
+
+def stored(folder: Path) -> Path:
+    [path] = folder.glob("drafthead/graphs/*/*.json")
+    return path
+
+
+def test_a_stored_graph_computes_with_the_weights_at_hand_under_the_same_conditions(
+    traces, tmp_path
+) -> None:
+    """The second model stands for that of another process: nothing else is shared."""
+    for _ in range(2):
+        own = Scaler(Scaled())
+        compiled = own.compiled()
+        for x, y in ((X, Y), (X[:2], Y), (torch.cat([X, X]), torch.cat([Y, Y])[:3])):
+            value, nothing, number = compiled(x, y)
+            torch.testing.assert_close(value, own.scale(x, y)[0])
+            assert (nothing, number) == (None, 3)
+        assert len(traces) == 1
+        assert len(*compiled.graphs.values()) == 1
+    assert stored(tmp_path)
+    strided = X.t().contiguous().t()
+    torch.testing.assert_close(compiled(strided, Y)[0], own.scale(strided, Y)[0])
+    assert len(traces) == 2  # another layout is another graph
+
+
+def with_hook() -> Scaled:
+    model = Scaled()
+    model.linear.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    return model
+
+
+def with_buffer() -> Scaled:
+    model = Scaled()
+    model.register_buffer("more", torch.ones(1))
+    return model
+
+
+def test_graphs_of_another_model_or_under_other_settings_are_not_taken(caplog) -> None:
+    """Nor are those of code that is unknown, such as a hook: the log says so."""
+    known = Scaler(Scaled()).compiled()._key((X, Y))
+    assert known == Scaler(Scaled()).compiled()._key((X[:2], Y))
+    others = [Scaled(factor=3), Scaled().train(False), Scaled().double(), with_buffer()]
+    keys = [Scaler(model).compiled()._key((X, Y)) for model in others]
+    keys.append(Scaler(Scaled()).compiled()._key((X, Y[:1])))
+    with torch.enable_grad():
+        keys.append(Scaler(Scaled()).compiled()._key((X, Y)))
+    assert len({known, *keys}) == 1 + len(keys)
+    tell_of_each_process.cache_clear()
+    with caplog.at_level(logging.INFO, "drafthead"):
+        assert Scaler(with_hook()).compiled()._key((X, Y)) is None
+    assert [r.message for r in caplog.records if "each process compiles" in r.message]
+
+
+@pytest.mark.parametrize("damage", ["changed", "foreign"])
+def test_a_damaged_file_is_replaced_with_one_warning(damage, traces, tmp_path, caplog) -> None:
+    own = Scaler(Scaled())
+    own.compiled()(X, Y)
+    path = stored(tmp_path)
+    text = path.read_text()
+    record = GraphRecord.of_text(text)
+    path.write_text(
+        {
+            "changed": text.replace("import torch", "import toych", 1),
+            "foreign": record._replace(source="raise ImportError('undefined symbol')").text(),
+        }[damage]
+    )
+    with caplog.at_level(logging.WARNING, "drafthead"):
+        for _ in range(2):
+            torch.testing.assert_close(own.compiled()(X, Y)[0], own.scale(X, Y)[0])
+    messages = [r.message for r in caplog.records if r.name.startswith("drafthead")]
+    assert [str(path) in message for message in messages] == [True]
+    assert len(traces) == 2
+    assert GraphRecord.of_text(path.read_text()).inputs == record.inputs

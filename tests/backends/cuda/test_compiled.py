@@ -1,0 +1,117 @@
+"""The kernels compiled for an H100, without one: what calls bind and what kernels take up; see
+conftest.py.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from tree_reference import Case
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from drafthead.backends.cuda import tree_attention as module
+from drafthead.backends.cuda.commit import CacheTable, commit
+from drafthead.backends.cuda.tree_attention import Blocks, ancestor_bits, tree_attention
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+SHARED_MEMORY = 227 * 1024  # bytes that a block of an H100 can have
+MEASURED = re.compile(r"(\d+) bytes spill stores.*Used (\d+) registers", re.DOTALL)
+
+
+class H100:
+    """As much of Triton's driver as compiling needs."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> str:
+        return "none"  # Triton keeps kernels by device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path) -> list:
+    """The kernels of all launches from now on, which are compiled only."""
+    kernels: list = []
+    run = JITFunction.run
+
+    def compiling(self, *args, grid, warmup, **kwargs):
+        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", compiling)
+    monkeypatch.setattr(driver, "_active", H100())
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    return kernels
+
+
+def attend(case: Case, blocks: Blocks | None = None) -> None:
+    tree_attention(
+        case.query,
+        case.keys,
+        case.values,
+        case.new_keys,
+        case.new_values,
+        case.length,
+        ancestor_bits(case.visible),
+        scale=case.scale,
+        first=case.first,
+        starts=case.starts,
+        pending=case.pending,
+        softcap=case.softcap,
+        sinks=case.sinks,
+        blocks=blocks,
+    )
+
+
+def check_resources(kernel, folder: Path) -> None:
+    """No registers are spilt to memory, and shared memory suffices."""
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.asm["ptx"])
+    command = PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = MEASURED.search(report)
+    assert found and int(found[1]) == 0, report
+    assert kernel.metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "nodes", "rows"),
+    [
+        (torch.bfloat16, 128, 1, 1),
+        (torch.bfloat16, 128, 16, 264),  # so many that columns are not split
+        (torch.bfloat16, 256, 16, 1),
+        (torch.float32, 128, 16, 1),
+    ],
+)
+def test_attention_spills_no_registers(
+    dtype: torch.dtype, head_size: int, nodes: int, rows: int, compiled: list, tmp_path: Path
+) -> None:
+    everything = dict(window=9, softcap=1.0, with_sinks=True, pending=3, gaps=True)
+    lengths = (1,) * rows
+    attend(Case(3, 1, nodes, head_size, lengths, capacity=32, dtype=dtype, **everything))
+    assert len(compiled) == (2 if rows == 1 else 1)
+    for kernel in compiled:
+        check_resources(kernel, tmp_path)
+
+
+def test_one_kernel_serves_all_numbers_of_nodes(compiled: list) -> None:
+    """Others would be compiled while an answer is decoded."""
+    blocks = Blocks(splits=4, least=16, rows=16, columns=16, warps=4, stages=2)
+    for nodes, gaps in ((1, False), (2, True), (16, False)):
+        attend(Case(heads=2, nodes=nodes, gaps=gaps, dtype=torch.bfloat16), blocks)
+    assert len({id(kernel) for kernel in compiled}) == 2
+
+
+def test_moves_spill_no_registers(compiled: list, tmp_path: Path) -> None:
+    states = [torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16) for _ in range(4)]
+    numbers = torch.ones(2, dtype=torch.long)
+    commit(CacheTable(states), torch.zeros(2, 16, dtype=torch.long), numbers, numbers)
+    check_resources(*compiled, tmp_path)

@@ -1,0 +1,98 @@
+"""Whole answers by recorded passes with the tree kernel, which Triton's interpreter runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from rehearsal import Rehearsal
+from tiny import END, random_prompts, tiny_llama
+
+import drafthead.infer.decoder  # noqa: F401  (registers the families)
+from drafthead.backends.compiled import Compiled, Made, within
+from drafthead.backends.cuda.recordings import Recordings
+from drafthead.heads.base import HEADS
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.engine.compiled_target import CompiledTarget
+from drafthead.lab.exactness.oracle import OracleDecoder
+
+TOKENS = 6
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch) -> None:
+    """Passes are recorded by a stand-in, and read trees with the kernel."""
+    stand_in = Rehearsal()
+
+    def recorded(self: Compiled, key: None, reads: Sequence[Any], arguments: Sequence[Any]) -> Made:
+        graph = Recordings(within(self.around, self.function), self.dims.held, capture=stand_in)
+        return Made(graph, graph(*arguments), None)
+
+    monkeypatch.setattr(Compiled, "_compiled", recorded)
+    monkeypatch.setattr(Compiled, "_key", lambda *_: None)
+    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: CacheMemory())
+
+
+def compiled_target(target: Target) -> CompiledTarget:
+    compiled = CompiledTarget(target)
+    compiled.kernels = compiled._tree_kernels()
+    assert compiled.kernels is not None
+    return compiled
+
+
+def eagle(target: Target) -> Drafter:
+    cls = HEADS["eagle3"]
+    torch.manual_seed(0)
+    config = cls.config_class(num_layers=1, depth=3, ttt_steps=3, draft_vocab_size=20)
+    head = cls(cls.sized(config, target))
+    head.prepare(torch.arange(target.vocab_size))
+    head.initialize(target)
+    head.path_counts = {(): 100, (0,): 60, (0, 0): 40, (0, 0, 0): 30}
+    return drafter_for(head.eval().requires_grad_(False), target)
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3", "prompt-lookup"])
+def test_greedy_text_is_that_of_plain_decoding(name: str) -> None:
+    target = Target(tiny_llama(0, eos_token_id=END, pad_token_id=0))
+    prompts = random_prompts(2)
+    expected = OracleDecoder(target).generate(prompts, max_new_tokens=TOKENS).sequences
+    compiled = compiled_target(target)
+    drafter = {"plain": None, "eagle3": eagle(target), "prompt-lookup": PromptLookup(3)}[name]
+    if drafter is not None:
+        drafter.compile(compiled)
+    found = Decoder(compiled, drafter).generate(prompts, max_new_tokens=TOKENS).sequences
+    assert found == expected
+
+
+def test_drafts_are_those_of_uncompiled_passes() -> None:
+    target = Target(tiny_llama(0, eos_token_id=None, pad_token_id=0))
+    compiled, drafter = compiled_target(target), eagle(target)
+    eager = Decoder(target, eagle(target)).generate(random_prompts(2), max_new_tokens=TOKENS)
+    drafter.compile(compiled)
+    found = Decoder(compiled, drafter).generate(random_prompts(2), max_new_tokens=TOKENS)
+    assert found.stats.accept_lengths == eager.stats.accept_lengths
+
+
+def test_one_recording_of_a_draft_serves_all_lengths(monkeypatch) -> None:
+    target = Target(tiny_llama(0, eos_token_id=None, pad_token_id=0))
+    compiled, drafter = compiled_target(target), eagle(target)
+    drafter.compile(compiled)
+    seen, draft = [], drafter.read_and_grow_all
+
+    def noting(*arguments: Any) -> Any:
+        seen.extend(len(arguments[place]) for place in (5, 10))
+        return draft(*arguments)
+
+    monkeypatch.setattr(drafter, "read_and_grow_all", noting)
+    Decoder(compiled, drafter).generate(random_prompts(2), max_new_tokens=TOKENS)
+    assert set(seen) == {0}
+
+
+def test_a_model_that_attends_in_another_way_is_left_with_masks() -> None:
+    target = Target(tiny_llama(0, attn_implementation="eager"))
+    assert CompiledTarget(target)._tree_kernels() is None

@@ -1,0 +1,234 @@
+"""What is planned of a run is what the run has and writes.
+
+conftest.py runs what asks for a `family` once for each head family.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from runs import run, write_inputs, write_run
+from torch import nn
+
+from drafthead.heads.errors import UserError
+from drafthead.lab.planning.disk import disk_use
+from drafthead.lab.planning.dry_setup import dry_setup
+from drafthead.lab.planning.estimate import Place, estimate, remedies
+from drafthead.lab.planning.shares import check_engine, shared
+from drafthead.lab.planning.step_memory import (
+    AVERAGE,
+    GRADIENTS,
+    HEAD,
+    OPTIMISER,
+    TARGET,
+    DryStep,
+    StepMemory,
+)
+from drafthead.train.draft_models.student import FAMILY
+from drafthead.train.learning.engines import build_accelerator
+from drafthead.train.run.config import RunConfig, load_run_config
+from drafthead.train.train_heads import build_trainer
+
+ALONE = Place("ddp", 1, on_cpu=True, libraries=0)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder, initializer_range=0.02)
+    return folder
+
+
+@pytest.fixture
+def configure(inputs: Path, tmp_path: Path):
+    """A run's configuration with settings of its own."""
+
+    def configure(family: str, *overrides: str) -> RunConfig:
+        path = write_run(tmp_path / "run.yaml", inputs, {"family": family}, {}, {"max_steps": 3})
+        return load_run_config(path, overrides)
+
+    return configure
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """No launcher state from the test before."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def check_held(config: RunConfig) -> None:
+    """Compare what a planned step holds with a run that was set up, after its first step."""
+    held = DryStep(dry_setup(config)).run().held
+    trainer = build_trainer(build_accelerator(config), config, config.folder())
+    trainer.runner.run(0, 0.5, trainer.order.rows_of_step(0))
+    head, states = trainer.task.head, [o.optimizer.state for o in trainer.runner.optimizers]
+    of_states = [
+        value for state in states for values in state.values() for value in values.values()
+    ]
+    assert held[TARGET] == bytes_of(tensors_of(trainer.task.target.model))
+    assert held[HEAD] == bytes_of(tensors_of(head))
+    assert held[GRADIENTS] == bytes_of(p for p in head.parameters() if p.requires_grad)
+    assert held[OPTIMISER] == bytes_of(of_states)
+    average = trainer.runner.average
+    assert held.get(AVERAGE, 0) == (bytes_of(tensors_of(average.head)) if average else 0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_a_step_holds_is_what_a_run_holds(
+    configure, trainable_family: str, optimizer: str
+) -> None:
+    check_held(configure(trainable_family, f"optimizer.name={optimizer}"))
+
+
+def test_a_draft_model_an_average_and_bfloat16_are_counted_too(configure) -> None:
+    settings = ("train.ema=0.9", "train.mixed_precision=bf16", "target.dtype=bfloat16")
+    check_held(configure(FAMILY, *settings))
+
+
+def written(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("trained", ["eagle3", FAMILY])
+@pytest.mark.parametrize("dtype", ["int8", "null"])
+def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str, dtype: str) -> None:
+    features = tmp_path / "features"
+    settings = (
+        *(f"data.feature_folder={features}", f"data.feature_dtype={dtype}", "train.ema=0.9"),
+        *("head.draft_vocab_size=20", "train.max_steps=null", "train.epochs=1"),
+    )
+    setup = dry_setup(configure(trained, *settings))
+    memory = DryStep(setup).run()
+    disk = disk_use(setup, memory)
+    assert not features.exists()
+    output = run(tmp_path / "run.yaml", *settings)
+    [state] = (output / "state").iterdir()
+    tensors = sum(len(part.state_dict()) for part in (setup.head, memory.average))
+    tensors += sum(len(v) for o in memory.optimizers for v in o.state.values())
+    other_files = 40_000  # the states of random numbers
+    assert disk.state < written(state) < disk.state + 1000 * tensors + other_files
+    head = output / "model.safetensors"
+    assert disk.head < head.stat().st_size < disk.head + 1000 * tensors
+    files = list(features.rglob("*.safetensors"))
+    all_bytes = sum(path.stat().st_size for path in files)
+    assert len(files) == disk.feature_rows == len(setup.rows.rows)
+    assert disk.features < all_bytes < disk.features + 1000 * len(files)
+
+
+def test_a_budget_of_features_is_kept_to(configure, tmp_path: Path) -> None:
+    folder = f"data.feature_folder={tmp_path / 'features'}"
+    setup = dry_setup(configure("medusa", folder))
+    every = disk_use(setup, memory := DryStep(setup).run())
+    budget = 0.5e-9 * every.features
+    some_setup = dry_setup(configure("medusa", folder, f"data.feature_budget_gb={budget}"))
+    some = disk_use(some_setup, memory)
+    assert 0 < some.feature_rows < every.feature_rows and some.features <= 1e9 * budget
+
+
+def test_a_larger_micro_batch_needs_more_and_leaves_the_rest_alone(
+    configure, trainable_family: str
+) -> None:
+    small, large = (
+        DryStep(dry_setup(configure(trainable_family, f"train.micro_batch_rows={n}"))).run()
+        for n in (1, 4)
+    )
+    assert small.held == large.held
+    assert small.peak.total() < large.peak.total()
+
+
+def test_the_weights_of_the_target_are_not_needed(inputs: Path, configure, tmp_path: Path) -> None:
+    whole = DryStep(dry_setup(configure("parallel"))).run()
+    for kept in (("config.json", "token*", "chat*"), ("config.json",)):
+        bare = tmp_path / f"bare{len(kept)}"
+        bare.mkdir()
+        for path in (p for pattern in kept for p in (inputs / "target").glob(pattern)):
+            (bare / path.name).write_bytes(path.read_bytes())
+        setup = dry_setup(configure("parallel", f"target.name={bare}"))
+        memory = DryStep(setup).run()
+        assert memory.held == whole.held
+    assert setup.rows is None and memory.peak.total() > whole.peak.total()  # full rows
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        ({"model_type": "unheard"}, "cannot read config.json"),
+    ],
+)
+def test_a_target_whose_sizes_are_unknown_is_refused(
+    inputs: Path, configure, tmp_path: Path, change: dict[str, object], named: str
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    content = json.loads((inputs / "target" / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(content | change))
+    with pytest.raises(UserError, match=named):
+        dry_setup(configure("medusa", f"target.name={bare}"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("target.placement=fsdp",), ("target.dtype=int8", "train.mixed_precision=bf16")],
+)
+def test_a_target_in_pieces_or_in_bytes_is_refused(configure, settings: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="only targets that are whole on their device"):
+        dry_setup(configure("medusa", *settings))
+
+
+MEMORY = StepMemory({TARGET: 500, HEAD: 80, GRADIENTS: 60, OPTIMISER: 120}, {}, [], None)
+
+
+def test_engines_share_the_head_and_never_the_target() -> None:
+    peak = Counter({TARGET: 500, HEAD: 80, OPTIMISER: 120, "activations": 7})
+    of_engine = {
+        engine: shared(MEMORY, peak, engine, 4, "no")
+        for engine in ("ddp", "fsdp2", "zero2", "zero3")
+    }
+    for parts in of_engine.values():
+        assert parts[TARGET] == 500 and parts["activations"] == 7
+    assert [of_engine[engine][HEAD] for engine in of_engine] == [80, 20, 80, 20]
+    assert [of_engine[engine][OPTIMISER] for engine in of_engine] == [120, 30, 30, 30]
+    assert [of_engine[engine][GRADIENTS] for engine in of_engine] == [60, 75, 60, 15]
+    assert shared(MEMORY, peak, "zero2", 4, "bf16")[HEAD] == 40
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting"), [("zero2", "optimizer.name=muon"), ("fsdp2", "train.ema=0.9")]
+)
+def test_what_an_engine_refuses_is_refused_in_the_plan(configure, engine, setting) -> None:
+    adamw = [] if setting.startswith("optimizer") else ["optimizer.name=adamw"]
+    with pytest.raises(UserError, match="Muon needs whole|train.ema needs whole"):
+        check_engine(configure("medusa", setting, *adamw), engine)
+
+
+def test_remedies_save_what_they_say(configure) -> None:
+    settings = ("head.output=own", "optimizer.name=adamw", "train.ema=0.9", "train.batch_rows=4")
+    setup = dry_setup(configure("medusa", *settings, "train.micro_batch_rows=4"))
+    before = estimate(setup, ALONE).total
+    found = {remedy.setting: remedy.total for remedy in remedies(setup, ALONE)}
+    assert [setting.split("=")[0] for setting in found] == [
+        *("train.micro_batch_rows", "train.micro_batch_rows", "data.max_length", "head.output"),
+        *("train.mixed_precision", "train.ema", "optimizer.name"),
+    ]
+    assert found["train.micro_batch_rows=1"] < found["train.micro_batch_rows=2"] < before
+    again = estimate(dry_setup(configure("medusa", *settings, "head.output=shared")), ALONE)
+    shared_output = dry_setup(
+        configure("medusa", *settings, "train.micro_batch_rows=4", "head.output=shared")
+    )
+    assert found["head.output=shared"] == estimate(shared_output, ALONE).total > again.total

@@ -1,0 +1,182 @@
+"""Ledgers add up, bandwidth is plausible, and the plan marks the size that it finds best."""
+
+import json
+
+import pytest
+import torch
+from tiny import llama_config
+from transformers import LlamaForCausalLM
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.target import Target
+from drafthead.heads.trees.static import StaticTrees
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer import Decoder
+from drafthead.infer.engine.planner import AdaptivePlan
+from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.lab.profiling import bandwidth
+from drafthead.lab.profiling.bandwidth import (
+    BandwidthBound,
+    bandwidth_bound,
+    copy_bandwidth,
+    weight_bytes,
+)
+from drafthead.lab.profiling.ledger import HOST, ledger_of, measure_ledgers
+from drafthead.lab.profiling.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
+from drafthead.lab.profiling.plan_table import plan_rows, reason
+from drafthead.lab.reports.plan import write_plan
+from drafthead.scripts.measuring import profile_decoding
+
+PROMPTS = [[9, 10, 11], [20, 21]]
+CPU = torch.device("cpu")
+SMALL, LARGE = Budget(4, 2), Budget(8, 3)
+
+
+def test_a_ledger_divides_an_account_by_its_steps() -> None:
+    stats = DecodeStats(decode_seconds=10.0, steps=2, accept_lengths=[[3, 1]], decoded_tokens=[4])
+    stats.seconds |= {"draft": 1.0, "verify": 6.0, "accept": 1.5, "commit": 0.5, "prefill": 99.0}
+    ledger = ledger_of(stats)
+    assert ledger.seconds == {
+        "draft": 0.5, "verify": 3.0, "accept": 0.75, "commit": 0.25, HOST: 0.5,
+    }  # fmt: skip
+    assert (ledger.step_seconds, ledger.tau, ledger.share("verify")) == (5.0, 2.0, 0.6)
+
+
+def test_measured_phases_add_up_to_the_step(target, make_drafter) -> None:
+    drafter = make_drafter("medusa:tree", target)
+    decoders = {"plain": Decoder(target), "head": Decoder(target, drafter)}
+    seen: list[int] = []
+    ledgers = measure_ledgers(decoders, [PROMPTS, PROMPTS], 16, 0.0, 0, lambda: seen.append(1))
+    assert len(seen) == 4
+    for ledger in ledgers.values():
+        assert sum(ledger.seconds.values()) == pytest.approx(ledger.step_seconds)
+        assert min(ledger.seconds.values()) >= 0
+    assert ledgers["plain"].tau == 1 and ledgers["plain"].seconds["draft"] == 0
+    assert ledgers["head"].seconds["draft"] > 0 and ledgers["head"].nodes == 10
+
+
+def test_answers_of_one_token_have_no_step(target) -> None:
+    with pytest.raises(UserError, match="no step"):
+        measure_ledgers({"plain": Decoder(target)}, [PROMPTS], 1, 0.0, 0, lambda: None)
+
+
+def test_every_drafter_is_timed_alone_and_in_its_step(drafter_name, target, make_drafter) -> None:
+    drafter = make_drafter(drafter_name, target)
+    passes = time_passes(target, drafter, batch=2, sizes=(1, 4), rounds=1)
+    assert passes.columns == 256 and list(passes.verify) == [1, 4]
+    assert list(passes.draft) == list(drafter.main_budgets)
+    assert min(*passes.verify.values(), *passes.draft.values()) > 0
+    overhead = step_overhead(target, drafter, drafter.budgets[-1], PROMPTS, steps=2)
+    assert 1 <= overhead.nodes <= drafter.budgets[-1].nodes
+    assert min(overhead.step_seconds, overhead.verify_seconds, overhead.draft_seconds) > 0
+
+
+def test_the_proposal_alone_is_the_one_that_the_engine_makes(
+    drafter_name, target, make_drafter, monkeypatch
+) -> None:
+    drafter = make_drafter(drafter_name, target)
+    proposed = []
+    start = drafter.start
+
+    def watched(prompts, lengths):
+        session = start(prompts, lengths)
+        propose = session.propose
+
+        def keep(*arguments):
+            tree = propose(*arguments)
+            proposed.append(tree.tokens.tolist())
+            return tree
+
+        monkeypatch.setattr(session, "propose", keep)
+        return session
+
+    monkeypatch.setattr(drafter, "start", watched)
+    step_overhead(target, drafter, drafter.budgets[-1], PROMPTS, steps=3)
+    assert len(proposed) == 2 * (WARM_UP + 3)
+    assert proposed[0::2] == proposed[1::2]
+
+
+def test_the_engines_share_is_what_its_passes_leave() -> None:
+    overhead = StepOverhead(16, step_seconds=10.0, verify_seconds=7.0, draft_seconds=2.0)
+    assert (overhead.seconds, overhead.share) == (1.0, 0.1)
+
+
+def test_copying_is_as_fast_as_memory_can_be(monkeypatch) -> None:
+    monkeypatch.setattr(bandwidth, "SMALLEST_BUFFER", 2**25)
+    monkeypatch.setattr(bandwidth, "CACHES", 0)
+    assert 1e8 < copy_bandwidth(CPU) < 5e12
+    assert bandwidth.buffer_bytes(CPU) == 2**25
+
+
+def test_a_pass_reads_shared_embeddings_whole_and_others_by_row() -> None:
+    size, vocab = 8, 32
+    config = llama_config(
+        vocab_size=vocab, hidden_size=size, num_hidden_layers=1, num_attention_heads=2
+    )
+    layers = 4 * size * size + 3 * size * 16 + 3 * size  # projections, MLP, norms
+    for tied, table in ((True, vocab * size), (False, vocab * size + 5 * size)):
+        config.tie_word_embeddings = tied
+        target = Target(LlamaForCausalLM(config))
+        buffers = sum(buffer.nbytes for buffer in target.model.buffers())
+        assert weight_bytes(target, tokens=5) == 4 * (layers + table) + buffers
+
+
+def test_the_bound_is_the_time_to_move_the_weights(target, monkeypatch) -> None:
+    bound = BandwidthBound(10**9, 2e10, plain_step_seconds=0.1, all_experts_counted=False)
+    assert (bound.seconds, bound.reached) == (0.05, 0.5)
+    monkeypatch.setattr(bandwidth, "copy_bandwidth", lambda device: 1e10)
+    measured = bandwidth_bound(target, 1, 0.01)
+    assert 0 < measured.reached < 1 and not measured.all_experts_counted
+
+
+def plan(plain: float, small: float, large: float) -> AdaptivePlan:
+    """Trees of 4 and 8 nodes that bring 1.9 and 2.1 tokens, at the given seconds a step."""
+    chances = {SMALL: (0.6, 0.3), LARGE: (0.65, 0.3, 0.15)}
+    costs = StepCosts(tuple(chances))
+    costs.set_timed({None: plain, SMALL: small, LARGE: large})
+    return AdaptivePlan(costs, lambda outlook: chances)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nodes", "sentence"),
+    [
+        ((4, 5, 7), 4, "4 nodes: 1.90 tokens in 5e+03 ms beat plain decoding's 1 in 4e+03 ms"),
+        ((0.004, 0.005, 0.0051), 8, "by 1.65x; 4 nodes would bring 1.90 in 5 ms, 1.52x"),
+        ((0.004, 0.009, 0.012), 1, "plain decoding: no tree beats its 1 token in 4 ms clearly"),
+    ],
+)
+def test_the_plan_marks_its_choice_and_says_why(seconds, nodes, sentence) -> None:
+    rows = plan_rows(plan(*seconds))
+    assert [row.nodes for row in rows] == [1, 4, 8] and rows[0].tokens == 1
+    (chosen,) = [row for row in rows if row.chosen]
+    assert chosen.nodes == nodes
+    assert chosen.tokens_per_second == max(row.tokens_per_second for row in rows)
+    assert all(r.tokens_per_second == pytest.approx(r.tokens / r.step_seconds) for r in rows)
+    assert sentence in reason(rows)
+
+
+def test_counts_without_their_total_are_no_chances() -> None:
+    assert StaticTrees({(): 4, (0,): 3}, 1).chances(Budget(2, 1)) == (0.75,)
+    assert StaticTrees({(0,): 3}, 1).chances(Budget(2, 1)) is None
+
+
+def test_the_last_batch_is_filled_from_the_start() -> None:
+    assert profile_decoding.in_batches([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
+
+
+def test_a_plan_is_written_as_json_and_picture(tmp_path) -> None:
+    rows = plan_rows(plan(0.004, 0.005, 0.0051))
+    about = {"head": "h", "target": "t", "dtype": "float32"}
+    write_plan(rows, "because", about, tmp_path / "new" / "plan.json")
+    content = json.loads((tmp_path / "new" / "plan.json").read_text())
+    assert content["choice"] == {"nodes": 8, "depth": 3} and content["reason"] == "because"
+    assert [size["nodes"] for size in content["sizes"] if size["chosen"]] == [8]
+    assert (tmp_path / "new" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profiler_sees_the_phases_of_a_step(target) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Decoder(target).generate([9, 10, 11], max_new_tokens=4)
+    seen = {event.key for event in profile.key_averages()}
+    assert {"drafthead::prefill", "drafthead::verify", "drafthead::commit"} <= seen

@@ -1,1 +1,0 @@
-"""drafthead.train.diagnosis: why a head is accepted less often than it could be."""
