@@ -19,7 +19,7 @@ from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import load_head
-from drafthead.heads.processor import tell_of_slow_bfloat16
+from drafthead.heads.target.processor import tell_of_slow_bfloat16
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.beams.beam_search import beam_answers

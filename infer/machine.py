@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from drafthead.heads.processor import instructions
+from drafthead.heads.target.processor import instructions
 
 
 def processor_name() -> str:

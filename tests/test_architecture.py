@@ -31,7 +31,7 @@ OVER_THE_FENCE = {
     "heads/families/head_drafter.py imports drafthead.backends.compiled",
     "heads/families/head_drafter.py imports drafthead.backends.cuda.compiled_layers",
     "heads/families/head_drafter.py imports drafthead.backends.cuda.tree_kernels",
-    "heads/families/parallel_drafter.py imports drafthead.backends.cpu.substitutions",
+    "heads/families/parallel/drafter.py imports drafthead.backends.cpu.substitutions",
     "heads/target/any_target.py imports drafthead.contrib.encoder_decoder.encoder_decoder",
     "infer/decoder.py imports drafthead.contrib.own_layers.layer_choice",
     "infer/decoder.py imports drafthead.contrib.own_layers.own_layers",

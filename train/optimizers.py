@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from drafthead.backends.cpu.substitutions import always
-from drafthead.heads.processor import bfloat16_instructions
 from drafthead.heads.substitution import Substituting, Substitution
+from drafthead.heads.target.processor import bfloat16_instructions
 
 
 @dataclass(frozen=True)

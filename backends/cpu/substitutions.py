@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from drafthead.heads import sampling
 from drafthead.heads.kv_cache.column_cache import additive, move_columns
-from drafthead.heads.seven_bits import MULTIPLE
 from drafthead.heads.substitution import Substituting, Substitution
+from drafthead.heads.target.seven_bits import MULTIPLE
 
 HEAD_MULTIPLE = 32  # our attention takes heads of a multiple of so many values
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.parallel import ParallelConfig
+from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name
 from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (

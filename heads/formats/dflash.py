@@ -13,7 +13,7 @@ import torch
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.parallel import ParallelConfig
+from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,

@@ -12,7 +12,7 @@ import torch
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.eagle import EagleConfig
+from drafthead.heads.families.recurrent.eagle import EagleConfig
 from drafthead.heads.formats.base import (
     DEPTH,
     Foreign,

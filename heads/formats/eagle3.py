@@ -21,7 +21,7 @@ from pydantic import Field
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.eagle3 import Eagle3Config
+from drafthead.heads.families.recurrent.eagle3 import Eagle3Config
 from drafthead.heads.formats.base import (
     DEPTH,
     Foreign,

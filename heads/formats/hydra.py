@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.hydra import HydraConfig
+from drafthead.heads.families.sequential.hydra import HydraConfig
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.medusa import MedusaConfig
+from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.heads.formats.base import (
     Foreign,
     Format,

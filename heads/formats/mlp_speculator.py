@@ -9,7 +9,7 @@ from torch.nn.functional import gelu
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
+from drafthead.heads.families.sequential.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
 from drafthead.heads.formats.base import (
     Foreign,
     Probe,

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.eagle3 import Eagle3Config, Eagle3Head
-from drafthead.heads.families.parallel import ParallelConfig
+from drafthead.heads.families.parallel.head import ParallelConfig
+from drafthead.heads.families.recurrent.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.heads.formats import block_parallel, eagle3
 from drafthead.heads.formats.base import (
     Foreign,

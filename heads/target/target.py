@@ -22,7 +22,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.seven_bits import round_matrices
 from drafthead.heads.target.adapters import add_adapter, base_of_adapter
 from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.architecture import (
@@ -68,6 +67,7 @@ from drafthead.heads.target.masks import (
     uses_alibi,
 )
 from drafthead.heads.target.placement import WHOLE, Placement
+from drafthead.heads.target.seven_bits import round_matrices
 from drafthead.heads.target.tree_cache import TreeCache
 
 SAMPLED = 4  # tokens of the pass that shows how a model makes logits

@@ -2,7 +2,7 @@
 
 import torch
 
-from drafthead.heads.seven_bits import rounded
+from drafthead.heads.target.seven_bits import rounded
 
 LEVELS = 127  # on either side of 0
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from drafthead.heads.processor import bfloat16_instructions
+from drafthead.heads.target.processor import bfloat16_instructions
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from drafthead.backends.cpu.kernels.huge_pages import HugePages
 from drafthead.backends.cpu.kernels.library import declarations
 from drafthead.backends.cpu.kernels.template import Node, call_by_rows
-from drafthead.heads.seven_bits import LEVELS, rounded
+from drafthead.heads.target.seven_bits import LEVELS, rounded
 
 COLUMNS = 32  # of the product, in a block of packed weights
 CALL = """

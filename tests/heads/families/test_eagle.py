@@ -16,10 +16,10 @@ from torch.nn.functional import smooth_l1_loss
 from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
-from drafthead.heads.families import recurrent_passes
-from drafthead.heads.families.eagle3 import default_taps
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.recurrent_session import DraftReader
+from drafthead.heads.families.recurrent import passes as recurrent_passes
+from drafthead.heads.families.recurrent.drafter import DraftReader
+from drafthead.heads.families.recurrent.eagle3 import default_taps
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features

@@ -17,7 +17,7 @@ from tiny import VOCAB
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.drafting.drafter import Committed, Drafter, Ends
 from drafthead.heads.families.head_drafter import drafter_for, register_drafter
-from drafthead.heads.families.medusa import MedusaHeads
+from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.formats.checkpoint import load_head, save_head
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
 from drafthead.heads.sampling import RowRandom, SamplingConfig

@@ -12,10 +12,10 @@ from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.parallel import ParallelConfig, ParallelHead
-from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
-from drafthead.heads.families.parallel_drafter import Growing, ParallelSession
-from drafthead.heads.families.parallel_transformer import spread_taps
+from drafthead.heads.families.parallel.candidates import CANDIDATES, Block, Candidates
+from drafthead.heads.families.parallel.drafter import Growing, ParallelSession
+from drafthead.heads.families.parallel.head import ParallelConfig, ParallelHead
+from drafthead.heads.families.parallel.transformer import spread_taps
 from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
@@ -100,7 +100,7 @@ def test_more_blocks_than_attend_at_once_change_nothing(target, make_head, monke
     head, batch = make_head("parallel", target), batch_of(target, ROWS)
     anchors = torch.arange(7).expand(2, 7)
     together = head.block_states(batch, target, anchors)
-    monkeypatch.setattr("drafthead.heads.families.parallel.BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr("drafthead.heads.families.parallel.head.BLOCKS_AT_ONCE", 2)
     torch.testing.assert_close(head.block_states(batch, target, anchors), together)
 
 

@@ -10,9 +10,9 @@ from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.hydra import HydraConfig, HydraHeads
-from drafthead.heads.families.mlp_speculator import MlpSpeculatorConfig
-from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.families.sequential.head import SequentialHead
+from drafthead.heads.families.sequential.hydra import HydraConfig, HydraHeads
+from drafthead.heads.families.sequential.mlp_speculator import MlpSpeculatorConfig
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target

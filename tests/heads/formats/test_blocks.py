@@ -14,8 +14,8 @@ from written import DFLASH, DSPARK, LAYERS, TARGET, Outputs, Written, random_hea
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.parallel import ParallelHead
-from drafthead.heads.families.parallel_drafter import ParallelSession
+from drafthead.heads.families.parallel.drafter import ParallelSession
+from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.dflash import default_ids, our_taps

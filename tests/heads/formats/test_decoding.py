@@ -21,10 +21,10 @@ from written import Outputs, Written
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.families import recurrent_passes
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.medusa_drafter import MedusaLayout
-from drafthead.heads.families.recurrent import RecurrentHead
+from drafthead.heads.families.medusa.drafter import MedusaLayout
+from drafthead.heads.families.recurrent import passes as recurrent_passes
+from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.formats import load_head
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.features import Features

@@ -12,11 +12,11 @@ from written import EAGLE3, LAYERS, TARGET, Outputs, Written, random_head
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
-from drafthead.heads.families import recurrent_passes
-from drafthead.heads.families.eagle3 import Eagle3Head, default_taps
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.recurrent import Unrolled
-from drafthead.heads.families.recurrent_session import DraftReader
+from drafthead.heads.families.recurrent import passes as recurrent_passes
+from drafthead.heads.families.recurrent.drafter import DraftReader
+from drafthead.heads.families.recurrent.eagle3 import Eagle3Head, default_taps
+from drafthead.heads.families.recurrent.head import Unrolled
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head

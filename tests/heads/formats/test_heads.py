@@ -11,11 +11,11 @@ from written import Outputs, Written
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.hydra import HydraHeads
-from drafthead.heads.families.medusa import MedusaHeads
-from drafthead.heads.families.mlp_speculator import MlpSpeculator
-from drafthead.heads.families.recurrent import RecurrentHead
-from drafthead.heads.families.recurrent_session import DraftReader
+from drafthead.heads.families.medusa.head import MedusaHeads
+from drafthead.heads.families.recurrent.drafter import DraftReader
+from drafthead.heads.families.recurrent.head import RecurrentHead
+from drafthead.heads.families.sequential.hydra import HydraHeads
+from drafthead.heads.families.sequential.mlp_speculator import MlpSpeculator
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 from written import TARGET, random_head
 
 from drafthead.heads.base import DraftHead, HeadBatch
-from drafthead.heads.families.eagle3 import Eagle3Head
-from drafthead.heads.families.parallel import ParallelHead
-from drafthead.heads.families.recurrent import Unrolled
+from drafthead.heads.families.parallel.head import ParallelHead
+from drafthead.heads.families.recurrent.eagle3 import Eagle3Head
+from drafthead.heads.families.recurrent.head import Unrolled
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.target.features import Features

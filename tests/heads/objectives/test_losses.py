@@ -7,7 +7,7 @@ import torch
 from peak_memory import PeakMemory
 
 from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
-from drafthead.heads.families.medusa import MedusaConfig
+from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     depth_weights,

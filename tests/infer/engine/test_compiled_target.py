@@ -12,7 +12,7 @@ from drafthead.backends.compiled import Compiled
 from drafthead.backends.cpu.substitutions import attention_of_one
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.medusa_drafter import MedusaSession
+from drafthead.heads.families.medusa.drafter import MedusaSession
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for

@@ -15,7 +15,7 @@ from transformers import (
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.recurrent_session import RecurrentSession
+from drafthead.heads.families.recurrent.drafter import RecurrentSession
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder

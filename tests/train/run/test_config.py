@@ -7,7 +7,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.medusa import MedusaConfig
+from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.train.prompts.tasks import Tasks
 from drafthead.train.run.config import RunConfig, load_run_config
 from leaderboard.config import load_board

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import gelu, rms_norm
 
 from drafthead.heads.base import register_head
-from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import ForTraining

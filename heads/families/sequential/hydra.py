@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.heads.base import register_head
-from drafthead.heads.families.sequential import SequentialHead
+from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache

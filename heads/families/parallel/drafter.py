@@ -12,8 +12,8 @@ from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
-from drafthead.heads.families.parallel import ParallelHead
-from drafthead.heads.families.parallel_candidates import CANDIDATES, Block, Candidates
+from drafthead.heads.families.parallel.candidates import CANDIDATES, Block, Candidates
+from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store

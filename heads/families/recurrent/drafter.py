@@ -1,12 +1,14 @@
-"""A recurrent head at work: its cache, and the trees that it grows or fills."""
+"""Drafting with a recurrent head: its cache, and the trees that it grows or fills."""
 
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.drafting.row_state import RowState
-from drafthead.heads.families.recurrent_passes import Grown, Guess, RecurrentPasses
+from drafthead.heads.families.head_drafter import register_drafter
+from drafthead.heads.families.recurrent.head import RecurrentHead
+from drafthead.heads.families.recurrent.passes import Grown, Guess, RecurrentPasses
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.trees.dynamic import Children, dynamic_tree
@@ -206,3 +208,15 @@ class RecurrentSession(LateReader):
 
         levels, scores = self.drafter.levels(shape), self.drafter.scores(shape)
         return filled_tree(shape, levels, self.roots, guess, sampling, random, scores)
+
+
+@register_drafter(RecurrentHead)
+class RecurrentDrafter(RecurrentPasses):
+    """A recurrent head on dynamic trees, and on static ones where children are drawn.
+
+    The static trees are the fixed one, or those grown from measured paths.
+    """
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T]; their features come with the first commit."""
+        return RecurrentSession(self, rows=len(lengths))

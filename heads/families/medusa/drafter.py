@@ -10,7 +10,7 @@ from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
-from drafthead.heads.families.medusa import MedusaHeads
+from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from drafthead.heads.base import register_head
-from drafthead.heads.families.recurrent import RecurrentConfig, RecurrentHead
+from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerStore, Rotation
 from drafthead.heads.objectives.losses import feature_loss
 from drafthead.heads.target.features import Features, FeatureSpec

@@ -12,7 +12,7 @@ from drafthead.heads.coupling import DRAWS, NextDraws
 from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import at_last
 from drafthead.heads.families.head_drafter import HeadDrafter
-from drafthead.heads.families.recurrent import RecurrentHead
+from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target

@@ -1,7 +1,7 @@
 """EAGLE-3 (Li et al., 2025, arXiv 2503.01840): a draft layer on low, middle and high features.
 
 No loss ties its states to the target's, so the head learns on its own outputs instead: the
-training-time test of `recurrent.Unrolled`. It may guess among the frequent tokens only. The norms
+training-time test of `head.Unrolled`. It may guess among the frequent tokens only. The norms
 of EAGLE-3.1 ("Attention Drift", arXiv 2605.09992) keep the states that are fed back from growing.
 P-EAGLE (arXiv 2602.01469) feeds nothing back: one pass over mask tokens drafts all depths.
 """
@@ -15,7 +15,7 @@ from torch import nn
 
 from drafthead.heads.base import register_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.recurrent import RecurrentConfig, RecurrentHead
+from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import (
     DecoderLayer,
     GatedMlp,

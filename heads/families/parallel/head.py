@@ -17,8 +17,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss, register_head
 from drafthead.heads.errors import UserError
-from drafthead.heads.families.parallel_correction import Correction
-from drafthead.heads.families.parallel_transformer import (
+from drafthead.heads.families.parallel.correction import Correction
+from drafthead.heads.families.parallel.transformer import (
     BlockConfig,
     BlockTransformer,
     KeysValues,

@@ -3,7 +3,7 @@
 import torch
 
 from drafthead.heads.coupling import NextDraws
-from drafthead.heads.families.parallel import ParallelHead
+from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.sampling import DRAFT_SUPPORT, arrival_times
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from

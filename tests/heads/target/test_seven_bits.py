@@ -6,8 +6,8 @@ from tiny import byte_tokenizer
 from torch import nn
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.seven_bits import can_be_rounded, round_matrices, rounded
 from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.seven_bits import can_be_rounded, round_matrices, rounded
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.compiled_target import CompiledTarget

@@ -1,0 +1,1 @@
+"""Medusa heads: one small network for each depth, independent of each other."""

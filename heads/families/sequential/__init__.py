@@ -1,0 +1,1 @@
+"""Sequential heads: each depth reads the token that the depth before it guessed."""
