@@ -10,7 +10,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.train.prompts.tasks import Tasks
 from drafthead.train.run.config import RunConfig, load_run_config
-from leaderboard.config import load_board
+from leaderboard import load_board
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 YAML_FILES = sorted(CONFIGS.rglob("*.yaml"))
