@@ -39,7 +39,7 @@ from transformers.generation.utils import (
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.cache_argument import cache_argument
+from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.target import Target
 from drafthead.infer.beams.beam_options import BeamOptions
 from drafthead.infer.beams.beam_search import BeamAnswer, beam_answers

@@ -14,9 +14,8 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.any_target import load_target, target_of
-from drafthead.heads.target.loading import load_tokenizer
+from drafthead.heads.target.loading import load_tokenizer, vocabulary_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer.drafters.earlier import Earlier
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored

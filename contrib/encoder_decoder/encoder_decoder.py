@@ -26,10 +26,12 @@ from drafthead.contrib.encoder_decoder.decoder_positions import (
 from drafthead.contrib.encoder_decoder.source_cache import SourceCache, SourceStates, for_decoder
 from drafthead.heads.errors import UserError
 from drafthead.heads.host import to_host
-from drafthead.heads.target.cache_argument import cache_argument
+from drafthead.heads.target.any_target import ENCODER_DECODER, TARGETS
+from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.hooks import Place, Taps
 from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
-from drafthead.heads.target.target import Place, Taps, Target
+from drafthead.heads.target.target import Target
 
 
 class EncoderDecoderTarget(Target):
@@ -182,6 +184,9 @@ class EncoderDecoderTarget(Target):
         begun = torch.cat([start, answers], dim=1)
         output = self.model(input_ids=source, decoder_input_ids=begun, use_cache=False)
         return output.logits[:, -count:]
+
+
+TARGETS.register(ENCODER_DECODER, EncoderDecoderTarget, "kinds of target")
 
 
 def first_tokens(model: PreTrainedModel) -> tuple[int, ...]:

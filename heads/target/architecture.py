@@ -1,7 +1,7 @@
-"""Where an architecture of transformers keeps its parts: decoder, layers, final norm."""
+"""Where an architecture of transformers keeps its parts: decoder, layers, final norm, cache."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -14,6 +14,9 @@ NORM_NAMES = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
     *("layer_norm", "layernorm"),
 )
+# How a `forward` calls the argument for keys and values: `cache` from transformers 5.24 on. The old
+# name first: code from elsewhere still has it, and what takes both has something else in the other.
+CACHE_NAMES = ("past_key_values", "cache")
 
 
 def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
@@ -61,3 +64,9 @@ def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
     # Code from elsewhere may only take a number.
     takes_places = takes is not None and "Tensor" in str(takes.annotation)
     return takes_places and "logits_to_keep" not in decoder_takes
+
+
+def cache_argument(function: Callable[..., object]) -> str:
+    """The name of the argument for keys and values of a `forward`; empty where it takes none."""
+    takes = inspect.signature(function).parameters
+    return next((name for name in CACHE_NAMES if name in takes), "")

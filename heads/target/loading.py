@@ -1,6 +1,10 @@
-"""What loading a target by name needs: its tokenizer, folder or hub id, dtype and device."""
+"""Loading a target's model and tokenizer by name, in a type, onto a device."""
 
+import hashlib
 import importlib.util
+import logging
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +21,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.adapters import add_adapter, base_of_adapter
+from drafthead.heads.target.placement import Placement
 
 TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
-INT7 = "int7"  # the type of targets whose matrices are rounded, see `heads.seven_bits`
+INT7 = "int7"  # the type of targets whose matrices are rounded, see `heads.target.seven_bits`
 # Types whose matrices bitsandbytes keeps in so few bits, all but the output head's.
 BITSANDBYTES: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
@@ -49,6 +55,15 @@ def load_tokenizer(
                 return None
             raise
         return load_tokenizer(base_name, base_name, trust_code)
+
+
+@lru_cache(maxsize=4)
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of which token each id stands for, added tokens included."""
+    digest = hashlib.blake2b(digest_size=8)
+    for token, number in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{number}\t{token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def is_on(model: PreTrainedModel, device: torch.device) -> bool:
@@ -165,3 +180,46 @@ def device_named(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but this machine has no usable CUDA GPU")
     return device
+
+
+def load_model(
+    source: str | Path,
+    name: str | Path,
+    dtype: str,
+    device: str,
+    trust_code: bool,
+    placement: Placement,
+    class_of: Callable[[str | Path, bool], Any],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model and the tokenizer of a folder or hub id, or of an adapter with its base model.
+
+    `class_of` is `Target.model_class`; the other arguments are those of `Target.from_pretrained`.
+    Raises UserError, with `name`, for what could not be loaded or placed.
+    """
+    dtype, torch_device = type_name(dtype), device_named(device)
+    torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
+    if dtype in LOSSY and not placement.is_whole:
+        raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
+    base = base_of_adapter(source)
+    model_class = class_of(base or source, trust_code)
+    try:
+        options = quantising_options(dtype, torch_device) or placement.loading_options(
+            model_class, base or source, torch_dtype, torch_device, trust_code
+        )
+        model = model_class.from_pretrained(
+            base or source, dtype=torch_dtype, trust_remote_code=trust_code, **options
+        )
+        if base is not None:
+            add_adapter(model, source)
+        tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
+        # Quantised weights may not be movable.
+        if placement.is_whole and not is_on(model, torch_device):
+            model.to(torch_device)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds for a bad folder
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(f"cannot load the model {name}: {reason}") from error
+    if quantisation_of(model) in BITSANDBYTES:  # it would warn of a cast in every product
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return model, tokenizer

@@ -12,10 +12,7 @@ import torch
 from transformers.configuration_utils import PretrainedConfig
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-EXACT, ROUGH = (
-    1e-4,
-    1e-2,
-)  # what two roundings and a product in another order make: float32, 16 bits
+EXACT, ROUGH = 1e-4, 1e-2  # what a product in another order makes: float32, 16 bits
 TINY = 1e-30  # logits may all be 0
 
 

@@ -5,51 +5,42 @@ and quantised or PEFT-wrapped models work too. Only the requested layers are sto
 `output_hidden_states=True` would store them all.
 """
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.target.adapters import add_adapter, base_of_adapter
-from drafthead.heads.target.alibi import AlibiByPosition
 from drafthead.heads.target.architecture import (
     LAYER_NAMES,
     NORM_NAMES,
+    cache_argument,
     can_skip_logits,
     find_decoder,
     find_module,
     without_wrapper,
 )
-from drafthead.heads.target.cache_argument import cache_argument
 from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.hooks import hook_lock, in_this_thread
+from drafthead.heads.target.hooks import Place, Taps
 from drafthead.heads.target.loading import (
     BITSANDBYTES,
     INT7,
-    LOSSY,
     configuration_of,
     decoder_class,
-    device_named,
-    dtype_named,
     has_encoder,
-    is_on,
-    load_tokenizer,
+    load_model,
     quantisation_of,
-    quantising_options,
     type_name,
 )
 from drafthead.heads.target.logit_finish import (
@@ -60,6 +51,7 @@ from drafthead.heads.target.logit_finish import (
     possible,
 )
 from drafthead.heads.target.masks import (
+    AlibiByPosition,
     LayerMasks,
     check_forward,
     layer_kinds,
@@ -79,13 +71,6 @@ class TargetOutput:
 
     logits: torch.Tensor  # [B, T or logits_to_keep, V]
     features: Features
-
-
-class Place(NamedTuple):
-    """Where a hidden state is: the output of a module, or its input."""
-
-    module: nn.Module
-    is_input: bool = False
 
 
 class Target:
@@ -154,24 +139,20 @@ class Target:
         ways = list(possible(self.config))
         if not has_numbers(self.model.get_input_embeddings().weight):
             return ways[0]
+        name = type(self.model).__name__
         try:
             hidden, logits = self.sample_pass()
         except Exception as error:  # models raise many kinds
             reason = str(error).strip().partition("\n")[0] or repr(error)
-            raise UserError(
-                f"{type(self.model).__name__} cannot read {SAMPLED} tokens: {reason}"
-            ) from error
-        differences = {}
-        for way in ways:
-            self.finish = way
-            differences[way] = difference(self.project(hidden), logits)
-        best = min(ways, key=differences.__getitem__)
-        if differences[best] <= by_rounding(self.dtype):
+            raise UserError(f"{name} cannot read {SAMPLED} tokens: {reason}") from error
+        self.finish = Finish()
+        outputs = self.project(hidden)
+        best = min(ways, key=lambda way: difference(way(outputs), logits))
+        if difference(best(outputs), logits) <= by_rounding(self.dtype):
             return best
         raise UserError(
-            f"{type(self.model).__name__} is not supported as a target: its logits are not what "
-            "its output head makes of the last hidden state, whatever constants of its "
-            "configuration scale and cap them"
+            f"{name} is not supported as a target: its logits are not what its output head makes "
+            "of the last hidden state, whatever constants of its configuration scale and cap them"
         )
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,37 +213,13 @@ class Target:
         """`from_pretrained` for a folder or hub id that has this class of model; `name` is named
         in errors.
         """
-        dtype = type_name(dtype)
-        torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
-        torch_device = device_named(device)
-        if dtype in LOSSY and not placement.is_whole:
-            raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
-        base = base_of_adapter(source)
-        model_class = cls.model_class(base or source, trust_code)
-        try:
-            options = quantising_options(dtype, torch_device) or placement.loading_options(
-                model_class, base or source, torch_dtype, torch_device, trust_code
-            )
-            model = model_class.from_pretrained(
-                base or source, dtype=torch_dtype, trust_remote_code=trust_code, **options
-            )
-            if base is not None:
-                add_adapter(model, source)
-            tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
-            # Quantised weights may not be movable.
-            if placement.is_whole and not is_on(model, torch_device):
-                model.to(torch_device)
-        except UserError:
-            raise
-        except Exception as error:  # transformers raises many kinds for a bad folder
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise UserError(f"cannot load the model {name}: {reason}") from error
+        model, tokenizer = load_model(
+            source, name, dtype, device, trust_code, placement, cls.model_class
+        )
         target = cls(model, tokenizer)
-        if dtype == INT7:
+        if type_name(dtype) == INT7:
             round_matrices(target.model)
             target.in_bytes = True
-        if target.precision in BITSANDBYTES:  # it would warn of a cast in every product
-            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return target
 
     @property
@@ -364,6 +321,19 @@ class Target:
     def final_norm(self) -> nn.Module:
         """The module after the last layer, of a model without an encoder."""
         return self.last_state.module
+
+    @torch.no_grad()
+    def final_norm_scale(self) -> torch.Tensor:
+        """The factor [D] by which the final norm multiplies each of D normalised numbers.
+
+        The norm is probed, because models differ in how they store this factor: in Gemma the weight
+        is the factor minus 1.
+        """
+        # A vector of ones and minus ones is normalised already, and the difference between the norm
+        # of it and of its opposite is free of any bias.
+        signs = 1 - 2 * (torch.arange(self.hidden_size) % 2)
+        signs = signs.to(self.device, self.dtype)
+        return (self.final_norm(signs) - self.final_norm(-signs)) / 2 * signs
 
     def output_weight(self) -> torch.Tensor:
         """Weight [V, D] of the output head."""
@@ -512,70 +482,3 @@ class Target:
         if self.has_alibi:
             return None, AlibiByPosition(self.layers.children(), mask)
         return masks_by_kind(mask, self.layer_kinds), nullcontext()
-
-
-class Taps:
-    """Forward hooks that store the outputs of chosen layers during one pass of this thread.
-
-    Other passes over the model that need hooks wait meanwhile, those of other targets too.
-    """
-
-    def __init__(self, target: Target, spec: FeatureSpec):
-        """Raises UserError when a layer of `spec` lies outside the model."""
-        outside = [i for i in spec.layers if not -1 <= i <= target.num_layers]
-        if outside:
-            raise UserError(
-                f"the target has layers 0 to {target.num_layers - 1}, but the head taps {outside}"
-            )
-        self.spec = spec
-        numbers = [*spec.layers, target.num_layers] if spec.last else [*spec.layers]
-        self.places = [target.place_of(number) for number in numbers]
-        self.kept: list[torch.Tensor | None] = [None] * len(self.places)
-        self.lock = hook_lock(target.model)
-        self.handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> "Taps":
-        """Take the model's lock and attach the hooks."""
-        self.lock.acquire()
-        try:
-            for index in range(len(self.places)):
-                self.handles.append(self._attach(index))
-        except BaseException:  # an interrupt, say, must not leave the model locked
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the hooks, whatever happened during the pass, and give back the lock."""
-        while self.handles:
-            self.handles.pop().remove()
-        self.lock.release()
-
-    def _attach(self, index: int) -> RemovableHandle:
-        module, is_input = self.places[index]
-        if is_input:
-            keeper = in_this_thread(self._entry_keeper(index))
-            return module.register_forward_pre_hook(keeper, with_kwargs=True)
-        return module.register_forward_hook(in_this_thread(self._keeper(index)))
-
-    def _keeper(self, index: int) -> Callable[..., None]:
-        def keep(_module: nn.Module, _inputs: object, output: object) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            self.kept[index] = hidden  # type: ignore[assignment]
-
-        return keep
-
-    def _entry_keeper(self, index: int) -> Callable[..., None]:
-        def keep(
-            _module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
-        ) -> None:
-            self.kept[index] = args[0] if args else kwargs["hidden_states"]
-
-        return keep
-
-    def features(self) -> Features:
-        """The stored states; raises UserError if a tapped module did not run."""
-        kept = [hidden for hidden in self.kept if hidden is not None]
-        if len(kept) != len(self.kept):
-            raise UserError("a tapped layer did not run: this architecture cannot be tapped")
-        return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))

@@ -24,8 +24,9 @@ from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.hooks import Taps
 from drafthead.heads.target.masks import LayerMasks
-from drafthead.heads.target.target import Taps, Target, TargetOutput
+from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.infer.engine.graph_step import Draws, GraphStep

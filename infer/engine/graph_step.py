@@ -20,8 +20,9 @@ from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.sampling import draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.hooks import Taps
 from drafthead.heads.target.masks import LayerMasks
-from drafthead.heads.target.target import Taps, Target
+from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree

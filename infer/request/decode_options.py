@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.heads.target.context import Context
-from drafthead.heads.target.template_arguments import TemplateArguments
 from drafthead.infer.beams.beam_options import BeamOptions, EarlyStopping, read_beams
 from drafthead.infer.request.generation_config import given_options, sampling_from
 from drafthead.infer.request.integers import ARRAYS, integer, integer_option

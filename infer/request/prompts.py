@@ -9,11 +9,11 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.base_model import template_options
-from drafthead.heads.target.template_arguments import (
+from drafthead.heads.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
     check_template_arguments,
+    template_options,
 )
 from drafthead.infer.request.integers import ARRAYS, integer
 from drafthead.infer.request.messages import rendered

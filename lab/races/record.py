@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.template_arguments import (
+from drafthead.heads.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
     check_template_arguments,
 )
+from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import fresh_folder
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.trees.static import TREE_SIZES
 from drafthead.infer.drafters.datastore import DEPTH, Datastore
 from drafthead.infer.drafters.ngram_table import ORDERS, NgramTable

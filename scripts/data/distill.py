@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.chat_template import check_template_arguments
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.template_arguments import check_template_arguments
 from drafthead.infer import Decoder
 from drafthead.lab.reports.answers import print_answers, some
 from drafthead.scripts import options

@@ -11,12 +11,12 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.template_arguments import (
+from drafthead.heads.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
     check_template_arguments,
 )
+from drafthead.heads.target.gguf_files import model_folder
 from drafthead.scripts import options
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import LeftOut, UnusableRowError

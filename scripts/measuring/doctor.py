@@ -13,8 +13,8 @@ from tqdm import tqdm
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.template_arguments import TemplateArguments
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter
 from drafthead.lab.diagnosis.checks import CHECKS, Finding, faults_first

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.left_out import UnusableRowError
 
 IDS_COLUMN, VOCABULARY_COLUMN, WEIGHTS_COLUMN = "token_ids", "vocabulary", "target_weights"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.template_arguments import TemplateArguments
+from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.splitting import Dialogue, split, turn_starts

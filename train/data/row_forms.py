@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from drafthead.heads.target.template_arguments import RESERVED
+from drafthead.heads.target.chat_template import RESERVED
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_sources import Row
 

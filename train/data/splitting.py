@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.target.template_arguments import NO_ARGUMENTS, TemplateArguments
+from drafthead.heads.target.chat_template import NO_ARGUMENTS, TemplateArguments
 from drafthead.train.data.answer_tokens import AnswerTokens
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import UnusableRowError

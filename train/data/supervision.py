@@ -12,8 +12,12 @@ from itertools import pairwise
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.base_model import template_options
-from drafthead.heads.target.template_arguments import NO_ARGUMENTS, TemplateArguments, reads
+from drafthead.heads.target.chat_template import (
+    NO_ARGUMENTS,
+    TemplateArguments,
+    reads,
+    template_options,
+)
 from drafthead.train.data.answer_tokens import AnswerTokens, check_vocabulary
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import UnusableRowError

@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.storage.disk_cache import cache_or_scratch
 from drafthead.heads.storage.files import fresh_folder, write_text
-from drafthead.heads.target.template_arguments import (
+from drafthead.heads.target.chat_template import (
     TemplateArguments,
     check_template_arguments,
 )
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.conversations import Conversation, Writer, iter_conversations
 from drafthead.train.data.fitted_rows import Fit, fitted_rows
 from drafthead.train.data.left_out import LeftOut, UnusableRowError

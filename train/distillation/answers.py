@@ -14,7 +14,7 @@ from queue import Queue
 from typing import Any
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.answer_tokens import VOCABULARY_COLUMN, WEIGHTS_COLUMN
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError

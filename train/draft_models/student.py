@@ -20,7 +20,8 @@ from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.chunked import Part, summed_in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
 from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Taps, Target
+from drafthead.heads.target.hooks import Taps
+from drafthead.heads.target.target import Target
 from drafthead.train.draft_models.cut import (
     LAYERS_FOR_ONE,
     architecture_of,

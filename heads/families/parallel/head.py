@@ -37,7 +37,6 @@ from drafthead.heads.objectives.losses import (
     overlap,
 )
 from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import ForTraining
 
@@ -141,7 +140,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         """Copy the scale of the target's final norm; derive the codes from its embeddings."""
         if self.config.warm:
             self.transformer.begin_like(target)
-        self.transformer.norm.weight.data.copy_(scale_of(target.final_norm, target))
+        self.transformer.norm.weight.data.copy_(target.final_norm_scale())
         if self.output is not None:
             self.output.weight.data.copy_(target.output_weight()[self.draft_ids])
         if self.correction is not None:

@@ -26,7 +26,6 @@ from drafthead.heads.layers.decoder_layer import (
     Store,
 )
 from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.norms import scale_of
 from drafthead.heads.target.target import Target
 
 
@@ -163,7 +162,7 @@ class Eagle3Head(RecurrentHead):
         weight = target.output_weight()
         ids = self.draft_ids
         self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
-        self.norm.weight.data.copy_(scale_of(target.final_norm, target))
+        self.norm.weight.data.copy_(target.final_norm_scale())
 
     def encode(self, features: Features) -> torch.Tensor:
         """The states [B, T, D]: the taps, normed and mixed."""

@@ -10,7 +10,8 @@ from tiny import tiny_llama
 from drafthead.backends.cuda import compiled_layers
 from drafthead.backends.cuda.compiled_layers import CompiledLayers, Fused, Together
 from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Taps, Target
+from drafthead.heads.target.hooks import Taps
+from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import StepCache
 
 LAYERS = 4

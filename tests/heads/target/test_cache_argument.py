@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from drafthead.heads.target.any_target import target_of
-from drafthead.heads.target.cache_argument import cache_argument
+from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 

@@ -294,7 +294,7 @@ def saved(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(folder / "target")
     decoder = Decoder(Target(model))
     answers = decoder.generate([[30, 31, n] for n in range(40, 60)], max_new_tokens=40).sequences
-    from drafthead.heads.target.vocabulary import vocabulary_of
+    from drafthead.heads.target.loading import vocabulary_of
 
     (folder / "store").mkdir()
     Datastore.of(answers, vocabulary_of(tokenizer)).save(folder / "store")

@@ -10,8 +10,8 @@ from tiny import byte_tokenizer, tiny_llama
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.drawn_chain import drawn_chain, support_tables
 from drafthead.infer.drafters.earlier import Earlier

@@ -11,8 +11,8 @@ import torch
 from tiny import byte_tokenizer, tiny_llama
 
 from drafthead.heads.base import HEADS, DraftHead
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.lab.diagnosis.checks import CHECKS
 from drafthead.lab.diagnosis.examination import Examination, Patient, examine

@@ -10,7 +10,7 @@ import torch
 from tiny import byte_tokenizer
 
 from drafthead.heads.drafting.drafter import NO_OUTLOOK
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import load_stored
 from drafthead.scripts import cli

@@ -9,7 +9,7 @@ import torch
 from tiny import SPECIALS, byte_tokenizer, write_target
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.serving.serve_request import Answer, Ticket
 from drafthead.train.data.answer_tokens import AnswerTokens

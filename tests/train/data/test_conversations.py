@@ -13,8 +13,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.base_model import tell_of_base_model
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.chat_template import tell_of_base_model
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.request.prompts import encode
 from drafthead.scripts.data import inspect_data
 from drafthead.train.data.conversations import Conversation, read_conversations

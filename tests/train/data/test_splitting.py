@@ -8,7 +8,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.vocabulary import vocabulary_of
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.answer_tokens import AnswerTokens, StoredTokens
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Fit, fitted_rows

@@ -23,8 +23,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.vocabulary import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.scripts.data import distill as distill_verb

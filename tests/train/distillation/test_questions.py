@@ -10,7 +10,7 @@ from tiny import CHAT_TEMPLATE, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.template_arguments import check_template_arguments
+from drafthead.heads.target.chat_template import check_template_arguments
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.supervision import supervised_sequences
 from drafthead.train.distillation import answers as distillation

@@ -1,8 +1,13 @@
-"""Arguments of a chat template, such as `tools` and `enable_thinking`: which ones it reads."""
+"""Chat templates: the one that a base model lacks, and the arguments that a template reads.
 
+The conversations of a base model are texts that answers continue. Arguments are such as `tools` and
+`enable_thinking`.
+"""
+
+import logging
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from inspect import signature
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -10,11 +15,17 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.base_model import CONTINUATION
+
+logger = logging.getLogger(__name__)
 
 TemplateArguments: TypeAlias = Mapping[str, Any]
 NO_ARGUMENTS: TemplateArguments = MappingProxyType({})
 
+# Every answer ends the text, and what follows goes on from all before it.
+CONTINUATION = (
+    "{{ beginning }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 # What those who render pass themselves; `tools` and `documents` are the user's as any other.
 RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {
     "tools",
@@ -53,3 +64,19 @@ def check_template_arguments(
                 f"the chat template of {name} does not read {argument}: correct the name of this "
                 "template argument, or leave it out"
             )
+
+
+@cache
+def tell_of_base_model(name: str) -> None:
+    """Say, once for each tokenizer, how its prompts are read."""
+    logger.warning("%s has no chat template: prompts are texts that answers continue", name)
+
+
+def template_options(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What `apply_chat_template` needs besides the messages: nothing where there is a template."""
+    if tokenizer.chat_template:
+        return {}
+    tell_of_base_model(tokenizer.name_or_path or "this tokenizer")
+    first = tokenizer("a")["input_ids"][0]  # as a text begins that is a prompt by itself
+    beginning = tokenizer.bos_token if first == tokenizer.bos_token_id else ""
+    return {"chat_template": CONTINUATION, "beginning": beginning}
