@@ -28,7 +28,7 @@ from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.results import DecodeStats, summed
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.tables import number, print_table
-from drafthead.lab.theory.speedup_model import chain_speedup, predict_chain
+from drafthead.lab.speedup_model import chain_speedup, predict_chain
 
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 GERMAN = ["null", "eins", "zwei", "drei", "vier", "fuenf", "sechs", "sieben", "acht", "neun"]

@@ -87,7 +87,6 @@ def test_circles_are_found(imports: dict[str, str]) -> None:
 ROOM_CIRCLES = [
     ["contrib/other_tokenizer", "infer/drafters"],
     ["infer/beams", "infer/engine", "infer/request"],
-    ["lab/profiling", "lab/races", "lab/theory"],
 ]
 
 

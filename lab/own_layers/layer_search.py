@@ -12,7 +12,7 @@ from drafthead.heads.target.part import part_of
 from drafthead.heads.target.target import Target
 from drafthead.lab.own_layers.layer_acceptance import GuessedAnswers, alpha_of
 from drafthead.lab.profiling.bandwidth import weight_bytes
-from drafthead.lab.theory.speedup_model import MAX_CHAIN, chain_speedup
+from drafthead.lab.speedup_model import MAX_CHAIN, chain_speedup
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from drafthead.heads.errors import UserError
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeStats, summed
-from drafthead.lab.theory.speedup_model import StepParts
+from drafthead.lab.speedup_model import StepParts
 
 STEP_PHASES = ("draft", "verify", "accept", "commit")
 # Time of a step outside its phases: the planner, the loop itself, the caller that takes the tokens.

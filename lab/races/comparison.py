@@ -13,7 +13,7 @@ from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.lab.races.contestants import Contestant
 from drafthead.lab.races.divergence import Divergence, divergence
 from drafthead.lab.races.race import Record
-from drafthead.lab.theory.speedup_model import (
+from drafthead.lab.speedup_model import (
     ChainPrediction,
     deviation_factors,
     predict_chain,

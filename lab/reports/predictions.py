@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from drafthead.lab.theory.speedup_model import ChainPrediction
+from drafthead.lab.speedup_model import ChainPrediction
 
 NOTICEABLE = 0.1  # a prediction that is further off gets a reason
 LEAST = 0.03  # reasons that change the prediction by less are left out

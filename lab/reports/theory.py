@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 def tables(found: Sequence[Theory]) -> list[Table]:
     """Those that the terminal shows, the shortest first."""
-    return [alpha_table(found), depth_table(found), speed_table(found), choice_table(found)]
+    return [alpha_table(found), depth_table(found), speed_table(found)]
 
 
 def alpha_table(found: Sequence[Theory]) -> Table:
@@ -94,30 +94,6 @@ def speed_table(found: Sequence[Theory]) -> Table:
             ]
         )
     return Table("a chain of K tokens: theory and measurement", columns, rows)
-
-
-def choice_table(found: Sequence[Theory]) -> Table:
-    """Tokens per second by how the length of chains is chosen, by counts and costs."""
-    columns = [
-        "drafter", "T", "plain", "best K", "with it", "planner", "oracle", "its mean K",
-        "planner / oracle",
-    ]  # fmt: skip
-    rows = []
-    for theory in found:
-        choices, plain = theory.choices, theory.plain_tokens_per_second
-        rows.append(
-            [
-                *place(theory),
-                number(plain, 1),
-                str(choices.best_fixed),
-                number(plain * max(choices.fixed), 1),
-                number(plain * choices.adaptive, 1),
-                number(plain * choices.oracle, 1),
-                number(choices.oracle_length),
-                number(choices.adaptive / choices.oracle),
-            ]
-        )
-    return Table("tokens/s by who chooses K, computed from counts and costs", columns, rows)
 
 
 def length_table(found: Sequence[Theory]) -> Table:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drafthead.lab.speedup_model import accepted_and_tried
+
 RESAMPLES = 4000
 CONFIDENCE = 0.95
 
@@ -40,14 +42,6 @@ def share_of(accepted: Sequence[float], tried: Sequence[int], seed: int = 0) -> 
     outside = (1 - CONFIDENCE) / 2
     low, high = np.quantile(shares, [outside, 1 - outside])
     return Share(float(gains.sum() / tries.sum()), float(low), float(high), int(tries.sum()))
-
-
-def accepted_and_tried(accept_lengths: Sequence[int], length: int) -> tuple[int, int]:
-    """Drafted tokens of chains of `length` tokens, from accept lengths (bonus included).
-
-    A chain of 4 with accept length 3 tried 3 tokens and accepted 2.
-    """
-    return sum(n - 1 for n in accept_lengths), sum(min(n, length) for n in accept_lengths)
 
 
 def counted_alpha(accept_lengths: Sequence[Sequence[int]], length: int) -> Share:

@@ -15,8 +15,8 @@ from drafthead.lab.profiling.pass_times import (
     proposals_alone,
     time_passes,
 )
+from drafthead.lab.speedup_model import StepParts
 from drafthead.lab.theory.chains import Chains, chain_budget
-from drafthead.lab.theory.speedup_model import StepParts
 
 TIMED_LENGTHS = (1, 2, 4, 8, 16)  # the others lie on straight lines between these
 

@@ -7,12 +7,11 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TreeShape
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.lab.theory.speedup_model import MAX_CHAIN
+from drafthead.lab.speedup_model import MAX_CHAIN
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,6 @@ class Chains:
     def decoder(self, length: int) -> Decoder:
         """Decoding with chains of `length` tokens at every step."""
         return Decoder(self.target, self.drafter(length), chain_budget(length))
-
-    def chances(self, outlook: int) -> dict[Budget, tuple[float, ...]]:
-        """What is believed of the chains of each length before decoding, see `AdaptivePlan`.
-
-        By a drafter that has seen nothing: lookup learns what to believe while it decodes.
-        """
-        new = self.make(self.longest)
-        budgets = chain_budgets(self.longest)
-        # A head with a fixed shape tells the chances of all its depths.
-        return {b: new.chances_at(outlook, b)[: b.depth] for b in budgets}
 
 
 def chain_budget(length: int) -> Budget:

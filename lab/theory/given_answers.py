@@ -1,13 +1,11 @@
 """What a drafter proposes at every place of the target's own answers (teacher forcing)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, Drafter
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
 from drafthead.heads.target.target import Target
@@ -24,36 +22,14 @@ class GivenAnswer:
     seed: int
 
 
-class Place(NamedTuple):
-    """A step that could begin after the first tokens of an answer."""
-
-    known: int  # tokens of the answer before the step
-    outlook: int  # of the session, see `DraftSession.outlook`
-    tree: TokenTree  # that is proposed there, of one row
-    logits: torch.Tensor  # [V] the target's
-
-
-class Run(NamedTuple):
-    """A long chain at one place of an answer."""
-
-    outlook: int
-    drafted: int  # tokens that were proposed
-    accepted: int  # of them from the first on, until one differs from the answer
-
-
 @torch.no_grad()
 def places(
-    target: Target,
-    drafter: Drafter,
-    length: int,
-    answer: GivenAnswer,
-    sampling: SamplingConfig,
-    choice: Callable[[int], Choice],
-) -> Iterator[Place]:
+    target: Target, drafter: Drafter, answer: GivenAnswer, sampling: SamplingConfig
+) -> Iterator[tuple[TokenTree, torch.Tensor]]:
     """The T - 1 places at which steps of decoding could begin, in order.
 
-    The target reads the whole answer in one pass. The drafter's session gets its tokens one by one,
-    and proposes a chain of `length` tokens before each; `choice(known)` is how it chooses them.
+    Of each the chain of one token that is proposed there, and the target's logits [V]. The target
+    reads the whole answer in one pass; the drafter's session gets its tokens one by one.
     """
     prompt, tokens = answer.prompt, answer.tokens
     ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
@@ -63,7 +39,8 @@ def places(
     text = [*prompt, *tokens]
     lengths = torch.tensor([len(prompt)], device=target.device)
     session = drafter.start(ids[:, : len(prompt)], lengths)
-    start, budget = 0, chain_budget(length)
+    random = None if sampling.greedy else RowRandom([answer.seed], target.device)
+    start = 0
     for known in range(1, len(tokens)):
         end = len(prompt) + known - 1  # positions from `start` to here are committed
         following = text[start + 1 : end + 1]
@@ -71,41 +48,9 @@ def places(
         count = torch.tensor([len(following)], device=target.device)
         new = torch.tensor([following], device=target.device)
         session.commit(Committed(new, part, count, host_tokens=[following]))
-        outlook = session.outlook()
-        tree = session.propose(budget, sampling, choice(known))
-        yield Place(known, outlook, tree, output.logits[0, known - 1])
+        tree = session.propose(chain_budget(1), sampling, random)
+        yield tree, output.logits[0, known - 1]
         start = end
-
-
-def accepted_runs(
-    target: Target, drafter: Drafter, length: int, answer: GivenAnswer, sampling: SamplingConfig
-) -> list[Run]:
-    """At each place, how much of a chain of `length` tokens decoding under `match` accepts.
-
-    The answer must be plain decoding's of its seed, as those of `match` (at temperature 0 `greedy`)
-    are: so a token is accepted where it is the answer's.
-    """
-    random = RowRandom([answer.seed], target.device)
-    settings = sampling.settings(target.device)
-
-    def draws(known: int) -> NextDraws | None:
-        if sampling.greedy:
-            return None
-        random.begin_step([known])
-        return NextDraws(random.ahead(length), settings)
-
-    runs = []
-    for place in places(target, drafter, length, answer, sampling, draws):
-        drafted = [token for token in place.tree.tokens[0, 1:].tolist() if token >= 0]
-        accepted = common_beginning(drafted, answer.tokens[place.known :])
-        runs.append(Run(place.outlook, len(drafted), accepted))
-    return runs
-
-
-def common_beginning(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts have in common from their first on: 2 for 5 6 7 and 5 6 8 9."""
-    pairs = zip(first, second, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def acceptance_chances(
@@ -115,10 +60,9 @@ def acceptance_chances(
 
     `drafter` drafts chains of one token. At temperature 0 it is 1 where the guess is right, else 0.
     """
-    random = None if sampling.greedy else RowRandom([answer.seed], target.device)
     return [
-        acceptance_chance(place.tree, probabilities(place.logits, sampling))
-        for place in places(target, drafter, 1, answer, sampling, lambda known: random)
+        acceptance_chance(tree, probabilities(logits, sampling))
+        for tree, logits in places(target, drafter, answer, sampling)
     ]
 
 

@@ -10,21 +10,7 @@ from drafthead.infer.decoder import Decoder
 from drafthead.lab.races.comparison import PLAIN, first_round
 from drafthead.lab.races.contestants import Contestant, Ours
 from drafthead.lab.races.race import Record, prepare, race
-from drafthead.lab.theory.acceptance import Share, counted_alpha, counted_by_depth, share_of
-from drafthead.lab.theory.chain_costs import (
-    ChainCosts,
-    PassRatios,
-    operations_ratio,
-    time_chains,
-)
-from drafthead.lab.theory.chain_lengths import LengthChoices, compare_choices
-from drafthead.lab.theory.chains import Chains
-from drafthead.lab.theory.given_answers import (
-    GivenAnswer,
-    acceptance_chances,
-    accepted_runs,
-)
-from drafthead.lab.theory.speedup_model import (
+from drafthead.lab.speedup_model import (
     ChainPrediction,
     StepParts,
     best_length,
@@ -34,6 +20,15 @@ from drafthead.lab.theory.speedup_model import (
     operations_factor,
     predict_chain,
 )
+from drafthead.lab.theory.acceptance import Share, counted_alpha, counted_by_depth, share_of
+from drafthead.lab.theory.chain_costs import (
+    ChainCosts,
+    PassRatios,
+    operations_ratio,
+    time_chains,
+)
+from drafthead.lab.theory.chains import Chains
+from drafthead.lab.theory.given_answers import GivenAnswer, acceptance_chances
 
 RULE = "rejection"  # above temperature 0: the rule that the theory is about
 
@@ -76,7 +71,6 @@ class Theory:
     step: StepParts  # of the steps that were decoded
     prediction: ChainPrediction  # for the chains that were decoded
     lengths: list[LengthRow]
-    choices: LengthChoices
     tau: float
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -128,7 +122,7 @@ def examine(
 ) -> list[Theory]:
     """Decode prompts with each drafter and plainly, in turns, and compare with the theory.
 
-    `on_answer` is called after each answer that was decoded, and twice more for each of a drafter,
+    `on_answer` is called after each answer that was decoded, and once more for each of a drafter,
     when it was read again.
     """
     found = []
@@ -178,10 +172,9 @@ def theory_of(
     accept_lengths = accept_lengths_of(record)
     flat = [n for answer in accept_lengths for n in answer]
     prediction = predict_chain(flat, length, step.draft / length, longest)
-    own, plain_answers = (given(of, prompts, terms.seed, on_answer) for of in (record, plain))
-    first, long, target = chains.drafter(1), chains.drafter(longest), chains.target
+    own = given(record, prompts, terms.seed, on_answer)
+    first, target = chains.drafter(1), chains.target
     chances = [acceptance_chances(target, first, answer, sampling) for answer in own]
-    runs = [accepted_runs(target, long, longest, answer, sampling) for answer in plain_answers]
     return Theory(
         drafter=chains.name,
         temperature=sampling.temperature,
@@ -195,7 +188,6 @@ def theory_of(
         step=step,
         prediction=prediction,
         lengths=length_rows(prediction, costs, measured.operations, longest),
-        choices=compare_choices(runs, longest, costs.step, chains.chances),
         tau=ledger.tau,
         tokens_per_second=ledger.tokens_per_second,
         plain_tokens_per_second=plain_ledger.tokens_per_second,

@@ -15,9 +15,9 @@ from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.infer.loaded import DEFAULT_CHAIN
 from drafthead.lab.races.record import describe_run, prompt_ids
 from drafthead.lab.reports.theory import print_theory, write_theory
+from drafthead.lab.speedup_model import MAX_CHAIN
 from drafthead.lab.theory.chain_costs import timed_lengths
 from drafthead.lab.theory.chains import Chains, head_chains, lookup_chains, model_chains
-from drafthead.lab.theory.speedup_model import MAX_CHAIN
 from drafthead.lab.theory.theory import MeasuredChains, Terms, examine, measure_costs
 from drafthead.scripts import options
 
@@ -54,9 +54,8 @@ def main(
     For every drafter, as chains, and every temperature: alpha, the chance that a drafted token is
     accepted, counted while decoding and computed from the distributions of target and draft; c,
     what drafting a token costs; the tokens per step, the speedup and the arithmetic that follow for
-    chains of 1 to 16 tokens, also with what verifying them really takes; the best length for all
-    steps, the planner's, and those that an oracle would choose step by step. Passes are not
-    compiled. docs/theory.md explains each column.
+    chains of 1 to 16 tokens, also with what verifying them really takes; and the best length.
+    Passes are not compiled. docs/theory.md explains each column.
     """
     if not 1 <= draft_tokens <= MAX_CHAIN:
         raise UserError(f"--draft-tokens must be from 1 to {MAX_CHAIN}, got {draft_tokens}")
@@ -77,7 +76,7 @@ def main(
     temperatures = tuple(dict.fromkeys(temperature or (0.0, 1.0)))
     terms = Terms(temperatures, top_p, max_new_tokens, draft_tokens, seed)
     measured = timed(chains, draft_tokens)
-    answers = len(terms.temperatures) * len(ids) * (1 + 3 * len(chains))
+    answers = len(terms.temperatures) * len(ids) * (1 + 2 * len(chains))
     with tqdm(total=answers, desc="decoding and reading", unit="answer") as bar:
         found = examine(loaded, measured, ids, terms, bar.update)
     about = {

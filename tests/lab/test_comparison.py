@@ -31,7 +31,7 @@ from drafthead.lab.reports.comparison import (
     predictions,
     write_report,
 )
-from drafthead.lab.theory.speedup_model import chain_speedup, predict_chain, speedup_bound
+from drafthead.lab.speedup_model import chain_speedup, predict_chain, speedup_bound
 
 
 def test_tau_counts_returned_tokens_per_pass() -> None:

@@ -1,4 +1,4 @@
-"""The theory of speculative decoding: formulas, what they are fed with, the oracle's lengths."""
+"""The theory of speculative decoding: formulas, and what they are fed with."""
 
 import random
 from itertools import accumulate, pairwise
@@ -8,15 +8,21 @@ import pytest
 import torch
 from tiny import random_prompts
 
-from drafthead.heads.base import HEADS
-from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.rule_law import OneStream
 from drafthead.lab.reports.predictions import prediction_note
+from drafthead.lab.speedup_model import (
+    ChainPrediction,
+    StepParts,
+    chain_speedup,
+    deviation_factors,
+    expected_tokens,
+    operations_factor,
+    predict_chain,
+)
 from drafthead.lab.theory import chain_costs
 from drafthead.lab.theory.acceptance import (
     Share,
@@ -32,7 +38,6 @@ from drafthead.lab.theory.chain_costs import (
     time_chains,
     timed_lengths,
 )
-from drafthead.lab.theory.chain_lengths import compare_choices, oracle
 from drafthead.lab.theory.chains import (
     Chains,
     chain_budget,
@@ -42,19 +47,8 @@ from drafthead.lab.theory.chains import (
 )
 from drafthead.lab.theory.given_answers import (
     GivenAnswer,
-    Run,
     acceptance_chance,
     acceptance_chances,
-    accepted_runs,
-)
-from drafthead.lab.theory.speedup_model import (
-    ChainPrediction,
-    StepParts,
-    chain_speedup,
-    deviation_factors,
-    expected_tokens,
-    operations_factor,
-    predict_chain,
 )
 from drafthead.lab.theory.theory import mean_at_steps
 
@@ -67,10 +61,6 @@ TABLE_1 = [
     (0.9, 2, 1.11, 2.71),
     (0.9, 10, 1.60, 6.86),
 ]
-CHAINED = [
-    *(f"{family}:chain" for family in sorted(HEADS)),
-    "draft-model", "frequent-tokens", "other-vocabulary", "prompt-lookup",
-]  # fmt: skip
 PROMPTS = [*random_prompts(3), [9, 10, 11, 12] * 4]
 LENGTH = 3  # of the chains of the tests' drafters
 
@@ -161,26 +151,6 @@ def begun(lengths: list[int], places: int) -> list[int]:
     return [place for place in accumulate(lengths[:-1], initial=0) if place < places]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", CHAINED)
-def test_steps_made_again_are_those_of_decoding(name, temperature, target, make_drafter) -> None:
-    """Of every drafter: chains proposed place by place are accepted as while decoding."""
-    drafter, sampling = make_drafter(name, target), SamplingConfig(temperature)
-    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
-    plain = Decoder(target).generate(PROMPTS, **options).sequences
-    rule = "match" if temperature else "greedy"
-    decoder = Decoder(target, make_drafter(name, target), chain_budget(LENGTH))
-    for row, (prompt, tokens) in enumerate(zip(PROMPTS, plain, strict=True)):
-        answer = GivenAnswer(prompt, tokens, seed=3 + row)
-        runs = accepted_runs(target, drafter, LENGTH, answer, sampling)
-        decoded = decoder.generate([prompt], **{**options, "seed": 3 + row}, verifier=rule)
-        assert decoded.sequences == [tokens]
-        places = begun(decoded.stats.accept_lengths[0], len(runs))
-        again = [place + runs[place].accepted + 1 for place in places]
-        assert again[:-1] == places[1:], "each step ends where the next one begins"
-        assert again[-1] >= len(runs)
-
-
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [("medusa:chain", 3.0), ("draft-model", 3.0), ("eagle3:chain", 3.0), ("prompt-lookup", 1.0)],
@@ -207,49 +177,6 @@ def test_computed_chances_are_those_with_which_rejection_accepts(
 
 def test_chances_at_steps_are_those_of_the_places_where_steps_began() -> None:
     assert mean_at_steps([[0.1, 0.2, 0.3, 0.4, 0.5], []], [[2, 3], []]) == pytest.approx(0.2)
-
-
-def free(length: int) -> float:
-    """Steps whose verification is free, with c = .2."""
-    return 1 + 0.2 * length
-
-
-def test_the_oracle_drafts_what_is_accepted() -> None:
-    taken, lengths = oracle([2, 1, 0, 1, 0], free)
-    assert lengths == [2, 1] and taken == pytest.approx(free(2) + free(1))
-    taken, lengths = oracle([2, 1, 0, 1, 0], lambda length: 1.0 + 1.5 * length)
-    assert lengths == [0] * 5 and taken == 5, "drafting is dearer than plain steps"
-    # The last token of an answer is the bonus of the step before: drafting it would be in vain.
-    assert oracle([2, 1], free)[1] == [1]
-    assert oracle([], free) == (0.0, [])
-
-
-def test_no_choice_of_lengths_beats_the_oracle() -> None:
-    chance = random.Random(1)
-    longest = 6
-    for cost_of_token in (0.05, 0.4, 1.2):
-        answers = []
-        for _ in range(6):
-            runs = [Run(NO_OUTLOOK, longest, chance.randint(0, longest)) for _ in range(60)]
-            answers.append(
-                [run._replace(accepted=min(run.accepted, 60 - n)) for n, run in enumerate(runs)]
-            )
-
-        def cost(length: int, c: float = cost_of_token) -> float:
-            return 1 + c * length if length else 1.0
-
-        chances = {b: (0.5,) * b.depth for b in chain_budgets(longest)}
-        found = compare_choices(answers, longest, cost, lambda outlook, same=chances: same)
-        assert found.fixed[0] == 1 and len(found.fixed) == longest + 1
-        assert found.oracle >= max(*found.fixed, found.adaptive)
-        assert found.adaptive > 0.8 * max(found.fixed)
-        assert found.best_fixed == 0 or cost_of_token < 1
-
-
-def test_nothing_found_costs_a_plain_step() -> None:
-    runs = [Run(NO_OUTLOOK, 0, 0)] * 4
-    chances = {budget: (0.5,) * budget.depth for budget in chain_budgets(2)}
-    assert compare_choices([runs], 2, free, lambda outlook: chances).fixed == [1, 1, 1]
 
 
 def test_a_step_costs_its_draft_its_pass_and_the_host() -> None:
@@ -289,7 +216,6 @@ def test_every_kind_of_drafter_is_timed(target, make_target, make_head, monkeypa
         passes = time_chains(chains, on_length=lambda: seen.append(1))  # noqa: B023
         assert passes.lengths == timed_lengths(chains.longest) and len(seen) == len(passes.lengths)
         assert min(passes.draft) > 0 and min(passes.verify) > 0
-        assert chains.chances(NO_OUTLOOK).keys() == set(chain_budgets(chains.longest))
 
 
 def test_arithmetic_is_that_of_the_passes(target, make_target, make_head) -> None:

@@ -72,8 +72,6 @@ def test_two_gpt2s_with_chains_of_four(theory, gpt2_pair) -> None:
     # At temperature 0 both are the share of right guesses at the same places.
     assert small["by_depth"][0]["value"] == pytest.approx(small["chances_at_steps"])
     for row in rows:
-        choices = row["choices"]
-        assert choices["oracle"] >= max(*choices["fixed"], choices["adaptive"])
         for share in (row["alpha"], row["chances"]):
             assert 0 <= share["low"] <= share["value"] <= share["high"] <= 1
     assert "alpha: drafted tokens that are accepted" in printed

@@ -5,10 +5,8 @@ the length of a chain gamma (here K, `length`), and the cost of a drafted token,
 target, c. Chen et al. (2023, arXiv 2302.01318) accept by the same rule.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from drafthead.lab.theory.acceptance import accepted_and_tried
 
 MAX_CHAIN = 16
 
@@ -33,6 +31,14 @@ class ChainPrediction:
     best_length: int  # 0 is plain decoding
     best_speedup: float
     length: int = 0  # tokens of the chain that was run; files of older versions do not say it
+
+
+def accepted_and_tried(accept_lengths: Sequence[int], length: int) -> tuple[int, int]:
+    """Drafted tokens of chains of `length` tokens, from accept lengths (bonus included).
+
+    A chain of 4 with accept length 3 tried 3 tokens and accepted 2.
+    """
+    return sum(n - 1 for n in accept_lengths), sum(min(n, length) for n in accept_lengths)
 
 
 def expected_tokens(alpha: float, length: int) -> float:
