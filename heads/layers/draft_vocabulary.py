@@ -14,6 +14,7 @@ from torch import nn
 
 from drafthead.heads.base import MAX_RANK
 from drafthead.heads.objectives.losses import TokenLoss, ranks_of
+from drafthead.heads.target.target import Target
 
 
 def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +44,7 @@ class DraftVocabulary(nn.Module):
     d2t: torch.Tensor | None  # [Vd], see `most_frequent`; None without a draft vocabulary
     t2d: torch.Tensor | None  # [V] bool
 
-    def add_draft_vocabulary(self, vocab_size: int, draft_vocab_size: int) -> None:
+    def add_draft_vocabulary(self, vocab_size: int, draft_vocab_size: int = 0) -> None:
         """Tables for `draft_vocab_size` of all tokens, which `prepare` chooses; none for 0."""
         self._vocab_size = vocab_size
         d2t = t2d = None
@@ -81,17 +82,25 @@ class DraftVocabulary(nn.Module):
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         return translated(self.draft_ids, self._vocab_size, tokens)
 
+    @torch.no_grad()
+    def teacher_logits(self, teacher: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's logits [..., Vd] for the guesses, from its final states [..., D]."""
+        return target.project(teacher, self.draft_ids).float()
+
     def judged(
         self,
-        logits: torch.Tensor,  # [A, Vd]
-        target_logits: torch.Tensor | None,  # [A, Vd] of the target, if the rule reads them
-        labels: torch.Tensor,  # [A] true tokens
+        logits: torch.Tensor,  # [..., Vd]
+        target_logits: torch.Tensor | None,  # [..., Vd] of the target, if the rule reads them
+        labels: torch.Tensor,  # [...] true tokens
         rule: TokenLoss,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses [A], 0 for tokens that cannot be guessed, and the ranks [A] of the tokens."""
-        guesses, known = self.guesses_of(labels)
-        losses = rule.function(logits, target_logits, guesses).where(known, 0)
-        return losses, ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
+        """The losses [...], 0 for tokens that cannot be guessed, and the ranks [...] of tokens."""
+        guesses, known = self.guesses_of(labels.flatten())
+        logits = logits.flatten(0, -2)
+        teacher = None if target_logits is None else target_logits.flatten(0, -2)
+        losses = rule.function(logits, teacher, guesses).where(known, 0)
+        ranks = ranks_of(logits, guesses, MAX_RANK).where(known, MAX_RANK)
+        return losses.view_as(labels), ranks.view_as(labels)
 
 
 def translated(

@@ -5,7 +5,7 @@ pass of a chunk follows its forward pass, so that only one chunk's logits are in
 computed twice (as in Liger Kernel's fused losses, Hsu et al., 2024, arXiv 2410.10989).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,33 +14,41 @@ from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS = 2**25  # float32 logits of a chunk: 128 MiB
 
-# Of a part of a loss: the sum [] and, of each row, the losses and ranks [n, ...] without gradient.
+# A part of a loss: the sum [] that is trained and, for each row, losses and ranks [n, ...].
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Maps a chunk of rows [n, ...] to the parts of its loss. The gradient of a part is computed before
 # the next part begins.
 Parts = Callable[..., Iterator[Part]]
+# Maps rows [R, ...] to the sum [] of all parts of all chunks, which has gradients, and to the
+# losses and ranks [R, ...] of each part, which have none.
+Summed = Callable[..., tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]
 
 
-def summed_in_chunks(
-    parts: Parts,
-    row_logits: int,
-    parameters: Sequence[torch.Tensor],
-    *rows: torch.Tensor,  # [R, ...]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The sum [] of all parts of all chunks, and of each part the losses and ranks [R, ...].
+def in_chunks(row_logits: int, parameters: Iterable[torch.Tensor]) -> Callable[[Parts], Summed]:
+    """Decorates a loss so that it is computed for a few rows at a time, with its gradients.
 
-    A row has at most `row_logits` logits at once. `parameters` are those that `parts` may read; the
-    sum has gradients for them and for `rows`.
+    A row has at most `row_logits` logits at once. `parameters` are all that the loss may read; its
+    sum has gradients for them and for the rows.
     """
     size = max(1, MAX_LOGITS // row_logits)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    # So DeepSpeed names parameters that ZeRO-3 has in pieces. It gathers them for each module, and
-    # only its own hooks know when: there, chunks are computed again in the backward pass.
-    if any(hasattr(parameter, "ds_id") for parameter in trained):
-        total, *of_rows = _recomputed(parts, size, rows)
-    else:
-        total, *of_rows = _Summed.apply(parts, size, len(rows), *rows, *trained)
-    return total, list(zip(of_rows[::2], of_rows[1::2], strict=True))
+
+    def decorated(parts: Parts) -> Summed:
+        def summed(
+            *rows: torch.Tensor,  # [R, ...]
+        ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+            # So DeepSpeed names parameters that ZeRO-3 has in pieces. It gathers them for each
+            # module, and only its own hooks know when: there, chunks are computed again in the
+            # backward pass.
+            if any(hasattr(parameter, "ds_id") for parameter in trained):
+                total, *of_rows = _recomputed(parts, size, rows)
+            else:
+                total, *of_rows = _Summed.apply(parts, size, len(rows), *rows, *trained)
+            return total, list(zip(of_rows[::2], of_rows[1::2], strict=True))
+
+        return summed
+
+    return decorated
 
 
 class _Summed(torch.autograd.Function):
@@ -53,24 +61,28 @@ class _Summed(torch.autograd.Function):
         """The sum [], and losses and ranks [R, ...] of one part after the other."""
         wanted = ctx.needs_input_grad[3:]  # type: ignore[attr-defined]
         rows, parameters = tensors[:num_rows], tensors[num_rows:]
-        gradients = _Gradients(wanted, num_rows)
+        of_rows = [torch.zeros_like(x) if w else None for x, w in zip(rows, wanted, strict=False)]
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
         total = torch.zeros((), device=rows[0].device)
         of_chunks: list[list[torch.Tensor]] = []
-        for chunk in zip(*(tensor.split(size) for tensor in rows), strict=True):
+        # An empty batch is one chunk of no rows.
+        for start in range(0, max(1, len(rows[0])), size):
+            chunk = slice(start, start + size)
             leaves = [
-                x.detach().requires_grad_(w) for x, w in zip(chunk, wanted[:num_rows], strict=True)
+                x[chunk].detach().requires_grad_(w) for x, w in zip(rows, wanted, strict=False)
             ]
+            gradients = [None if g is None else g[chunk] for g in of_rows] + sums
             of_chunks.append([])
             with torch.set_grad_enabled(any(wanted)):
                 for part, losses, ranks in parts(*leaves):
-                    gradients.add(part, [*leaves, *parameters])
+                    _add_gradients(part, [*leaves, *parameters], gradients)
                     total += part.detach()
-                    of_chunks[-1] += [losses, ranks]
-            gradients.end_chunk(leaves)
-        ctx.gradients = gradients.of_inputs()  # type: ignore[attr-defined]
-        of_rows = [torch.cat(column) for column in zip(*of_chunks, strict=True)]
-        ctx.mark_non_differentiable(*of_rows)
-        return total, *of_rows
+                    of_chunks[-1] += [losses.detach(), ranks]
+            sums = gradients[num_rows:]
+        ctx.gradients = [*of_rows, *sums]  # type: ignore[attr-defined]
+        known = [torch.cat(column) for column in zip(*of_chunks, strict=True)]
+        ctx.mark_non_differentiable(*known)
+        return total, *known
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -79,37 +91,21 @@ class _Summed(torch.autograd.Function):
         return None, None, None, *(g if g is None else g * of_sum for g in ctx.gradients)
 
 
-class _Gradients:
-    """Sums of gradients over parts: for rows chunk by chunk, for parameters over all."""
-
-    def __init__(self, wanted: Sequence[bool], num_rows: int):
-        self.wanted, self.num_rows = wanted, num_rows
-        self.sums: list[torch.Tensor | None] = [None] * len(wanted)
-        self.of_chunks: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
-
-    def add(self, part: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """Add the gradients of one part; what it was computed with can be forgotten then."""
-        places = [place for place, wanted in enumerate(self.wanted) if wanted]
-        if not places or not part.requires_grad:
-            return
-        found = torch.autograd.grad(part, [sources[place] for place in places], allow_unused=True)
-        for place, gradient in zip(places, found, strict=True):
-            if gradient is not None:
-                before = self.sums[place]
-                self.sums[place] = gradient if before is None else before + gradient
-
-    def end_chunk(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Keep the gradients of a chunk's rows [n, ...]."""
-        for place, leaf in enumerate(leaves):
-            if self.wanted[place]:
-                found = self.sums[place]
-                self.of_chunks[place].append(torch.zeros_like(leaf) if found is None else found)
-                self.sums[place] = None
-
-    def of_inputs(self) -> list[torch.Tensor | None]:
-        """Of all rows and then of all parameters; None where there is none."""
-        of_rows = [torch.cat(chunks) if chunks else None for chunks in self.of_chunks]
-        return [*of_rows, *self.sums[self.num_rows :]]
+def _add_gradients(
+    part: torch.Tensor,  # []
+    sources: Sequence[torch.Tensor],
+    sums: list[torch.Tensor | None],
+) -> None:
+    """Add a part's gradients to the sums; what it was computed with can be forgotten then."""
+    places = [place for place, source in enumerate(sources) if source.requires_grad]
+    if not places or not part.requires_grad:
+        return
+    found = torch.autograd.grad(part, [sources[place] for place in places], allow_unused=True)
+    for place, gradient in zip(places, found, strict=True):
+        if gradient is not None:
+            before = sums[place]
+            # Sums of rows are views of what all chunks share.
+            sums[place] = gradient if before is None else before.add_(gradient)
 
 
 def _recomputed(parts: Parts, size: int, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -117,7 +113,8 @@ def _recomputed(parts: Parts, size: int, rows: Sequence[torch.Tensor]) -> tuple[
 
     def in_a_row(*chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = list(parts(*chunk))
-        return torch.stack([part for part, *_ in found]).sum(), *(x for _, *xs in found for x in xs)
+        known = (x for _, losses, ranks in found for x in (losses.detach(), ranks))
+        return torch.stack([part for part, *_ in found]).sum(), *known
 
     chunks = zip(*(tensor.split(size) for tensor in rows), strict=True)
     sums, *of_rows = zip(

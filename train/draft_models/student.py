@@ -7,7 +7,6 @@ transformers, for `--draft-model` and for any other software.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
-from drafthead.heads.objectives.chunked import Part, summed_in_chunks
+from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
@@ -114,37 +113,36 @@ class Student(DraftVocabulary, DraftHead):
         times = torch.zeros_like(batch.input_ids)  # [B, T] drafts that guess the token after it
         for places in at:
             times[places] += 1
-        guessed = times.nonzero(as_tuple=True)
-        total, (judged,) = self._judged(batch, guessed, times[guessed] / self.depth, target)
-        losses = judged[0].new_zeros(times.shape).index_put(guessed, judged[0])
+        rows_of, places_of = guessed = times.nonzero(as_tuple=True)  # [P] before guessed tokens
+        rule = TOKEN_LOSSES[self.config.loss]
+
+        @in_chunks(self.num_guesses, self.parameters())
+        def losses(
+            hidden: torch.Tensor,  # [P, D]
+            teacher: torch.Tensor,  # [P, D] the target's final states
+            labels: torch.Tensor,  # [P]
+            weights: torch.Tensor,  # [P]
+        ) -> Iterator[Part]:
+            logits = self._language_model.project(hidden, self.draft_ids)
+            teacher_logits = self.teacher_logits(teacher, target) if rule.reads_target else None
+            token_losses, ranks = self.judged(logits, teacher_logits, labels, rule)
+            yield (weights * token_losses).sum(), token_losses, ranks
+
+        hidden = self._hidden(batch)[guessed]
+        last = batch.features.last
+        # Where the loss reads no distribution of the target there are no features to choose from.
+        teacher = hidden.detach() if last is None else last[guessed]
+        labels = batch.input_ids[rows_of, places_of + 1]
+        total, (judged,) = losses(hidden, teacher, labels, times[guessed] / self.depth)
+        of_tokens = judged[0].new_zeros(times.shape).index_put(guessed, judged[0])
         ranks = torch.full_like(times, MAX_RANK).index_put(guessed, judged[1])
         missing = torch.full_like(rows, MAX_RANK)
         by_depth = zip(valid, at, strict=True)
         return HeadLoss(
             total=total,
-            depth_losses=torch.stack([losses[places].sum() for places in at]),
+            depth_losses=torch.stack([of_tokens[places].sum() for places in at]),
             depth_counts=torch.stack([here.sum() for here in valid]),
             ranks=torch.stack([missing.masked_scatter(h, ranks[p]) for h, p in by_depth], dim=1),
-        )
-
-    def _judged(
-        self,
-        batch: HeadBatch,
-        guessed: tuple[torch.Tensor, ...],  # rows [P] and positions [P] before guessed tokens
-        weights: torch.Tensor,  # [P]
-        target: Target,
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The weighted sum [] of the losses; the losses [P] and the ranks [P] of the tokens."""
-        rows, places = guessed
-        hidden = self._hidden(batch)[rows, places]
-        last = batch.features.last
-        # Where the loss reads no distribution of the target there are no features to choose from.
-        teacher = hidden.detach() if last is None else last[rows, places]
-        labels = batch.input_ids[rows, places + 1]
-        parameters = list(self.parameters())
-        judge = partial(self._judge, target)
-        return summed_in_chunks(
-            judge, self.num_guesses, parameters, hidden, teacher, labels, weights
         )
 
     def _hidden(self, batch: HeadBatch) -> torch.Tensor:
@@ -163,18 +161,3 @@ class Student(DraftVocabulary, DraftHead):
         hidden = taps.features().last
         assert hidden is not None
         return hidden
-
-    def _judge(
-        self,
-        target: Target,
-        hidden: torch.Tensor,  # [P, D]
-        teacher: torch.Tensor,  # [P, D] the target's final states
-        labels: torch.Tensor,  # [P]
-        weights: torch.Tensor,  # [P]
-    ) -> Iterator[Part]:
-        """Once: the sum [], the losses [P], and the ranks [P] of the true tokens."""
-        logits = self._language_model.project(hidden, self.draft_ids)
-        rule = TOKEN_LOSSES[self.config.loss]
-        target_logits = target.project(teacher, self.draft_ids) if rule.reads_target else None
-        losses, ranks = self.judged(logits, target_logits, labels, rule)
-        yield (losses * weights).sum(), losses.detach(), ranks

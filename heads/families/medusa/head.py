@@ -4,7 +4,6 @@ Where the target's own output head guesses the next token, head k guesses the k-
 residual blocks x + SiLU(W x + b) on the target's final hidden state, then an output projection.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -12,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from drafthead.heads.base import HeadBatch, register_head
-from drafthead.heads.objectives.anchored_head import AnchoredHead
-from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
+from drafthead.heads.base import HeadBatch, HeadLoss, register_head
+from drafthead.heads.families.by_depth import HeadByDepth
+from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss, depth_weights
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import ForTraining
@@ -64,13 +64,14 @@ class MedusaBranch(nn.Module):
 
 
 @register_head("medusa", MedusaConfig)
-class MedusaHeads(AnchoredHead):
+class MedusaHeads(HeadByDepth):
     """K Medusa heads."""
 
     usual_paths = MEDUSA_PATHS
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
+        self.add_draft_vocabulary(config.vocab_size)
         self.branches = nn.ModuleList(MedusaBranch(config) for _ in range(config.num_heads))
 
     @property
@@ -111,9 +112,17 @@ class MedusaHeads(AnchoredHead):
         hidden = torch.stack([self.branch(k)(state) for k in range(depth)], dim=1)
         return target.project(hidden)
 
-    def states(
-        self, batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, target: Target
-    ) -> Iterable[torch.Tensor]:
-        """The anchors' hidden states [A, D], the same for every head."""
+    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [L, V] of head `index` from states [L, D]."""
+        return self.logits(state, index, target)
+
+    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
+        """Sum over heads k of depth_decay^(k-1) x the loss of the tokens k + 1 places on.
+
+        All heads read the same states, those of the target at the anchors.
+        """
         assert batch.features.last is not None
-        return [batch.features.last[rows, anchors]] * self.depth
+        anchors = anchor_positions(batch)
+        states = [batch.features.last[anchors]] * self.depth
+        weights = depth_weights(self.config.depth_decay, self.depth)
+        return self.loss_by_depth(batch, target, anchors, states, weights)

@@ -26,7 +26,7 @@ from drafthead.heads.families.parallel.transformer import (
 )
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
-from drafthead.heads.objectives.chunked import Part, summed_in_chunks
+from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     check_depth_decay,
@@ -178,65 +178,62 @@ class ParallelHead(DraftVocabulary, DraftHead):
         by_depth = [labels_at(batch, rows, anchors, offset=k + 2) for k in range(self.depth)]
         valid, labels = (torch.stack(c, dim=1) for c in zip(*by_depth, strict=True))  # [M, K]
         before = torch.cat([batch.input_ids[rows, anchors + 1, None], labels[:, :-1]], dim=1)
-        codes = (
-            hidden[..., :0] if self.correction is None else self.correction.codes(before, hidden)
-        )
+        codes = hidden[..., :0]
+        if self.correction is not None:
+            codes = self.correction.codes(before, hidden)
         # The target predicts a label one place before it.
         teachers = anchors[:, None] + 1 + torch.arange(self.depth, device=anchors.device)
         last = batch.features.last
         assert last is not None
-        total, ((losses, ranks),) = summed_in_chunks(
-            partial(self._judge, target),
-            self.depth * self.num_guesses,
-            list(self.parameters()),
+        rule = TOKEN_LOSSES[self.config.loss]
+        decay = torch.tensor(depth_weights(self.config.depth_decay, self.depth))
+
+        @in_chunks(self.depth * self.num_guesses, self.parameters())
+        def losses(
+            hidden: torch.Tensor,  # [M, K, D]
+            codes: torch.Tensor,  # [M, K, rank], rank 0 without a correction
+            teacher: torch.Tensor,  # [M, K, D]
+            before: torch.Tensor,  # [M, K]
+            labels: torch.Tensor,  # [M, K]
+            valid: torch.Tensor,  # [M, K]
+            weights: torch.Tensor,  # [M, K]
+        ) -> Iterator[Part]:
+            logits, teacher_logits = self.slot_logits(hidden, codes, target), None  # [M, K, Vd]
+            if rule.reads_target or self.confidence is not None:
+                teacher_logits = self.teacher_logits(teacher, target)
+            token_losses, ranks = self.judged(logits, teacher_logits, labels, rule)
+            trained = token_losses
+            if self.confidence is not None and teacher_logits is not None:
+                accepted = overlap(logits.detach(), teacher_logits)
+                trained = trained + self._confidence_losses(hidden, before, accepted)
+            if self.config.dpace:
+                weights = weights * dpace_weights(self._chances(logits, labels), valid)
+            loss = (weights * trained.where(valid, 0)).sum()
+            yield loss, token_losses.where(valid, 0), ranks.where(valid, MAX_RANK)
+
+        total, ((sums, ranks),) = losses(
             hidden,
             codes,
             last[rows[:, None], teachers.clamp_max(last.shape[1] - 1)],
             before,
             labels,
             valid,
-            blocks.weights[rows],
+            blocks.weights[rows, None] * decay.to(hidden.device),
         )
-        return HeadLoss(total, losses.sum(dim=0), valid.sum(dim=0), ranks)
+        return HeadLoss(total, sums.sum(dim=0), valid.sum(dim=0), ranks)
 
-    def _judge(
-        self,
-        target: Target,
-        hidden: torch.Tensor,  # [M, K, D]
-        codes: torch.Tensor,  # [M, K, rank], rank 0 without a correction
-        teacher: torch.Tensor,  # [M, K, D]
-        before: torch.Tensor,  # [M, K]
-        labels: torch.Tensor,  # [M, K]
-        valid: torch.Tensor,  # [M, K]
-        block_weights: torch.Tensor,  # [M]
-    ) -> Iterator[Part]:
-        """For M blocks, once: the loss [], and losses and ranks [M, K] of the true tokens."""
+    def slot_logits(
+        self, hidden: torch.Tensor, codes: torch.Tensor, target: Target
+    ) -> torch.Tensor:
+        """Logits [..., Vd] of slots [..., D] after the correction by codes [..., rank]."""
         logits = self.base_logits(hidden, target)
-        if self.correction is not None:
-            logits = logits + self.correction.output(codes)
-        logits, flat = logits.flatten(0, 1), labels.flatten()  # [M x K, Vd], [M x K]
-        rule = TOKEN_LOSSES[self.config.loss]
-        reads_target = rule.reads_target or self.confidence is not None
-        target_logits = None
-        if reads_target:
-            target_logits = target.project(teacher.flatten(0, 1), self.draft_ids)
-        judged = self.judged(logits, target_logits, flat, rule)
-        losses, ranks = (column.view_as(labels) for column in judged)
-        weights = losses.new_tensor(depth_weights(self.config.depth_decay, self.depth))
-        weights = weights * block_weights[:, None]
-        if self.config.dpace:
-            guesses, known = self.guesses_of(flat)
-            chances = torch.exp(-hard_cross_entropy(logits.detach(), guesses)).where(known, 0)
-            weights = weights * dpace_weights(chances.view_as(labels), valid)
-        trained = losses
-        if self.confidence is not None and target_logits is not None:
-            accepted = overlap(logits.detach(), target_logits).view_as(labels)
-            trained = losses + self._confidence_losses(hidden, before, accepted)
-        yield (
-            (weights * trained.where(valid, 0)).sum(),
-            losses.detach().where(valid, 0),
-            ranks.where(valid, MAX_RANK),
-        )
+        return logits if self.correction is None else logits + self.correction.output(codes)
+
+    def _chances(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The draft's probabilities [M, K] of true tokens [M, K], from logits [M, K, Vd]."""
+        guesses, known = self.guesses_of(labels.flatten())
+        losses = hard_cross_entropy(logits.detach().flatten(0, 1), guesses)
+        return torch.exp(-losses).where(known, 0).view_as(labels)
 
     def _confidence_losses(
         self,

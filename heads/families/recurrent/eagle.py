@@ -96,10 +96,10 @@ class EagleHead(RecurrentHead):
 
     def training_losses(
         self,
-        outputs: torch.Tensor,  # [A, D]
-        features: torch.Tensor,  # [A, D]
-        token_losses: torch.Tensor,  # [A]
+        states: torch.Tensor,  # [L, D]
+        teacher: torch.Tensor,  # [L, D]
+        token_losses: torch.Tensor,  # [L]
     ) -> torch.Tensor:
-        """The distance from the target's states and the token loss, weighted, [A]."""
-        distance = feature_loss(outputs, features)
+        """The distance from the target's states and the token loss, weighted, [L]."""
+        distance = feature_loss(states, teacher)
         return self.config.feature_weight * distance + self.config.token_weight * token_losses

@@ -7,19 +7,16 @@ last output beyond that.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
+from drafthead.heads.base import HeadBatch, HeadLoss
+from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
-from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import is_anchor
-from drafthead.heads.objectives.by_depth import DepthLosses
 from drafthead.heads.objectives.losses import (
-    TOKEN_LOSSES,
     check_depth_decay,
     check_token_loss,
     depth_weights,
@@ -51,7 +48,7 @@ class RecurrentConfig(LayerConfig):
         check_depth_decay(self.depth_decay)
 
 
-class RecurrentHead(DraftVocabulary, DraftHead):
+class RecurrentHead(HeadByDepth):
     """A head that drafts by feeding back its own outputs."""
 
     layers: nn.ModuleList
@@ -113,14 +110,9 @@ class RecurrentHead(DraftVocabulary, DraftHead):
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., Vd] of outputs [..., D]."""
 
-    def training_losses(
-        self,
-        outputs: torch.Tensor,  # [A, D]
-        features: torch.Tensor,  # [A, D] final features that the target has at these positions
-        token_losses: torch.Tensor,  # [A]
-    ) -> torch.Tensor:
-        """The losses [A] that training minimises: the token losses, unless a head adds others."""
-        return token_losses
+    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [L, Vd] of outputs [L, D], at any depth."""
+        return self.logits(state, target)
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
         """Sum over steps k of depth_decay^(k-1) x the loss against the token k + 1 places on.
@@ -136,29 +128,8 @@ class RecurrentHead(DraftVocabulary, DraftHead):
         steps = config.ttt_steps if self.training else self.depth
         outputs = [unrolled.next_outputs()[anchors] for _ in range(steps)]
         weights = depth_weights(config.depth_decay, config.ttt_steps)
-        reads_target = TOKEN_LOSSES[config.loss].reads_target
-        return DepthLosses(
-            judge=partial(self._judge, target),
-            project=partial(target.project, tokens=self.draft_ids) if reads_target else None,
-            weights=[*weights, *[0.0] * (self.depth - config.ttt_steps)],
-            num_logits=self.num_guesses,
-            parameters=list(self.parameters()),
-        ).of(batch, anchors[0], places[anchors], outputs)
-
-    def _judge(
-        self,
-        target: Target,
-        index: int,
-        outputs: torch.Tensor,  # [L, D]
-        teacher: torch.Tensor,  # [L, D]
-        target_logits: torch.Tensor | None,  # [L, Vd]
-        labels: torch.Tensor,  # [L]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The training losses [L], the token losses [L], and the ranks [L] of the true tokens."""
-        logits = self.logits(outputs, target)
-        rule = TOKEN_LOSSES[self.config.loss]
-        token_losses, ranks = self.judged(logits, target_logits, labels, rule)
-        return self.training_losses(outputs, teacher, token_losses), token_losses, ranks
+        weights += [0.0] * (self.depth - config.ttt_steps)
+        return self.loss_by_depth(batch, target, (anchors[0], places[anchors]), outputs, weights)
 
 
 def anchors_by_row(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:

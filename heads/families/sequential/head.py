@@ -6,22 +6,27 @@ fills a whole depth, and the children of every node are guessed after its real p
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from drafthead.heads.base import HeadBatch
+from drafthead.heads.base import HeadBatch, HeadLoss
+from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.objectives.anchored_head import AnchoredHead
-from drafthead.heads.objectives.anchors import tokens_at
+from drafthead.heads.objectives.anchors import anchor_positions, tokens_at
+from drafthead.heads.objectives.losses import depth_weights
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 
 
-class SequentialHead(AnchoredHead):
+class SequentialHead(HeadByDepth):
     """A head whose state grows with the drafted path; the first state comes from the target."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.add_draft_vocabulary(config.vocab_size)
 
     @property
     def features_needed(self) -> FeatureSpec:
@@ -59,13 +64,26 @@ class SequentialHead(AnchoredHead):
         `state` [..., S] are those of their parents, or first states for the root.
         """
 
-    def states(
-        self, batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, target: Target
-    ) -> Iterable[torch.Tensor]:
-        """States [A, S] along the true tokens after anchors [A] in rows [A], depth by depth."""
+    @abstractmethod
+    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+        """Logits [..., V] for the token of depth index + 1 from state [..., S]."""
+
+    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [L, V] for the tokens of depth `index` + 1 from states [L, S]."""
+        return self.logits(state, index, target)
+
+    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
+        """Sum over depths k of depth_decay^(k-1) x the loss of the tokens of depth k.
+
+        The state of an anchor takes in the true tokens after it, depth by depth.
+        """
         assert batch.features.last is not None
-        state = self.contexts(batch.features.last, batch.segments)[rows, anchors]
+        anchors = anchor_positions(batch)
+        state = self.contexts(batch.features.last, batch.segments)[anchors]
+        states: list[torch.Tensor] = []
         for index in range(self.depth):
-            tokens = tokens_at(batch, rows, anchors, index + 1)
+            tokens = tokens_at(batch, *anchors, index + 1)
             state = self.advance(state, tokens, index, target)
-            yield state
+            states.append(state)
+        weights = depth_weights(self.config.depth_decay, self.depth)
+        return self.loss_by_depth(batch, target, anchors, states, weights)

@@ -7,7 +7,7 @@ import torch
 from peak_memory import PeakMemory
 
 from drafthead.heads.objectives import chunked
-from drafthead.heads.objectives.chunked import Part, summed_in_chunks
+from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, hard_cross_entropy, ranks_of
 
 ROWS, VOCAB = 10, 13
@@ -20,7 +20,7 @@ def two_parts(some: torch.nn.Linear, other: torch.nn.Linear, sizes: list[int]) -
         sizes.append(len(labels))
         for weight, logits in ((1.0, some(hidden)), (0.5, some(hidden) + other(hidden))):
             losses = hard_cross_entropy(logits, labels)
-            yield weight * losses.sum(), losses.detach(), ranks_of(logits, labels, most=3)
+            yield weight * losses.sum(), losses, ranks_of(logits, labels, most=3)
 
     return parts
 
@@ -33,10 +33,8 @@ def judged(sizes: list[int], in_pieces: bool = False) -> list[torch.Tensor]:
     parameters = [p for layer in layers for p in layer.parameters()]
     if in_pieces:
         parameters[0].ds_id = 0
-    total, known = summed_in_chunks(
-        two_parts(layers[0], layers[1], sizes), VOCAB, parameters,
-        before.tanh(), torch.arange(ROWS),
-    )  # fmt: skip
+    loss = in_chunks(VOCAB, parameters)(two_parts(layers[0], layers[1], sizes))
+    total, known = loss(before.tanh(), torch.arange(ROWS))
     (3 * total).backward()
     assert layers[2].weight.grad is None  # no part reads it
     gradients = [p.grad for p in parameters[:4]]
@@ -80,9 +78,8 @@ def test_without_gradients_there_is_the_sum_alone() -> None:
     with torch.no_grad():
         layer = torch.nn.Linear(4, VOCAB)
         hidden, labels = torch.randn(ROWS, 4), torch.arange(ROWS)
-        total, ((losses, _), _) = summed_in_chunks(
-            two_parts(layer, layer, []), VOCAB, list(layer.parameters()), hidden, labels
-        )
+        loss = in_chunks(VOCAB, layer.parameters())(two_parts(layer, layer, []))
+        total, ((losses, _), _) = loss(hidden, labels)
     assert not total.requires_grad
     torch.testing.assert_close(losses, hard_cross_entropy(layer(hidden), labels).detach())
 
@@ -93,7 +90,7 @@ def test_under_autocast_gradients_are_those_of_one_pass() -> None:
     hidden, labels = torch.randn(ROWS, 4), torch.arange(ROWS)
     with torch.autocast("cpu", torch.bfloat16):
         parts = two_parts(weight, weight, [])
-        total, _ = summed_in_chunks(parts, VOCAB, list(weight.parameters()), hidden, labels)
+        total, _ = in_chunks(VOCAB, weight.parameters())(parts)(hidden, labels)
         (found,) = torch.autograd.grad(total, [weight.weight])
         whole = sum(part for part, *_ in parts(hidden, labels))
         (expected,) = torch.autograd.grad(whole, [weight.weight])
@@ -111,12 +108,12 @@ def test_memory_does_not_grow_with_the_positions(
     def parts(hidden: torch.Tensor, labels: torch.Tensor) -> Iterator[Part]:
         logits = hidden @ weight
         losses = TOKEN_LOSSES[name].function(logits, logits.detach() + 1, labels)
-        yield losses.sum(), losses.detach(), labels
+        yield losses.sum(), losses, labels
 
     def peak(rows: int) -> int:
         hidden, labels = torch.randn(rows, hidden_size, requires_grad=True), torch.arange(rows)
         with PeakMemory(hidden, labels, weight) as memory:
-            summed_in_chunks(parts, vocab, [weight], hidden, labels)[0].backward()
+            in_chunks(vocab, [weight])(parts)(hidden, labels)[0].backward()
         return memory.peak
 
     # 36 more chunks cost less than the logits of a single one.
