@@ -10,6 +10,7 @@ tokens, not for anchors: of the tokens A B C D after root r, from anchors that l
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,8 +49,12 @@ def guessed_tokens(
 class HeadByDepth(DraftVocabulary, DraftHead):
     """A head that guesses each depth from one state for each anchor.
 
-    Its config has `loss`, a name in TOKEN_LOSSES.
+    Its config has `vocab_size`, and `loss`, a name in TOKEN_LOSSES.
     """
+
+    def __init__(self, config: Any, draft_vocab_size: int = 0):
+        super().__init__(config)
+        self.add_draft_vocabulary(config.vocab_size, draft_vocab_size)
 
     @abstractmethod
     def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:

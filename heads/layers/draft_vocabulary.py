@@ -44,7 +44,7 @@ class DraftVocabulary(nn.Module):
     d2t: torch.Tensor | None  # [Vd], see `most_frequent`; None without a draft vocabulary
     t2d: torch.Tensor | None  # [V] bool
 
-    def add_draft_vocabulary(self, vocab_size: int, draft_vocab_size: int = 0) -> None:
+    def add_draft_vocabulary(self, vocab_size: int, draft_vocab_size: int) -> None:
         """Tables for `draft_vocab_size` of all tokens, which `prepare` chooses; none for 0."""
         self._vocab_size = vocab_size
         d2t = t2d = None

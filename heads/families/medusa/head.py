@@ -71,7 +71,6 @@ class MedusaHeads(HeadByDepth):
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
-        self.add_draft_vocabulary(config.vocab_size)
         self.branches = nn.ModuleList(MedusaBranch(config) for _ in range(config.num_heads))
 
     @property

@@ -55,8 +55,7 @@ class RecurrentHead(HeadByDepth):
 
     def __init__(self, config: RecurrentConfig, draft_vocab_size: int = 0):
         """`draft_vocab_size` is the number of tokens that the head can guess; 0 for all."""
-        super().__init__(config)
-        self.add_draft_vocabulary(config.vocab_size, draft_vocab_size)
+        super().__init__(config, draft_vocab_size)
         self.rotary = Rotary.of(config)
 
     @classmethod

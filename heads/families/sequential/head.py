@@ -6,7 +6,6 @@ fills a whole depth, and the children of every node are guessed after its real p
 """
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
 
@@ -23,10 +22,6 @@ from drafthead.heads.target.target import Target
 
 class SequentialHead(HeadByDepth):
     """A head whose state grows with the drafted path; the first state comes from the target."""
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.add_draft_vocabulary(config.vocab_size)
 
     @property
     def features_needed(self) -> FeatureSpec:
