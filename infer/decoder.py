@@ -25,6 +25,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer.beams.beam_search import beam_answers
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
+from drafthead.infer.drafters.with_lookup import learns_answers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.emissions import in_time, streamed
@@ -396,7 +397,7 @@ class Decoder:
         self, request: Request, settings: DecodeSettings
     ) -> tuple[BatchRun, Iterator[Emitted]]:
         """The batch of a request, and what its passes emit, for as long as there is time."""
-        if request.beams is not None and self.drafter is not None and self.drafter.keeps_answers:
+        if request.beams is not None and learns_answers(self.drafter):
             raise UserError("num_beams does not go with learn_answers: most beams are no answers")
         run = BatchRun(request, self.target.device)
         return run, in_time(self._method(run, settings).decode(run), run)

@@ -1,6 +1,7 @@
 """Draft sessions outside the engine, which for some of them has to read the text."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,12 +33,12 @@ class Alone(DraftSession):
         self.texts: list[list[int]] = [row[:1] for row in to_host(prompts)]
 
     def commit(self, committed: Committed) -> None:
-        self.session.commit(committed)
         pairs = zip(self.texts, committed.new_tokens, strict=True)
         self.texts = [[*text, *new] for text, new in pairs]
+        cache = cache_of(self.target, [text[:-1] for text in self.texts])
+        self.session.commit(replace(committed, cache=cache))
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        self.session.borrow(cache_of(self.target, [text[:-1] for text in self.texts]))
         return self.session.propose(budget, sampling, random)
 
 

@@ -53,9 +53,9 @@ class ByText(DraftModel):
         """The budget alone: text is written without asking how sure the model is."""
         return (budget,)
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """That of the draft model, and that it writes text."""
-        return f"{super().identity()} by text"
+        return f"{super().__repr__()} by text"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session whose model has read the text of the prompts [B, T] of lengths [B]."""

@@ -51,9 +51,9 @@ class OtherVocabulary(ByText):
         """The draft model's numbers of the target's tokens [...]."""
         return self.shared.of_target[tokens]
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """That of the draft model, and how much it shares."""
-        return f"{super().identity()} with {len(self.shared)} shared tokens"
+        return f"{super().__repr__()} with {len(self.shared)} shared tokens"
 
     def stops(self, budget: Budget) -> tuple[Budget, ...]:
         """Those of a draft model, but for chains by text."""

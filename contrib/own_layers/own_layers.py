@@ -13,7 +13,6 @@ import torch
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.target.part import part_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
 
 
@@ -24,9 +23,9 @@ class OwnLayers(LevelDrafter):
         """Raises UserError for layers that are no part of the target, or a depth below 1."""
         super().__init__(part_of(target, layers), target, depth)
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """That of a model of these layers, and whose they are."""
-        return f"{super().identity()} within the target"
+        return f"{super().__repr__()} within the target"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session, which needs nothing of the prompts [B, T] but their last tokens."""
@@ -34,18 +33,16 @@ class OwnLayers(LevelDrafter):
 
 
 class OwnLayersSession(LevelSession):
-    """Some of the target's layers at work; before each proposal they are lent its cache."""
+    """Some of the target's layers at work in the cache of what it has committed."""
 
     row_state = ("roots",)
     roots_pending = True
 
-    def borrow(self, cache: TreeCache) -> None:
-        """Draft over what the target has committed in `cache`."""
-        self.cache = cache
-
     def commit(self, committed: Committed) -> None:
         """Keep the last tokens: what comes before them is in the target's cache."""
         self._judge(committed)
+        assert committed.cache is not None
+        self.cache = committed.cache
         self.roots = committed.ends.roots
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
@@ -18,9 +18,9 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.recipe import Proposal
 from drafthead.heads.trees.static import UNMEASURED_ALPHA
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.heads.trees.tree import Budget
 
 # The outlook of sessions that cannot tell their next proposal from any other.
 NO_OUTLOOK = -1
@@ -58,6 +58,9 @@ class Committed:
     width: int | None = None  # the largest length, where T may be larger
     known_ends: Ends | None = None
     host_tokens: list[list[int]] | None = None  # `tokens` without padding, if the host has them
+    # The target's cache of the whole batch, for drafters that read it. A proposal may write nodes
+    # into it, which it discards.
+    cache: TreeCache | None = None
 
     @cached_property
     def ends(self) -> Ends:
@@ -82,7 +85,7 @@ class Committed:
         return [len(tokens) for tokens in self.new_tokens]
 
     def of_rows(self, rows: Sequence[int]) -> "Committed":
-        """That of some rows only, in that order."""
+        """What was committed in some rows, in that order."""
         places = torch.tensor(rows, device=self.tokens.device)
         new_tokens = [self.new_tokens[row] for row in rows]
         return Committed(
@@ -91,6 +94,7 @@ class Committed:
             self.lengths[places],
             width=max(map(len, new_tokens)),
             host_tokens=new_tokens,
+            cache=self.cache,
         )
 
     def cut(self) -> "Committed":
@@ -155,24 +159,15 @@ class DraftSession(RowState, ABC):
     After `cut` to the first positions, the next commit is of the positions from there on.
     """
 
-    def borrow(self, cache: TreeCache) -> None:
-        """The target's cache, for drafters that read it; called before each `propose`.
-
-        It may be another one each time. `propose` may write nodes, which it discards.
-        """
-
     @abstractmethod
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
         """A tree within the budget after the last committed token.
 
+        A compiled drafter may give a `TreeRecipe`, whose tokens the graph of the step computes.
         With a `RowRandom`, children are drawn without replacement and the tree carries the
         distributions they were drawn from. With `NextDraws`, they are the likeliest to be the
         target's own draws. Without either, they are the most probable tokens.
         """
-
-    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
-        """`propose` as a part of the step's graph, for drafters that can; None otherwise."""
-        return None
 
     def outlook(self) -> int:
         """What kind of proposal comes next, as far as that can be told without making it.
@@ -208,11 +203,6 @@ class Drafter(ABC):
     sampling_rule: ClassVar[str] = "match"
 
     @property
-    def keeps_answers(self) -> bool:
-        """Whether what one session commits is drafted by others: then it must be an answer."""
-        return False
-
-    @property
     def main_budgets(self) -> tuple[Budget, ...]:
         """Those of its main source of trees, the only one under rules that draw children."""
         return tuple(budget for budget in self.budgets if not budget.source)
@@ -236,8 +226,11 @@ class Drafter(ABC):
         """
         return (budget,)
 
-    def identity(self) -> str:
-        """A name for what the time of a proposal depends on, besides its budget and the target."""
+    def __repr__(self) -> str:
+        """What the time of a proposal depends on, besides its budget and the target.
+
+        Costs of steps are kept on disk by this name.
+        """
         return type(self).__name__
 
     def compile(self, target: Target | None = None) -> None:  # noqa: B027  (nothing to compile)
@@ -266,7 +259,7 @@ class NoDrafter(Drafter):
 class NoDraft(DraftSession):
     """A session without a memory."""
 
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
         """Raises NotImplementedError: steps without a drafter have no budget."""
         raise NotImplementedError
 

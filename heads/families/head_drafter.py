@@ -155,7 +155,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """As measured after training for the best static tree."""
         return self.trees.chances(budget) or super().chances(budget)
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """The shape of the head, and of a fixed tree."""
         return repr((self.head.family, drafting_fields(self.head.config), self.fixed))
 

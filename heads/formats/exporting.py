@@ -18,6 +18,7 @@ from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.logit_finish import Finish
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 POSITIONS = 12  # of the target before the probe's root
@@ -135,7 +136,7 @@ def draw_chain(head: DraftHead, target: Target) -> tuple[Probe, TokenTree]:
     session = drafter.start(tokens, torch.tensor([POSITIONS]))
     session.commit(Committed(tokens, features, torch.tensor([POSITIONS])))
     random = RowRandom([0], target.device)
-    tree = session.propose(drafter.budgets[-1], SamplingConfig(temperature=1.0), random)
+    tree = known(session.propose(drafter.budgets[-1], SamplingConfig(temperature=1.0), random))
     return Probe(target, tokens, features, tree.tokens[0, 1:]), tree
 
 

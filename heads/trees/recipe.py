@@ -6,7 +6,7 @@ saves the call.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -30,6 +30,7 @@ class TokenFiller:
     tokens: Callable[..., torch.Tensor]
     dims: tuple[Spec, ...]
     reads: tuple[object, ...] = ()
+    alone: Callable[..., torch.Tensor] | None = None  # the same outside of a step, where compiled
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,26 @@ class TreeRecipe:
     max_depth: int
     filler: TokenFiller
     arguments: tuple[Any, ...]  # tensors, tuples of them, or None; the first is a tensor
+    scores: torch.Tensor | None = None  # [N] or [B, N] of the nodes, see `TokenTree`
 
     @classmethod
     def of(cls, tree: TokenTree) -> "TreeRecipe":
         """A tree whose tokens are known."""
         form = tree.parents, tree.depths, tree.ancestors, tree.max_depth
-        return cls(*form, KNOWN, (tree.tokens,))
+        return cls(*form, KNOWN, (tree.tokens,), tree.scores)
 
     @classmethod
     def from_shape(
-        cls, shape: TreeShape, rows: int, filler: TokenFiller, arguments: tuple[Any, ...]
+        cls,
+        shape: TreeShape,
+        rows: int,
+        filler: TokenFiller,
+        arguments: tuple[Any, ...],
+        scores: torch.Tensor | None = None,  # [N]
     ) -> "TreeRecipe":
         """A static tree with tables [B, N] for B = `rows`, on the device of the arguments."""
         tables = shape.tables(rows, arguments[0].device)
-        return cls(*tables, shape.depth, filler, arguments)
+        return cls(*tables, shape.depth, filler, arguments, scores)
 
     @property
     def num_nodes(self) -> int:
@@ -117,3 +124,14 @@ def as_given(tokens: torch.Tensor) -> torch.Tensor:
 
 
 KNOWN = TokenFiller(as_given, dims=("B N",))
+Proposal: TypeAlias = TokenTree | TreeRecipe
+
+
+def known(proposal: Proposal) -> TokenTree:
+    """The proposed tree, with its tokens computed now where they were to be in the step's graph."""
+    if isinstance(proposal, TokenTree):
+        return proposal
+    filler, form = proposal.filler, (proposal.parents, proposal.depths, proposal.ancestors)
+    tokens = (filler.alone or filler.tokens)(*proposal.arguments)
+    widest = proposal.num_nodes - 1
+    return TokenTree(tokens, *form, proposal.max_depth, widest, scores=proposal.scores)

@@ -241,7 +241,7 @@ class BeamStepper(EagerStepper):
         tokens, _ = padded(new_tokens, device)
         self.roots = at_last(tokens, counts)
         there = features.map(lambda hidden: hidden[rows[:, None], path])
-        session.commit(Committed(tokens, there, counts, host_tokens=new_tokens))
+        session.commit(Committed(tokens, there, counts, host_tokens=new_tokens, cache=self.cache))
 
     def ancestors(self) -> list[int]:
         """The row that each beam descends from; beams never leave their prompt."""

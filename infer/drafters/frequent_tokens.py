@@ -37,9 +37,9 @@ class FrequentTokens(DraftModel):
         """The tokens at places [...] among the few."""
         return self.tokens[places]
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """That of the draft model, and how many tokens it guesses among."""
-        return f"{super().identity()} with {len(self.tokens)} frequent tokens"
+        return f"{super().__repr__()} with {len(self.tokens)} frequent tokens"
 
 
 def with_rows(model: Target, tokens: torch.Tensor) -> Target:

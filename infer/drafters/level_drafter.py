@@ -89,7 +89,7 @@ class LevelDrafter(Drafter):
         levels = range(1, budget.depth + 1)
         return tuple(Budget(1 + n * of_a_level, n, budget.source) for n in levels)
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """The shape of the model, and whether it is compiled."""
         return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
 

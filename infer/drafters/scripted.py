@@ -38,7 +38,7 @@ class Scripted(Drafter):
         """alpha, alpha^2, ... to the depth of the tree."""
         return tuple(self.alpha**depth for depth in range(1, budget.depth + 1))
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """The depth: the time of a proposal does not depend on what is proposed."""
         return f"scripted {self.budgets[-1].depth}"
 

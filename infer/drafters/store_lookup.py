@@ -39,15 +39,10 @@ class StoreLookup(Lookup):
         self.distribution = None if self.table is None else self.table.distribution
         self.matches = MatchRecord()
 
-    @property
-    def keeps_answers(self) -> bool:
-        """Where this process's own texts are drafted."""
-        return self.earlier is not None
-
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """A table of n-grams is another matter than a datastore."""
         grams = "" if self.table is None else f" with {self.table.record.ngrams}-grams"
-        return super().identity() + grams
+        return super().__repr__() + grams
 
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """As measured on texts that are not in the datastore; if none were, as for any drafter."""

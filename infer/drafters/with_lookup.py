@@ -19,8 +19,7 @@ from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed, Drafter, Dra
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.recipe import Proposal, known
 from drafthead.heads.trees.static import TREE_SIZES
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
 from drafthead.infer.drafters.guess_tree import GrowingTree, GuessTree, token_tree
@@ -48,11 +47,6 @@ class WithLookup(Drafter):
         alone = [Budget(n, min(n - 1, deepest), LOOKUP) for n in TREE_SIZES if n <= most]
         self.budgets = (*alone, *drafter.budgets)
 
-    @property
-    def keeps_answers(self) -> bool:
-        """Where lookup does."""
-        return self.lookup.keeps_answers
-
     def chances(self, budget: Budget) -> tuple[float, ...]:
         """Those of the drafter, as what lookup adds depends on the text; or those of lookup."""
         if budget.source == LOOKUP:
@@ -73,9 +67,9 @@ class WithLookup(Drafter):
         """Those of the drafter; lookup has no reason to stop."""
         return (budget,) if budget.source == LOOKUP else self.drafter.stops(budget)
 
-    def identity(self) -> str:
+    def __repr__(self) -> str:
         """That of the drafter, and that lookup is beside it."""
-        return f"{self.drafter.identity()} with {self.lookup.identity()}"
+        return f"{self.drafter} with {self.lookup}"
 
     def compile(self, target: Target | None = None) -> None:
         """Compile the drafter."""
@@ -102,17 +96,7 @@ class WithLookupSession(DraftSession):
         self.session.commit(committed)
         self.lookup.commit(committed)
 
-    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
-        """The drafter's own, where lookup has no part in the tree."""
-        if budget.source == LOOKUP or self.lookup.offers():
-            return None
-        return self.session.recipe(budget, draws)
-
-    def borrow(self, cache: TreeCache) -> None:
-        """The target's cache for the drafter."""
-        self.session.borrow(cache)
-
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
         """The drafter's tree, with what lookup has found; or lookup's alone.
 
         Where lookup takes part a draft does not stop early: nodes that it leaves free are lookup's,
@@ -123,7 +107,7 @@ class WithLookupSession(DraftSession):
         follows = sampling.greedy or isinstance(random, NextDraws)
         if not follows or not self.lookup.offers():
             return self.session.propose(budget, sampling, random)
-        tree = self.session.propose(replace(budget, least_chance=0.0), sampling, random)
+        tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
         longest = Budget(budget.nodes, budget.nodes - 1)
         return merged(tree, self.lookup.guesses(longest, follows), budget.nodes)
 
@@ -134,6 +118,12 @@ class WithLookupSession(DraftSession):
     def drafted(self, budget: Budget) -> Budget:
         """That of the drafter; lookup's trees count with the nodes that they may have."""
         return budget if budget.source == LOOKUP else self.session.drafted(budget)
+
+
+def learns_answers(drafter: Drafter | None) -> bool:
+    """Whether what one session commits is drafted by others: then it must be an answer."""
+    lookup = drafter.lookup if isinstance(drafter, WithLookup) else drafter
+    return isinstance(lookup, StoreLookup) and lookup.earlier is not None
 
 
 def merged(tree: TokenTree, guesses: Sequence[GuessTree], nodes: int) -> TokenTree:

@@ -8,7 +8,7 @@ from drafthead.heads.drafting.drafter import DraftSession
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import TreeRecipe
-from drafthead.heads.trees.tree import Budget
+from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.graph_step import Draws
@@ -20,28 +20,21 @@ class GraphStepper(Stepper):
     """Steps under rules that accept the target's own tokens, each in one graph.
 
     The graph computes the pass, the verdict and the moves in the cache, and the tokens of the tree
-    as well where a session's `recipe` allows it.
+    as well where the session proposes a recipe.
     """
 
     target: CompiledTarget
 
     def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
         """Propose a tree or its recipe, and call the graph."""
-        recipe = self.recipe(session, budget)
+        proposal = self.propose(session, budget)
+        recipe = TreeRecipe.of(proposal) if isinstance(proposal, TokenTree) else proposal
         self.run.stats.verified_nodes += recipe.num_nodes
         with self.run.stats.phase("verify"):
             draws = self.draws(recipe.max_depth)
             return self.target.step(
                 recipe, self.features, self.cache, draws, self.run.request.sampling.whole
             )
-
-    def recipe(self, session: DraftSession, budget: Budget | None) -> TreeRecipe:
-        """The session's recipe where it has one, or that of its tree."""
-        recipe = None
-        if budget is not None:
-            with self.run.stats.phase("draft"):
-                recipe = session.recipe(budget, self.next_draws(budget))
-        return recipe or TreeRecipe.of(self.propose(session, budget))
 
     @cached_property
     def settings(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, rac
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.heads.trees.recipe import Proposal, known
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
@@ -58,12 +59,12 @@ class Outcome:
         accepted = replace(self.acceptance, bonus=self.acceptance.bonus.clamp_min(0))
         return replace(self, acceptance=accepted, tokens=self.tokens.clamp_min(0))
 
-    def committed(self) -> Committed:
-        """The same as drafters receive it."""
+    def committed(self, cache: TreeCache) -> Committed:
+        """What drafters receive of it, with the target's cache."""
         accepted = self.acceptance
         ends = None if self.hidden is None else Ends(accepted.bonus, self.hidden)
         length, new_tokens = accepted.length, self.new_tokens
-        return Committed(self.tokens, self.features, length, self.width, ends, new_tokens)
+        return Committed(self.tokens, self.features, length, self.width, ends, new_tokens, cache)
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class PromptPass:
     known: int  # positions of each prompt that were read before
     features: Features  # [B, T - known, D] that the drafter reads
     hidden: torch.Tensor  # [B, D] where each prompt ends
+    cache: TreeCache  # of the target
 
     def chosen(self, rows: Sequence[int]) -> "PromptPass":
         """The same of the rows, of which one may come several times."""
@@ -87,6 +89,7 @@ class PromptPass:
             self.known,
             self.features.map(lambda states: states[places]),
             self.hidden[places],
+            self.cache,
         )
 
     def committed(self, roots: torch.Tensor, first_tokens: Sequence[int]) -> Committed:
@@ -104,6 +107,7 @@ class PromptPass:
             self.lengths - self.known,
             known_ends=Ends(roots, self.hidden),
             host_tokens=[[*prompt[self.known + 1 :], token] for prompt, token in pairs],
+            cache=self.cache,
         )
 
 
@@ -158,7 +162,7 @@ class Stepper(ABC):
         features, hidden = prefill(
             self.target, ids, lengths, self.read_features, self.cache, room, request.prefill_chunk
         )
-        return PromptPass(request.prompts, ids, lengths, known, features, hidden)
+        return PromptPass(request.prompts, ids, lengths, known, features, hidden, self.cache)
 
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [B] of each row from logits [B, V]: the most probable one, or a draw.
@@ -183,7 +187,7 @@ class Stepper(ABC):
         outcome = self.propose_and_verify(session, budget).readable()
         with self.run.stats.phase("commit"):
             self.commit(outcome)
-            session.commit(outcome.committed())
+            session.commit(outcome.committed(self.cache))
             emitted = self.run.take_step(outcome.new_tokens)
             self.keep_active(session)
         return emitted
@@ -192,13 +196,12 @@ class Stepper(ABC):
     def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
         """The session's tree within the budget, and what a pass of the target accepts of it."""
 
-    def propose(self, session: DraftSession, budget: Budget | None) -> TokenTree:
+    def propose(self, session: DraftSession, budget: Budget | None) -> Proposal:
         """The session's tree, or one that is nothing but the root."""
         if budget is None:
             return TokenTree.from_shape(ROOT, self.roots[:, None])
         with self.run.stats.phase("draft"):
             random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
-            session.borrow(self.cache)
             return session.propose(budget, self.run.request.draft_sampling, random)
 
     def next_draws(self, budget: Budget) -> NextDraws | None:
@@ -260,7 +263,7 @@ class EagerStepper(Stepper):
         self, session: DraftSession, budget: Budget | None
     ) -> tuple[TokenTree, TargetOutput]:
         """The session's tree within the budget, and a pass of the target over its nodes."""
-        tree = self.propose(session, budget)
+        tree = known(self.propose(session, budget))
         self.run.stats.verified_nodes += tree.num_nodes
         with self.run.stats.phase("verify"):
             return tree, self.verify(tree)

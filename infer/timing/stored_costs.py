@@ -64,7 +64,7 @@ def costs_file(target: Target, drafter: Drafter) -> Path:
         target.config.to_diff_dict(),
         target.precision,
         type(target).__name__,
-        drafter.identity(),
+        repr(drafter),
         [astuple(budget) for budget in drafter.budgets],
     ]
     digest = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode()).hexdigest()

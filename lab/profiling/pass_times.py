@@ -11,13 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from drafthead.heads.coupling import Choice, NextDraws
+from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.recipe import Proposal, known
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.graph_stepper import stepper_for
@@ -115,12 +114,17 @@ def proposals_alone(
     """
     session = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
     session.commit(prompt)
-    session.borrow(stepper.cache)
     session.propose(budgets[0], GREEDY, None)  # reads the rest of the prompt, if any
-    one = Committed(prompt.tokens, prompt.features, torch.ones_like(prompt.lengths), width=1)
+    ones = torch.ones_like(prompt.lengths)
+    one = Committed(prompt.tokens, prompt.features, ones, width=1, cache=stepper.cache)
     for budget in budgets:
         session.commit(one)
-        yield budget, partial(session.propose, budget, GREEDY, None)
+        yield budget, partial(proposed, session, budget)
+
+
+def proposed(session: DraftSession, budget: Budget) -> TokenTree:
+    """A greedy proposal, with its tokens."""
+    return known(session.propose(budget, GREEDY, None))
 
 
 def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
@@ -202,9 +206,8 @@ def step_overhead(
     trees: list[TokenTree] = []
     for _ in range(WARM_UP + steps):
         twin.commit(recorder.commits.pop())
-        twin.borrow(stepper.cache)
         taken["draft"].append(
-            seconds_of(lambda: trees.append(twin.propose(budget, GREEDY, None)), target.device)
+            seconds_of(lambda: trees.append(proposed(twin, budget)), target.device)
         )
         alone = pass_alone(stepper, trees[-1].num_nodes)
         taken["verify"].append(seconds_of(alone, target.device))
@@ -234,17 +237,9 @@ class RecordingSession(DraftSession):
     def __init__(self, session: DraftSession, commits: list[Committed]):
         self.session, self.commits = session, commits
 
-    def borrow(self, cache: TreeCache) -> None:
-        """Pass on the target's cache."""
-        self.session.borrow(cache)
-
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
         """The session's own proposal."""
         return self.session.propose(budget, sampling, random)
-
-    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
-        """The session's own recipe."""
-        return self.session.recipe(budget, draws)
 
     def commit(self, committed: Committed) -> None:
         """Record and pass on."""

@@ -9,6 +9,7 @@ import torch
 from drafthead.heads.drafting.drafter import Committed, Drafter
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.recipe import known as with_tokens
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.lab.theory.chains import chain_budget
 
@@ -48,7 +49,7 @@ def places(
         count = torch.tensor([len(following)], device=target.device)
         new = torch.tensor([following], device=target.device)
         session.commit(Committed(new, part, count, host_tokens=[following]))
-        tree = session.propose(chain_budget(1), sampling, random)
+        tree = with_tokens(session.propose(chain_budget(1), sampling, random))
         yield tree, output.logits[0, known - 1]
         start = end
 

@@ -70,7 +70,7 @@ def test_such_heads_share_graphs_and_costs(
 ) -> None:
     first, second = (described(head, lambda thing: str(type(thing))) for head in twins)
     assert first == second
-    first, second = (drafter_for(head, target, TreeShape.chain(3)).identity() for head in twins)
+    first, second = (repr(drafter_for(head, target, TreeShape.chain(3))) for head in twins)
     assert first == second
 
 

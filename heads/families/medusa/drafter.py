@@ -20,7 +20,7 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, best_guesses
-from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
+from drafthead.heads.trees.recipe import Proposal, TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
@@ -57,6 +57,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill
+        self.in_steps = False  # whether trees are filled in the graph of a step
 
     @cached_property
     def filler(self) -> TokenFiller:
@@ -66,6 +67,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             partial(self._fill, depth=self.head.depth),
             dims=("B .", "B", "N", "N", DRAWS),
             reads=(*self.read_by_graphs, self.widest),
+            alone=partial(self.fill, depth=self.head.depth),
         )
 
     def _guess(
@@ -106,6 +108,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         }
         self.guess = self.compiled(self._guess, {"hidden": "B ."}, self.widest)
         self.fill = self.compiled(self._fill, filling, self.widest)
+        # Heads that share one output head cost as much whatever the depth of the tree.
+        self.in_steps = self.head.config.output != "own"
 
     def layout(self, budget: Budget, random: Choice) -> MedusaLayout:
         """The tables of the tree for a budget; with a `RowRandom`, one of drawn children."""
@@ -134,29 +138,21 @@ class MedusaSession(DraftSession):
         self.roots, self.hidden = committed.ends
 
     @torch.no_grad()
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
         """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
         layout = self.drafter.layout(budget, random)
-        depth = layout.shape.depth
+        shape, drafter = layout.shape, self.drafter
         if isinstance(random, RowRandom):
-            logits, ids = self.drafter.guess(self.hidden, depth)
+            logits, ids = drafter.guess(self.hidden, shape.depth)
             return self._drawn(layout, logits, ids, sampling, random)
-        tables = layout.head_of_node, layout.ranks
-        draws = None if random is None else random.padded(self.drafter.head.depth)
-        tokens = self.drafter.fill(self.hidden, self.roots, *tables, draws, depth)
-        return TokenTree.from_shape(layout.shape, tokens, scores=self.drafter.scores(layout.shape))
-
-    def recipe(self, budget: Budget, draws: NextDraws | None) -> TreeRecipe | None:
-        """For heads that share one output head, whose cost does not depend on the tree's depth."""
-        if self.drafter.head.config.output == "own":
-            return None
-        assert self.hidden is not None and self.roots is not None
-        layout = self.drafter.layout(budget, random=None)
-        draws = None if draws is None else draws.padded(self.drafter.head.depth)
+        draws = None if random is None else random.padded(drafter.head.depth)
         arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks, draws
-        rows = self.roots.shape[0]
-        return TreeRecipe.from_shape(layout.shape, rows, self.drafter.filler, arguments)
+        scores = drafter.scores(shape)
+        if drafter.in_steps:
+            rows = self.roots.shape[0]
+            return TreeRecipe.from_shape(shape, rows, drafter.filler, arguments, scores)
+        return TokenTree.from_shape(shape, drafter.fill(*arguments, shape.depth), scores=scores)
 
     def _drawn(
         self,

@@ -123,7 +123,6 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
         session = stepper.begin(drafter, None)
         for _ in range(4):
             stepper.step(session, budget)
-        session.borrow(stepper.cache)
         drafted = session.propose(budget, GREEDY, None)
         prompts = [PROMPTS[each.number] for each in stepper.searches for _ in range(4)]
         texts = [
@@ -133,7 +132,6 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
         alone = drafter.start(fresh.prompt_ids, fresh.prompt_lengths)
         roots = [text[-1] for text in texts]
         alone.commit(fresh.pass_over_prompts().committed(torch.tensor(roots), roots))
-        alone.borrow(fresh.cache)
         expected = alone.propose(budget, GREEDY, None)
     assert len(texts) > 4 and drafted.tokens.equal(expected.tokens)
     assert drafted.parents.equal(expected.parents)

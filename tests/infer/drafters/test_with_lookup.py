@@ -105,7 +105,6 @@ def test_trees_of_lookup_alone_ask_the_drafter_for_nothing(target, make_drafter)
     assert budget in drafter.budgets and budget not in drafter.main_budgets
     tree = session.propose(budget, GREEDY, None)
     assert tree.tokens.tolist() == [[11, 12, 13, 14]]
-    assert session.recipe(budget, None) is None
     assert session.outlook() == 2
 
 
