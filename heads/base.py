@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.registry import Registry
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path
@@ -123,17 +124,21 @@ class DraftHead(nn.Module, ABC):
         """The training loss of a batch."""
 
 
-HEADS: dict[str, type[DraftHead]] = {}
+# The families here are imported, all together, when one of them is looked up.
+HEADS = Registry[type[DraftHead]](
+    dict.fromkeys(
+        ("eagle", "eagle3", "hydra", "medusa", "mlp_speculator", "parallel"),
+        "drafthead.heads.families",
+    )
+)
 
 
 def register_head(family: str, config_class: type) -> Callable[[type[DraftHead]], type[DraftHead]]:
     """Make a head family known by name; raises ValueError when the name is taken."""
 
     def register(cls: type[DraftHead]) -> type[DraftHead]:
-        if family in HEADS:
-            raise ValueError(f"two head families are called {family!r}")
+        HEADS.register(family, cls, "head families")
         cls.family, cls.config_class = family, config_class
-        HEADS[family] = cls
         return cls
 
     return register

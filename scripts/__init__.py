@@ -1,1 +1,1 @@
-"""drafthead.scripts: the verbs of the command line, one file a verb, in rooms by purpose."""
+"""drafthead.scripts: the verbs of the command line, a file each."""

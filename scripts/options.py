@@ -1,12 +1,66 @@
 """Options that several verbs share: the same name, type and help everywhere."""
 
 import json
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from drafthead.heads.errors import UserError
+
+
+class InterruptedVerbError(Exception):
+    """Ctrl-C in a verb: typer would end the process at a KeyboardInterrupt, without a word."""
+
+
+def with_groups(main: Callable[..., None]) -> Callable[..., None]:
+    """A verb for typer, which knows no groups of options: their fields become its own options.
+
+    A parameter of `main` whose type is a dataclass is such a group. The verb raises
+    InterruptedVerbError instead of KeyboardInterrupt.
+    """
+    groups: dict[str, Any] = {}
+    parameters: list[Parameter] = []
+    for parameter in signature(main, eval_str=True).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += group_parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+    @wraps(main)
+    def run(**options: Any) -> None:
+        made = {
+            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        try:
+            main(**options, **made)
+        except KeyboardInterrupt:
+            raise InterruptedVerbError from None
+
+    # What typer reads.
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def group_parameters(group: Any) -> list[Parameter]:
+    """The fields of a group as parameters."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
 
 
 def at_least_one(option: typer.CallbackParam, value: int) -> int:

@@ -10,46 +10,54 @@ from accelerate.state import AcceleratorState, GradientState
 
 from drafthead.heads.formats import FORMATS
 from drafthead.scripts import cli
+from drafthead.scripts.older_words import renewed
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = TEXT.split("```")[1::2]
 LINES = [
-    shlex.split(line, comments=True)[1:]
+    renewed(shlex.split(line, comments=True)[1:])
     for block in BLOCKS
     for line in block.splitlines()
     if line.startswith("drafthead ")
 ]
-VERBS = {cli.name_of(module) for module in cli.VERBS}
+VERBS = set(cli.verb_names())
+
+
+def verb_of(words: list[str]) -> str:
+    """The verb of a line: one word, or two."""
+    (verb,) = {words[0], " ".join(words[:2])} & VERBS
+    return verb
 
 
 @pytest.mark.parametrize("words", LINES, ids=" ".join)
 def test_a_line_of_the_readme_is_one_of_the_command_line(words, monkeypatch, tmp_path) -> None:
     """Its verb and options exist, and none is missing; nothing is run."""
-    verb, *arguments = words
-    assert verb in VERBS
+    verb = verb_of(words)
     monkeypatch.chdir(tmp_path)
-    command = typer.main.get_command(cli.build_app(verb)).commands[verb]
-    command.make_context(verb, list(arguments))
+    command = typer.main.get_command(cli.build_app(words))
+    for name in verb.split():
+        command = command.commands[name]
+    command.make_context(verb, words[len(verb.split()) :])
 
 
 def test_the_head_that_the_readme_trains_can_be_exported_as_it_says() -> None:
     (family,) = [words[words.index("--init") + 1] for words in LINES if "--init" in words]
-    (export,) = [words for words in LINES if words[0] == "export"]
+    (export,) = [words for words in LINES if verb_of(words) == "head export"]
     assert family in FORMATS[export[export.index("--format") + 1]].families
 
 
 # What makes a line small, by its verb.
 SMALL = {
-    "invent-prompts": ["--number", "12"],
-    "distill": ["--max-new-tokens", "24"],
+    "data invent": ["--number", "12"],
+    "data distill": ["--max-new-tokens", "24"],
     "compare": ["--limit", "2", "--rounds", "1", "--max-new-tokens", "8"],
     "train": ["data.validation_share=null", "train.epochs=null", "train.max_steps=2"],
-    "evaluate": [],
-    "doctor": ["--limit", "4"],
-    "build-datastore": [],
-    "export": [],
-    "push": None,  # these need a network, a terminal or many minutes
+    "head evaluate": [],
+    "head doctor": ["--limit", "4"],
+    "data index": [],
+    "head export": [],
+    "head push": None,  # these need a network, a terminal or many minutes
     "fetch": None,
     "chat": None,
 }
@@ -57,7 +65,7 @@ SMALL = {
 
 def shrunk(words: list[str]) -> list[str]:
     """A line that takes seconds, on the model of the tests."""
-    verb, target = words[0], str(ROOT / "assets" / "demo_target")
+    verb, target = verb_of(words), str(ROOT / "assets" / "demo_target")
     small = SMALL[verb] if "--init" not in words else []
     kept = [word.replace("MODEL", target) for word in words if word != "--compile"]
     for name in [word for word in small or [] if word.startswith("--")]:
@@ -71,7 +79,7 @@ def test_the_lines_of_the_readme_run_one_after_the_other(monkeypatch, tmp_path, 
     monkeypatch.chdir(tmp_path)
     files: list[str] = []
     for words in LINES:
-        if SMALL.get(words[0]) is None or "--draft-model" in words:
+        if SMALL.get(verb_of(words)) is None or "--draft-model" in words:
             continue
         monkeypatch.setattr(sys, "argv", ["drafthead", *shrunk(words)])
         AcceleratorState._reset_state(reset_partial_state=True)  # each line is a process
@@ -79,6 +87,6 @@ def test_the_lines_of_the_readme_run_one_after_the_other(monkeypatch, tmp_path, 
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert not stop.value.code, (words, capfd.readouterr().err[-2000:])
-        files.append(words[0])
-    assert files.count("distill") == 2 and files[-1] == "export"
+        files.append(verb_of(words))
+    assert files.count("data distill") == 2 and files[-1] == "head export"
     assert (tmp_path / "served" / "config.json").exists()

@@ -1,3 +1,1 @@
-"""drafthead.scripts.data: verbs that write, answer and show the prompts that heads are trained
-on.
-"""
+"""drafthead.scripts.data: verbs about what heads learn from."""

@@ -26,7 +26,7 @@ from drafthead.lab.profiling.ledger import HOST, ledger_of, measure_ledgers
 from drafthead.lab.profiling.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
 from drafthead.lab.reports.plan import write_plan
-from drafthead.scripts.measuring import profile_decoding
+from drafthead.scripts.explain import profile_decoding
 
 PROMPTS = [[9, 10, 11], [20, 21]]
 CPU = torch.device("cpu")

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-import drafthead.heads  # noqa: F401  fills the registry of head families
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import LOSSY
 from drafthead.train.data.packing import DataConfig

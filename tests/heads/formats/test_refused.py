@@ -331,7 +331,7 @@ def test_values_that_float32_cannot_hold_are_refused_without_a_target(
 
 
 def info(folder: Path) -> str:
-    found = CliRunner().invoke(build_app("info"), ["info", str(folder)])
+    found = CliRunner().invoke(build_app(words := ["head", "info", str(folder)]), words)
     assert found.exception is None, found.exception
     return found.output
 

@@ -17,7 +17,7 @@ from drafthead.heads.target import gguf_files
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
 from drafthead.scripts.data.inspect_data import load_tokenizer
-from drafthead.scripts.models import info
+from drafthead.scripts.head import info
 
 TEXT = "Größe <|user|> of 12 abacus"
 

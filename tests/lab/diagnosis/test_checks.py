@@ -16,7 +16,7 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.lab.diagnosis.checks import CHECKS
 from drafthead.lab.diagnosis.examination import Examination, Patient, examine
-from drafthead.scripts.measuring.doctor import planner_of
+from drafthead.scripts.head.doctor import planner_of
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.data.packing import collate
 from drafthead.train.data.supervision import encode_prompt

@@ -20,7 +20,7 @@ from drafthead.lab.own_layers.layer_acceptance import (
 )
 from drafthead.lab.own_layers.layer_plan import LayerPlan
 from drafthead.lab.own_layers.layer_search import LayerSearch, LayerSet
-from drafthead.scripts.measuring.plan_skip import carry_out, verdict
+from drafthead.scripts.plan_skip import carry_out, verdict
 from drafthead.train.data.token_table import TokenSequence
 
 LAYERS, USELESS, ENDLESS = 5, (1, 3), float("inf")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from drafthead.heads.errors import UserError
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.reports.run_page import Section, curve, doctor_section, headline, run_page
-from drafthead.scripts.measuring import report
+from drafthead.scripts.explain import report
 
 MACHINE = {"processor": "<b>fast</b>", "threads": 2}
 ROW = {

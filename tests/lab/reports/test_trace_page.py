@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from drafthead.infer import Decoder
 from drafthead.lab.reports.trace_page import as_page, as_text, spans
 from drafthead.lab.tracing import Trace
-from drafthead.scripts.decoding import trace_decoding
+from drafthead.scripts.explain import trace_decoding
 
 pytestmark = pytest.mark.usefixtures("steady_steps")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

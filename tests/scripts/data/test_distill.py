@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
-from drafthead.scripts.data import distill, merge_answers
+from drafthead.scripts.data import distill, merge
 from drafthead.scripts.data.distill_options import system_text
 from drafthead.scripts.options import template_values
 
@@ -55,7 +55,7 @@ def test_shards_and_merge_write_what_one_process_writes(run: Run, tmp_path: Path
     for shard in ("2/2", "1/2"):
         run("many.jsonl", *few, "--shard", shard)
     app = Typer()
-    app.command()(merge_answers.main)
+    app.command()(merge.main)
     result = CliRunner().invoke(app, [str(tmp_path / "many.jsonl")])
     assert result.exit_code == 0
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()

@@ -11,7 +11,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.infer import Decoder
-from drafthead.scripts.decoding import chat
+from drafthead.scripts import chat
 
 pytestmark = pytest.mark.usefixtures("steady_steps")
 GREEN, RESET = "\x1b[32m", "\x1b[0m"

@@ -12,7 +12,7 @@ from drafthead.infer import Decoder
 from drafthead.lab.reports.trace_page import as_page, as_text
 from drafthead.lab.tracing import Trace
 from drafthead.scripts import options
-from drafthead.scripts.decoding.generate import prompt_text, summary
+from drafthead.scripts.generate import prompt_text, summary
 
 
 def main(

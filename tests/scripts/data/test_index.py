@@ -14,7 +14,7 @@ from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import load_stored
 from drafthead.scripts import cli
-from drafthead.scripts.data.build_datastore import answers
+from drafthead.scripts.data.index import answers
 from drafthead.train.data.token_table import TokenSequence
 
 PROMPTS = 200  # of which some four are left out, to measure on

@@ -21,7 +21,7 @@ from drafthead.lab.diagnosis.checks import CHECKS, Finding, faults_first
 from drafthead.lab.diagnosis.examination import Patient, examine
 from drafthead.lab.races.record import ROW, describe_run, read_answers
 from drafthead.scripts import options
-from drafthead.scripts.measuring.plan_tree import measured_plan
+from drafthead.scripts.explain.tree import measured_plan
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.token_table import Reading

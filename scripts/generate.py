@@ -9,8 +9,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.printing import shown
 from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
+from drafthead.scripts import generate_options as own
 from drafthead.scripts import options
-from drafthead.scripts.decoding import generate_options as own
 
 
 def main(

@@ -17,7 +17,7 @@ import typer
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.disk_cache import cache_folder
-from drafthead.scripts.models.packaged_models import MODELS, PackagedModel, Wheel
+from drafthead.scripts.packaged_models import MODELS, PackagedModel, Wheel
 
 logger = logging.getLogger(__name__)
 

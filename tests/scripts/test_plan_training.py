@@ -11,8 +11,7 @@ from runs import write_inputs, write_run
 
 from drafthead.heads.errors import UserError
 from drafthead.lab.planning.trial import Trial, TrialStep
-from drafthead.scripts import cli
-from drafthead.scripts.models import plan_training
+from drafthead.scripts import cli, plan_training
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`verify-exactness` on every head family: low temperatures, top-p and a repetition penalty."""
+"""`verify` on every head family: low temperatures, top-p and a repetition penalty."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.reports.exactness import report_evidence
-from drafthead.scripts.measuring import verify_exactness
+from drafthead.scripts import verify
 
 LOSSLESS = sorted(v.name for v in VERIFIERS.values() if v.lossless and not v.greedy)
 # Everywhere in the distribution, so that some of them have near-ties at low temperatures.
 PROMPTS = [[9, 10, 11], [12, 13], [3, 5, 8, 1], [14], [2, 2, 6], [15, 0, 4]]
-EFFORT = verify_exactness.Effort(samples=640, answers=48, max_new_tokens=32, false_alarm=1e-4)
+EFFORT = verify.Effort(samples=640, answers=48, max_new_tokens=32, false_alarm=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,10 @@ def flat(make_target) -> Target:
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.05])
 def test_every_family_is_exact(flat, make_drafter, family, temperature, rule, monkeypatch) -> None:
     """`pytest -s` prints the table of each, with its power."""
-    monkeypatch.setattr(verify_exactness, "BATCHES", 1)  # the tables know no family
+    monkeypatch.setattr(verify, "BATCHES", 1)  # the tables know no family
     decoder = Decoder(flat, make_drafter(f"{family}:tree", flat))
     sampling = SamplingConfig(temperature, top_p=0.9)
-    pair = verify_exactness.TestedPair(
-        decoder, VERIFIERS[rule], sampling, seed=0, repetition_penalty=1.2
-    )
+    pair = verify.TestedPair(decoder, VERIFIERS[rule], sampling, seed=0, repetition_penalty=1.2)
     evidence = pair.evidence(PROMPTS, EFFORT)
     about = {"verifier": f"{rule}, {family}, T = {temperature}", "prompts": len(PROMPTS)}
     report_evidence(evidence, sampling, about, output=None)

@@ -1,1 +1,0 @@
-"""drafthead.scripts.decoding: verbs that decode."""

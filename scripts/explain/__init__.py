@@ -1,0 +1,1 @@
+"""drafthead.scripts.explain: verbs that show where the speed comes from."""

@@ -1,0 +1,1 @@
+"""drafthead.scripts.head: verbs about a trained head."""

@@ -1,3 +1,0 @@
-"""drafthead.scripts.models: verbs that bring models, and train, convert and describe draft
-heads.
-"""
