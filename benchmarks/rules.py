@@ -87,10 +87,14 @@ def main(
     conversations = read_conversations(str(prompts), limit=limit)
     ids = [encode_one(each.messages[:1], loaded.tokenizer) for each in conversations]
     drafters: dict[str, dict[str, Any]] = {
-        "draft model": {"draft_model": draft_model, "draft_tokens": CHAIN, "tree_nodes": CHAIN + 1}
+        "draft model": {
+            "draft": f"model:{draft_model}",
+            "draft_tokens": CHAIN,
+            "tree_nodes": CHAIN + 1,
+        }
     }
     if head is not None:
-        drafters["head"] = {"head": head, "tree_nodes": TREE}
+        drafters["head"] = {"draft": head, "tree_nodes": TREE}
     results = {}
     for name, options in tqdm(drafters.items()):
         decoder = Decoder.from_pretrained(target, dtype="float32", **options)

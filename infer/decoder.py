@@ -14,17 +14,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.contrib.own_layers.layer_choice import chosen_layers
-from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.target.processor import tell_of_slow_bfloat16
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.beams.beam_search import beam_answers
 from drafthead.infer.custom_generate import CustomGenerate
-from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.with_lookup import learns_answers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.compiled_target import CompiledTarget
@@ -37,14 +33,13 @@ from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
 from drafthead.infer.loaded import (
+    Draft,
+    Fitting,
     described,
-    head_drafter,
     length_of_paths,
     loaded_target,
-    lookup_drafter,
-    refuse_other_names,
-    refuse_several,
-    store_lookup,
+    made_drafter,
+    read_drafts,
 )
 from drafthead.infer.request.decode_options import (
     DecodeOptions,
@@ -53,7 +48,7 @@ from drafthead.infer.request.decode_options import (
     refuse_in_pieces,
 )
 from drafthead.infer.request.generation_config import refuse_other_start, with_own_settings
-from drafthead.infer.request.other_words import OfTransformers, type_of_weights
+from drafthead.infer.request.other_words import OtherWords, type_of_weights, with_older_drafts
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
@@ -75,7 +70,6 @@ from drafthead.infer.timing.step_timing import (
 )
 from drafthead.infer.timing.stored_costs import StepKind
 from drafthead.infer.verifiers import Verifier, verifier_for
-from drafthead.lab.tracing import Trace, decode_traced
 
 logger = logging.getLogger(__name__)
 
@@ -122,62 +116,43 @@ class Decoder:
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel | Target,
-        head: str | Path | None = None,
-        draft_model: str | Path | None = None,
-        prompt_lookup: bool = False,
+        draft: Draft | Sequence[Draft] | None = None,
         tree_nodes: int | None = None,
         draft_tokens: int | None = None,
+        draft_temperature: float | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         trust_remote_code: bool = False,
         compile: bool | None = None,
-        draft_temperature: float | None = None,
-        datastore: str | Path | None = None,
-        learn_answers: bool = False,
-        draft_layers: str | Path | None = None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
-        **others: Unpack[OfTransformers],
+        **others: Unpack[OtherWords],
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
-        That is a head, a draft model or some of the target's own layers, prompt lookup, or one of
-        the former and prompt lookup, whose trees have the best nodes of both (`WithLookup`); with
-        none of them, decoding is plain. `draft_layers` is a list such as ``0-7,20-29``, or a file
-        of `drafthead plan-skip`; ``0-9`` is an exit after ten layers. With a `datastore` of
-        `drafthead build-datastore`, or a table of n-grams of its, lookup also proposes what the
-        target has written before, alone or beside another drafter; with `learn_answers` it also
-        proposes what this decoder reads and says from now on, up to the last 200,000 tokens.
+        `draft` is the path or hub name of a head or a draft model (`head:PATH` and `model:PATH` say
+        which), ``layers:0-7,20-29`` for some of the target's own layers (``layers:0-9`` is an exit
+        after ten), a `Drafter`, or None for plain decoding. Alone, or in a list beside one of
+        these, lookup drafts what was written before: `lookup` in the prompt and the answer;
+        `ngrams:FOLDER` also in what `drafthead build-datastore` has counted; `answers` also in what
+        this decoder reads and says from now on, up to the last 200,000 tokens. A tree then has the
+        best nodes of both (`WithLookup`).
 
         A loaded model is frozen, and keeps its dtype and device; pass its `tokenizer`, or that
-        one's name, for prompts and answers that are texts. `others` are transformers' words.
-        `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
-        default the planner sizes them by their cost on this machine, which it learns while
+        one's name, for prompts and answers that are texts. `others` are older and transformers'
+        words. `tree_nodes` fixes the size of the trees, the root included, and turns the planner
+        off. By default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
-        own layers or prompt lookup propose on a path, by default 4. `compile` makes graphs of the
-        passes when they first run, minutes the first time and seconds later; the output stays the
-        same. By default passes on a GPU are recorded, which takes as long as a few of them. Code
-        that comes with a model runs only with `trust_remote_code`. Raises UserError for what cannot
-        be loaded, does not fit the target or has another name here.
+        own layers or lookup propose on a path, by default 4. `compile` makes graphs of the passes
+        when they first run, minutes the first time and seconds later; the output stays the same. By
+        default passes on a GPU are recorded, which takes as long as a few of them. Code that comes
+        with a model runs only with `trust_remote_code`. Raises UserError for what cannot be loaded,
+        does not fit the target or has another name here.
         """
-        models = {"head": head, "draft_model": draft_model, "draft_layers": draft_layers}
-        refuse_other_names(models | {"datastore": datastore})
-        refuse_several(models)
-        by_levels = draft_model is not None or draft_layers is not None
-        alone = prompt_lookup and not (head or datastore or learn_answers)
-        draft_tokens = length_of_paths(draft_tokens, by_levels or alone)
+        drafts = read_drafts(with_older_drafts(draft, others))
+        length = length_of_paths(draft_tokens, drafts)
         dtype = type_of_weights(dtype, others)
         loaded = loaded_target(target, dtype, str(device), trust_remote_code, tokenizer)
-        drafter: Drafter | None = None
-        if head is not None:
-            drafter = head_drafter(load_head(Path(head), loaded), loaded)
-        elif draft_model is not None:
-            small = load_draft_model(draft_model, loaded, dtype, trust_remote_code)
-            drafter = model_drafter(small, loaded, draft_tokens)
-        elif draft_layers is not None:
-            drafter = OwnLayers(loaded, chosen_layers(draft_layers, loaded), draft_tokens)
-        if prompt_lookup or datastore is not None or learn_answers:
-            stored = store_lookup(datastore, learn_answers, loaded)
-            drafter = lookup_drafter(drafter, stored, draft_tokens)
+        drafter = made_drafter(drafts, Fitting(loaded, length, dtype, trust_remote_code))
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
 
     def __repr__(self) -> str:
@@ -200,7 +175,7 @@ class Decoder:
             emissions = streamed(emissions, run.request, settings.streamer)
         for _ in emissions:
             pass
-        return self._result(run)
+        return self.result(run)
 
     def stream(self, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]) -> TextStream:
         """Decode one prompt as `generate` does; the text comes piece by piece.
@@ -214,7 +189,7 @@ class Decoder:
         if len(run.request.prompts) > 1:
             raise UserError("stream takes one prompt; use generate or steps for a batch")
         pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer)
-        return Stream(pieces, run.stats, lambda: self._result(run))
+        return Stream(pieces, run.stats, lambda: self.result(run))
 
     def steps(
         self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Unpack[DecodeOptions]
@@ -226,19 +201,7 @@ class Decoder:
         """
         run, emissions, settings = self._begin(prompts, options)
         refuse_in_pieces(settings)
-        return Stream(emissions, run.stats, lambda: self._result(run))
-
-    def trace(self, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]) -> Trace:
-        """Decode one prompt as `generate` does, and keep what each step proposed and accepted.
-
-        Steps are eager, so their times are not those of compiled ones.
-        """
-        settings = read_options(options)
-        refuse_in_pieces(settings)
-        run = BatchRun(self._request(prompt, settings, single=True), self.target.device)
-        method = self._method(run, settings)
-        steps = decode_traced(method, run)
-        return Trace(list(run.request.prompts[0]), steps, method.rule.name, self._result(run))
+        return Stream(emissions, run.stats, lambda: self.result(run))
 
     def as_custom_generate(self) -> CustomGenerate:
         """What `model.generate(..., custom_generate=...)` of this decoder's model takes.
@@ -254,7 +217,7 @@ class Decoder:
 
         return CustomGenerate(self.target, begin)
 
-    def _result(self, run: BatchRun) -> DecodeResult:
+    def result(self, run: BatchRun) -> DecodeResult:
         """What a run has decoded so far; another thread may be decoding it."""
         if run.request.beams is not None:
             return beam_result(run, self.tokenizer)
@@ -296,14 +259,14 @@ class Decoder:
             there = replace(settings, template_arguments={}, continue_final_message=None)
             there = replace(there, attention_mask=mask)
             # Answers that do not end before everything was timed.
-            endless = replace(self._request(prompts, there), end_ids=frozenset(), stops=())
+            endless = replace(self.request(prompts, there), end_ids=frozenset(), stops=())
             self._warm_up(BatchRun(endless, self.target.device), settings, fresh)
 
     def _warm_up(self, run: BatchRun, settings: DecodeSettings, fresh: bool) -> None:
         """Time the steps of a batch, or make a few of every kind."""
         rule, plans = self._rule(run, settings), self.plans
         if plans is None or not rule.follows:
-            emissions = self._method(run, settings).decode(run)
+            emissions = self.method(run, settings).decode(run)
             for _ in islice(emissions, TIMING_SETTINGS.visit_steps):
                 pass
             return
@@ -337,10 +300,10 @@ class Decoder:
         def read(request: ServeRequest, number: int) -> Request:
             settings = read_options({**options, **own_options(request, seed + number)})
             verifier_for(settings.verifier, settings.sampling.temperature)  # they may not fit
-            return self._request(request.prompt, settings, single=True)
+            return self.request(request.prompt, settings, single=True)
 
         def method_for(run: BatchRun) -> Method:
-            return self._method(run, read_options(options))
+            return self.method(run, read_options(options))
 
         waiting = WaitingRequests(requests, read)
         return serve(waiting, method_for, self.target.device, self.tokenizer, max_rows)
@@ -359,9 +322,9 @@ class Decoder:
         """
         self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
         settings = read_options({"max_new_tokens": 1, "chat_template_kwargs": chat_template_kwargs})
-        run = BatchRun(self._request(prompt, settings, single=True), self.target.device)
+        run = BatchRun(self.request(prompt, settings, single=True), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
-            self.memory.add(self._method(run, settings).read(run))
+            self.memory.add(self.method(run, settings).read(run))
 
     def forget(self) -> None:
         """Remember nothing any more, and let the memory go."""
@@ -379,19 +342,19 @@ class Decoder:
         settings = chat_settings(options)
 
         def begin(messages: Sequence[Message]) -> tuple[BatchRun, Method]:
-            request = self._request(messages, settings, single=True)
+            request = self.request(messages, settings, single=True)
             run = BatchRun(request, self.target.device)
-            return run, self._method(run, settings)
+            return run, self.method(run, settings)
 
         messages = [] if system is None else [{"role": "system", "content": system}]
-        return ChatSession(begin, self._result, self.tokenizer, messages)
+        return ChatSession(begin, self.result, self.tokenizer, messages)
 
     def _begin(
         self, prompts: Prompt | Sequence[Prompt] | None, options: DecodeOptions
     ) -> tuple[BatchRun, Iterator[Emitted], DecodeSettings]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         settings = read_options(options)
-        return *self._start(self._request(prompts, settings), settings), settings
+        return *self._start(self.request(prompts, settings), settings), settings
 
     def _start(
         self, request: Request, settings: DecodeSettings
@@ -400,9 +363,9 @@ class Decoder:
         if request.beams is not None and learns_answers(self.drafter):
             raise UserError("num_beams does not go with learn_answers: most beams are no answers")
         run = BatchRun(request, self.target.device)
-        return run, in_time(self._method(run, settings).decode(run), run)
+        return run, in_time(self.method(run, settings).decode(run), run)
 
-    def _request(
+    def request(
         self,
         prompts: Prompt | Sequence[Prompt] | None,
         settings: DecodeSettings,
@@ -458,7 +421,7 @@ class Decoder:
         rule = verifier_for(settings.verifier, run.request.sampling.temperature, default)
         return rule.with_options(settings.rule_options)
 
-    def _method(self, run: BatchRun, settings: DecodeSettings) -> Method:
+    def method(self, run: BatchRun, settings: DecodeSettings) -> Method:
         """How this batch is decoded; checks the verifier's name even where none is needed."""
         rule = self._rule(run, settings)
         planner = self._planner(run, rule)

@@ -1,9 +1,15 @@
-"""What `Decoder.from_pretrained` loads: a target by its name, and a drafter for it."""
+"""What `Decoder.from_pretrained` loads: a target by its name, and a drafter by its.
+
+A drafter is named `KIND:ARGUMENT` (`DRAFTERS` has the kinds), by a kind that needs no argument, or
+by the path alone of a head, a draft model or a table of n-grams.
+"""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -13,12 +19,19 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.formats import load_head, recognised
+from drafthead.heads.formats.hub import local_copy, may_be_hub_id
+from drafthead.heads.registry import Registry
 from drafthead.heads.target.any_target import load_target, target_of
-from drafthead.heads.target.loading import load_tokenizer, vocabulary_of
+from drafthead.heads.target.gguf_files import gguf_file, is_fetched_name
+from drafthead.heads.target.loading import configuration_of, load_tokenizer, vocabulary_of
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.earlier import Earlier
+from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
+from drafthead.infer.drafters.past import Lookup
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
+from drafthead.infer.drafters.stored import RECORD
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.compiled_target import CompiledTarget
 
@@ -27,32 +40,192 @@ logger = logging.getLogger(__name__)
 DEFAULT_CHAIN = 4  # tokens that a draft model, own layers or prompt lookup draft
 
 
-def refuse_other_names(names: Mapping[str, object]) -> None:
-    """Raise UserError for an argument that is neither None nor a path or name."""
-    for name, value in names.items():
-        if not isinstance(value, str | Path | None):
-            raise UserError(f"{name} must be a path or a name, got {value!r}")
+@dataclass(frozen=True)
+class Fitting:
+    """What a drafter is made for, and how."""
+
+    target: Target
+    length: int = DEFAULT_CHAIN  # most tokens on a path, of drafters that have no better measure
+    dtype: str = "auto"
+    trust_code: bool = False
 
 
-def refuse_several(models: Mapping[str, str | Path | None]) -> None:
-    """Raise UserError for more than one of the drafters that are models."""
-    if len([name for name in models.values() if name is not None]) > 1:
-        *others, last = models
+Maker: TypeAlias = Callable[[str, Fitting], Drafter]
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """A kind of drafter that `draft` can name."""
+
+    make: Maker
+    argument: str  # what follows its name and a colon; empty: nothing
+    beside: bool  # whether it goes beside another drafter
+    has_length: bool  # whether `draft_tokens` limits its paths, where it is not beside another
+
+
+DRAFTERS = Registry[DraftKind]({"layers": "drafthead.contrib.own_layers.own_layers"})
+
+
+def register_drafter(
+    name: str, argument: str = "", *, beside: bool = False, has_length: bool = False
+) -> Callable[[Maker], Maker]:
+    """Register what makes a kind of drafter, see `DraftKind`; ValueError when the name is taken.
+
+    It is called with what follows the name and a colon, and raises UserError for what it cannot
+    make a drafter of.
+    """
+
+    def register(make: Maker) -> Maker:
+        DRAFTERS.register(name, DraftKind(make, argument, beside, has_length), "drafters")
+        return make
+
+    return register
+
+
+@dataclass(frozen=True)
+class NamedDraft:
+    """A drafter by its kind and what it is made of."""
+
+    name: str
+    argument: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.argument}" if self.argument else self.name
+
+    @property
+    def kind(self) -> DraftKind:
+        """Its entry in the registry."""
+        return DRAFTERS[self.name]
+
+
+Draft: TypeAlias = str | Path | Drafter  # what `draft` takes, or a list of
+
+
+def read_drafts(draft: Draft | Sequence[Draft] | None) -> list[NamedDraft | Drafter]:
+    """What `draft` names, before anything is loaded.
+
+    Raises UserError for what is no name, no path and no Drafter, for a path where nothing drafts,
+    for two drafters of which none goes beside the other, and for the same kind twice.
+    """
+    given = [draft] if isinstance(draft, str | Path | Drafter) else list(draft or ())
+    drafts = [each if isinstance(each, Drafter) else named_draft(each) for each in given]
+    alone = [str(each) for each in drafts if not is_beside(each)]
+    if len(alone) > 1:
+        beside = [name for name in DRAFTERS if DRAFTERS[name].beside]
         raise UserError(
-            f"choose one of {', '.join(others)} and {last}; prompt_lookup goes with each"
+            f"choose one of {' and '.join(alone)} to draft: only {', '.join(beside)} go beside it"
         )
+    names = [each.name for each in drafts if isinstance(each, NamedDraft)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{twice[0]} is given twice as a drafter: leave one of them out")
+    return drafts
 
 
-def length_of_paths(draft_tokens: int | None, is_used: bool) -> int:
+def is_beside(draft: NamedDraft | Drafter) -> bool:
+    """Whether a drafter goes beside another one: it is a kind of lookup."""
+    return draft.kind.beside if isinstance(draft, NamedDraft) else isinstance(draft, Lookup)
+
+
+def named_draft(given: object) -> NamedDraft:
+    """What a name, `KIND:ARGUMENT` or a path means; raises UserError as `read_drafts`."""
+    if not isinstance(given, str | Path):
+        raise UserError(
+            f"draft is a name, a path, a Drafter or a list of these, and holds {given!r}: names "
+            f"are {kinds_listed()}"
+        )
+    name, colon, argument = str(given).partition(":")
+    if isinstance(given, str) and name in DRAFTERS and (colon or not DRAFTERS[name].argument):
+        if bool(argument) != bool(DRAFTERS[name].argument):
+            raise UserError(f"{given!r} names no drafter: names are {kinds_listed()}")
+        return NamedDraft(name, argument)
+    return NamedDraft(kind_of_path(Path(given)), str(given))
+
+
+def kinds_listed() -> str:
+    """The names of all kinds of drafters, with what follows them."""
+    kinds = {name: DRAFTERS[name].argument for name in DRAFTERS}
+    return ", ".join(f"{name}:{what}" if what else name for name, what in kinds.items())
+
+
+def kind_of_path(path: Path) -> str:
+    """What drafts from a path or hub name: `ngrams`, `model` or `head`.
+
+    Raises UserError, with the names of `draft`, where it is none of them.
+    """
+    if (path / RECORD).is_file():
+        return "ngrams"
+    if is_fetched_name(path) or gguf_file(path) is not None:
+        return "model"
+    try:
+        recognised(path)
+    except UserError as error:
+        folder = local_copy(path) if path.exists() or may_be_hub_id(path) else None
+        if folder is not None and configuration_of(folder, trust_code=False) is not None:
+            return "model"
+        reason = f"{error} (and it is no model: names of drafters are {kinds_listed()})"
+        raise UserError(reason) from error
+    return "head"
+
+
+def length_of_paths(draft_tokens: int | None, drafts: Sequence[NamedDraft | Drafter]) -> int:
     """The most tokens on a path; raises UserError for a number that no drafter uses."""
     if draft_tokens is None:
         return DEFAULT_CHAIN
-    if not is_used:
+    kinds = [each.kind for each in drafts if isinstance(each, NamedDraft)]
+    if not any(kind.has_length and (len(drafts) == 1 or not kind.beside) for kind in kinds):
         raise UserError(
-            "draft_tokens is for draft_model, draft_layers and prompt_lookup: trees of a head or a "
-            "datastore are sized by tree_nodes"
+            "draft_tokens is for draft models, own layers and lookup alone: trees of a head or of "
+            "n-grams are sized by tree_nodes"
         )
     return draft_tokens
+
+
+def made_drafter(drafts: Sequence[NamedDraft | Drafter], fitting: Fitting) -> Drafter | None:
+    """The drafter that `read_drafts` has found, with all lookup beside it; None for no drafter."""
+    made = [
+        each.kind.make(each.argument, fitting) if isinstance(each, NamedDraft) else each
+        for each in drafts
+    ]
+    drafter = next((each for each in made if not isinstance(each, Lookup)), None)
+    lookups = [each for each in made if isinstance(each, Lookup)]
+    if not lookups:
+        return drafter
+    kept = [each for each in lookups if isinstance(each, StoreLookup)]
+    stored = next((each.stored for each in kept if each.stored is not None), None)
+    earlier = next((each.earlier for each in kept if each.earlier is not None), None)
+    lookup = StoreLookup(stored, earlier) if len(kept) > 1 else kept[0] if kept else None
+    return (lookup or lookups[0]) if drafter is None else WithLookup(drafter, lookup)
+
+
+@register_drafter("head", "PATH")
+def named_head(path: str, fitting: Fitting) -> Drafter:
+    """The draft head of a folder, file or hub name, of any known format."""
+    return head_drafter(load_head(Path(path), fitting.target), fitting.target)
+
+
+@register_drafter("model", "PATH", has_length=True)
+def named_model(name: str, fitting: Fitting) -> Drafter:
+    """The draft model of a folder, GGUF file or hub name, with any tokenizer."""
+    model = load_draft_model(name, fitting.target, fitting.dtype, fitting.trust_code)
+    return model_drafter(model, fitting.target, fitting.length)
+
+
+@register_drafter("lookup", beside=True, has_length=True)
+def named_lookup(_argument: str, fitting: Fitting) -> Drafter:
+    """Lookup in the prompt and the answer so far."""
+    return PromptLookup(fitting.length)
+
+
+@register_drafter("ngrams", "FOLDER", beside=True)
+def named_ngrams(folder: str, fitting: Fitting) -> Drafter:
+    """Lookup also in what `drafthead build-datastore` has written into a folder."""
+    return store_lookup(Path(folder), fitting.target)
+
+
+@register_drafter("answers", beside=True)
+def named_answers(_argument: str, _fitting: Fitting) -> Drafter:
+    """Lookup also in what this process has read and written."""
+    return StoreLookup(None, Earlier())
 
 
 def loaded_target(
@@ -114,28 +287,14 @@ def described(target: Target, drafter: Drafter | None) -> str:
     return f"{', '.join(names)}{plain}, {target.precision} on {target.device}{how}"
 
 
-def store_lookup(
-    folder: str | Path | None, learn_answers: bool, target: Target
-) -> StoreLookup | None:
-    """Lookup in the datastore of a folder and in the process's own answers; None without either.
+def store_lookup(folder: Path, target: Target) -> StoreLookup:
+    """Lookup in what `drafthead build-datastore` has written into a folder.
 
-    Raises UserError when the folder holds no datastore of this target's tokens.
+    Raises UserError when it holds nothing of this target's tokens.
     """
-    if folder is None and not learn_answers:
-        return None
-    store = None
-    if folder is not None:
-        if target.tokenizer is None:
-            raise UserError("a datastore needs the target's tokenizer: load the target by its name")
-        store = load_stored(Path(folder), vocabulary_of(target.tokenizer))
-    return StoreLookup(store, Earlier() if learn_answers else None)
-
-
-def lookup_drafter(drafter: Drafter | None, stored: StoreLookup | None, depth: int) -> Drafter:
-    """Lookup beside a drafter, or alone: in what is stored, or in the own past to a depth."""
-    if drafter is not None:
-        return WithLookup(drafter, stored)
-    return PromptLookup(depth) if stored is None else stored
+    if target.tokenizer is None:
+        raise UserError("a datastore needs the target's tokenizer: load the target by its name")
+    return StoreLookup(load_stored(folder, vocabulary_of(target.tokenizer)))
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:

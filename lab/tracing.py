@@ -1,6 +1,7 @@
 """What happened in each step of an answer: the proposed tree, and what became of its nodes."""
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
@@ -8,12 +9,19 @@ from drafthead.heads.drafting.drafter import DraftSession
 from drafthead.heads.sampling import probabilities
 from drafthead.heads.target.target import TargetOutput
 from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.emissions import in_time
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.results import DecodeResult
 from drafthead.infer.engine.stepper import EagerStepper, Outcome
+from drafthead.infer.request.decode_options import (
+    DecodeOptions,
+    read_options,
+    refuse_in_pieces,
+)
+from drafthead.infer.request.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -124,10 +132,21 @@ def draft_prob(tree: TokenTree, parent: int, token: int) -> float | None:
     return float(tree.draft_probs[0, parent][found].sum())
 
 
-def decode_traced(method: Method, run: BatchRun) -> list[TracedStep]:
-    """Decode a batch of one prompt to its end, eagerly; returns its steps."""
+def trace(
+    decoder: Decoder, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]
+) -> Trace:
+    """Decode one prompt as `Decoder.generate` does, and keep what each step proposed and accepted.
+
+    Steps are eager, so their times are not those of compiled ones. Raises what `generate` raises,
+    and UserError for several prompts.
+    """
+    settings = read_options(options)
+    refuse_in_pieces(settings)
+    run = BatchRun(decoder.request(prompt, settings, single=True), decoder.target.device)
+    method = decoder.method(run, settings)
     stepper = TracingStepper(method, run)
     passes = decode(stepper, method.drafter, method.planner, method.recall(run))
     for _ in in_time(passes, run):
         pass
-    return stepper.steps
+    prompt_ids = list(run.request.prompts[0])
+    return Trace(prompt_ids, stepper.steps, method.rule.name, decoder.result(run))

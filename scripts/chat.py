@@ -49,10 +49,8 @@ def main(
     Ctrl-C ends an answer, which stays as it is. /new begins a new conversation, /quit or Ctrl-D
     ends. Messages can also come through a pipe, one a line.
     """
-    decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, dtype=dtype, device=device, compile=compile,
-        datastore=datastore, draft_layers=draft_layers,
-    )  # fmt: skip
+    draft = options.draft_names(head, draft_model, draft_layers, prompt_lookup, datastore)
+    decoder = Decoder.from_pretrained(target, draft, dtype=dtype, device=device, compile=compile)
     console = Console(highlight=False, soft_wrap=True)
     how: DecodeOptions = {
         "max_new_tokens": max_new_tokens, "temperature": temperature,

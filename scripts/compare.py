@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.contrib.own_layers.layer_choice import chosen_layers
+from drafthead.contrib.own_layers.own_layers import chosen_layers
 from drafthead.heads.target.any_target import load_target
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.model_drafter import load_draft_model
@@ -77,7 +77,7 @@ def main(
     loaded = load_target(target, dtype, device)
     assistant = load_draft_model(draft_model, loaded, dtype) if draft_model else None
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
-    stored = store_lookup(datastore, False, loaded)
+    stored = None if datastore is None else store_lookup(datastore, loaded)
     own_layers = () if draft_layers is None else chosen_layers(draft_layers, loaded)
     drafters = Drafters(
         loaded, head or [], assistant, chain, [tree_nodes], compile, with_lookup=True,
@@ -88,7 +88,7 @@ def main(
         prompts, limit, drafters.plain, max_new_tokens, arguments, prompt_column
     )
     run = describe_run(target, loaded)
-    files = [*(head or []), *(Path(name) for name in (datastore, draft_layers) if name)]
+    files = [*(head or []), *(Path(name) for name in (datastore,) if name)]
     models = [loaded, *([assistant] if assistant else [])]
     unfinished = begun_race(output / UNFINISHED, run, questions, models, files)
     rows, differing = run_races(drafters, questions, terms, True, unfinished)

@@ -61,11 +61,10 @@ def main(
     model's own generation config.
     """
     text = prompt_text(prompt)
+    draft = options.draft_names(head, draft_model, draft_layers, prompt_lookup, datastore)
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile, draft_temperature=draft_temperature, datastore=datastore,
-        draft_layers=draft_layers,
-    )  # fmt: skip
+        target, draft, tree_nodes, draft_tokens, draft_temperature, dtype, device, compile=compile
+    )
     config = GenerationConfig(
         do_sample=temperature > 0, min_p=min_p or None, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,

@@ -18,7 +18,6 @@ VERBS = {
     "inspect-data": "data inspect",
     "invent-prompts": "data invent",
     "merge-answers": "data merge",
-    "plan-skip": "plan_skip",
     "plan-training": "plan_training",
     "plan-tree": "explain tree",
     "profile": "explain profile",

@@ -80,9 +80,7 @@ DraftModelName = Annotated[
 ]
 DraftLayers = Annotated[
     str | None,
-    typer.Option(
-        help="Layers of the target that draft for it: 0-9, 0-7,20-29, or a file of plan-skip."
-    ),
+    typer.Option(help="Layers of the target that draft for it: 0-9, or 0-7,20-29."),
 ]
 PromptLookupSwitch = Annotated[
     bool, typer.Option(help="Draft from the prompt and the answer so far.")
@@ -146,6 +144,19 @@ Strict = Annotated[
 ]
 NewFolder = Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")]
 HeadPath = Annotated[Path, typer.Argument(help=HEAD_HELP)]
+
+
+def draft_names(
+    head: Path | None = None,
+    draft_model: str | None = None,
+    draft_layers: str | None = None,
+    prompt_lookup: bool = False,
+    datastore: Path | None = None,
+) -> list[str]:
+    """What `Decoder.from_pretrained` takes as `draft`, of the options of a verb."""
+    kinds = {"head": head, "model": draft_model, "layers": draft_layers, "ngrams": datastore}
+    named = [f"{kind}:{value}" for kind, value in kinds.items() if value is not None]
+    return [*named, *(["lookup"] if prompt_lookup else [])]
 
 
 def template_values(given: list[str] | None) -> dict[str, Any]:

@@ -114,10 +114,10 @@ def main(
     by_levels = draft_model is not None or draft_layers is not None
     drafted = LevelDrafter if by_levels and not (beside or compile) else Drafter
     rule = verifier_for(verifier, temperature, drafted.sampling_rule)
+    draft = options.draft_names(head, draft_model, draft_layers, prompt_lookup, datastore)
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile, datastore=datastore, draft_layers=draft_layers,
-    )  # fmt: skip
+        target, draft, tree_nodes, draft_tokens, dtype=dtype, device=device, compile=compile
+    )
     sampling = SamplingConfig(temperature, top_k, top_p)
     pair = TestedPair(decoder, rule, sampling, seed, repetition_penalty)
     ids = tested_prompts(prompts, limit, decoder, max_new_tokens)

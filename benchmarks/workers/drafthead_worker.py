@@ -19,14 +19,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
+    kinds = {"head": options.head, "model": options.draft_model, "ngrams": options.datastore}
+    draft = [f"{kind}:{name}" for kind, name in kinds.items() if name is not None]
+    draft += ["lookup"] if options.lookup else []
     decoder = Decoder.from_pretrained(
         options.target,
-        options.head,
-        options.draft_model,
-        options.lookup,
+        draft,
         dtype=options.dtype,
         compile=not options.eager,
-        datastore=options.datastore,
     )
 
     warm: set[tuple[int, float]] = set()

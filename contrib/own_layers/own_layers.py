@@ -6,14 +6,40 @@ a committed token again. What they write there for drafted tokens is discarded: 
 verifies these computes all layers.
 """
 
+import re
 from collections.abc import Sequence
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession
-from drafthead.heads.target.part import part_of
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.part import part_of, refuse_other_layers
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
+from drafthead.infer.loaded import Fitting, register_drafter
+
+LIST = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
+
+
+@register_drafter("layers", "0-7,20-29", has_length=True)
+def named_layers(choice: str, fitting: Fitting) -> Drafter:
+    """The target's layers of a list; ``0-9`` is an exit after ten."""
+    return OwnLayers(fitting.target, chosen_layers(choice, fitting.target), fitting.length)
+
+
+def chosen_layers(choice: str, target: Target) -> tuple[int, ...]:
+    """The layers of a list such as ``0-7,20-29``.
+
+    Raises UserError for what is no list, and for layers that are no part of the target.
+    """
+    if not LIST.fullmatch(choice):
+        raise UserError(f"layers:{choice} is no list of layers, such as layers:0-7,20-29")
+    layers: list[int] = []
+    for part in choice.split(","):
+        first, _, last = part.partition("-")
+        layers += range(int(first), int(last or first) + 1)
+    refuse_other_layers(target, layers, named=choice)
+    return tuple(layers)
 
 
 class OwnLayers(LevelDrafter):

@@ -51,8 +51,8 @@ def refuse_other_layers(target: Target, layers: Sequence[int], named: str = "") 
     if layers and list(layers) == sorted({*layers}) and layers[0] >= 0 and layers[-1] <= last:
         return
     raise UserError(
-        f"draft_layers are {named or list(layers)}, but the target has layers 0 to {last}: name at "
-        "least one of them, in ascending order and each once"
+        f"layers {named or list(layers)} cannot draft: the target has layers 0 to {last}, and of "
+        "these at least one is named, in ascending order and each once"
     )
 
 

@@ -11,9 +11,9 @@ from drafthead.lab.exactness.plain import PlainStepper
 class OracleDecoder(Decoder):
     """Plain decoding without trees, verifiers and graphs; takes the options of `Decoder`."""
 
-    def _method(self, run: BatchRun, settings: DecodeSettings) -> Method:
+    def method(self, run: BatchRun, settings: DecodeSettings) -> Method:
         """As for any decoder, with other steps."""
-        made = super()._method(run, settings)
+        made = super().method(run, settings)
         return PlainMethod(made.target, made.drafter, made.rule, made.planner, made.most_nodes)
 
 

@@ -72,10 +72,10 @@ def main(
     --head, --draft-model or --draft-layers; --prompt-lookup or --datastore alone or beside one of
     them; with none, plain decoding alone.
     """
+    draft = options.draft_names(head, draft_model, draft_layers, prompt_lookup, datastore)
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        compile=compile, datastore=datastore, draft_layers=draft_layers,
-    )  # fmt: skip
+        target, draft, tree_nodes, draft_tokens, dtype=dtype, device=device, compile=compile
+    )
     kinds = {
         "draft model": draft_model, "own layers": draft_layers, "datastore": datastore,
         "prompt lookup": prompt_lookup,

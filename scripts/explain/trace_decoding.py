@@ -11,6 +11,7 @@ from drafthead.heads.storage.files import write_text
 from drafthead.infer import Decoder
 from drafthead.lab.reports.trace_page import as_page, as_text
 from drafthead.lab.tracing import Trace
+from drafthead.lab.tracing import trace as trace_decoding
 from drafthead.scripts import options
 from drafthead.scripts.generate import prompt_text, summary
 
@@ -52,11 +53,12 @@ def main(
     text = prompt_text(prompt)
     if output.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--output {output} must end in .html: it is a page for a browser")
+    draft = options.draft_names(head, draft_model, draft_layers, prompt_lookup, datastore)
     decoder = Decoder.from_pretrained(
-        target, head, draft_model, prompt_lookup, tree_nodes, draft_tokens, dtype, device,
-        datastore=datastore, draft_layers=draft_layers,
-    )  # fmt: skip
-    trace = decoder.trace(
+        target, draft, tree_nodes, draft_tokens, dtype=dtype, device=device
+    )
+    trace = trace_decoding(
+        decoder,
         text,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

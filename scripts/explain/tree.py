@@ -48,7 +48,8 @@ def main(
     of the sizes. Decoding needs no such table: it learns these times itself, and its choice follows
     them and the acceptance that it meets. --tree-nodes of the other verbs overrides it.
     """
-    decoder = Decoder.from_pretrained(target, head, dtype=dtype, device=device, compile=compile)
+    draft = options.draft_names(head)
+    decoder = Decoder.from_pretrained(target, draft, dtype=dtype, device=device, compile=compile)
     plan = measured_plan(decoder, batch, temperature, fresh)
     if temperature > 0:
         plan.notes.append(

@@ -4,9 +4,7 @@ The reference shares nothing with the drafter: a pass of the whole model over th
 which the other layers return what they are given, at the drafted positions alone.
 """
 
-import json
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafthead.backends import compiled
 from drafthead.backends.compiled import Compiled
 from drafthead.backends.cuda.tree_kernels import TreeKernels
-from drafthead.contrib.own_layers.layer_choice import as_list, chosen_layers
 from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
@@ -184,54 +181,25 @@ def test_a_part_that_computes_something_else_is_refused() -> None:
     [("0", (0,)), ("0-2", (0, 1, 2)), ("0-1,3", (0, 1, 3)), ("0,2-3", (0, 2, 3))],
 )
 def test_layers_are_named_by_ranges(text: str, layers: tuple[int, ...]) -> None:
-    target = make_model("llama")
-    assert chosen_layers(text, target) == layers
-    assert as_list(layers) == text
+    decoder = Decoder.from_pretrained(make_model("llama"), draft=f"layers:{text}")
+    assert isinstance(decoder.drafter, OwnLayers) and decoder.drafter.model.numbers == layers
 
 
 @pytest.mark.parametrize(
     ("choice", "complaint"),
     [
-        ("0-9", "draft_layers are 0-9, but the target has layers 0 to 3"),
+        ("0-9", "layers 0-9 cannot draft: the target has layers 0 to 3"),
         ("3,1", "ascending order"),
         ("1,1", "each once"),
         ("2-1", "2-1"),
-        ("0-999999999", "neither a list of layers"),
-        ("first", "neither a list of layers, such as 0-7,20-29, nor a file"),
-        ("", "neither a list"),
-        ({"layers": [0, "1"], "num_layers": LAYERS}, "plan.json lists no 'layers'"),
-        ({"layers": [0, 7], "num_layers": LAYERS}, "has layers 0 to 3"),
-        ({"layers": [], "num_layers": LAYERS}, "at least one"),
-        (
-            {"layers": [0, 1], "num_layers": 30},
-            "made for a target of 30 layers, and this one has 4",
-        ),
-        ({}, "plan.json lists no 'layers'"),
+        ("0-999999999", "no list of layers"),
+        ("first", "layers:first is no list of layers, such as layers:0-7,20-29"),
+        ("", "names no drafter"),
     ],
 )
-def test_a_choice_that_cannot_be_kept_is_refused(tmp_path: Path, choice, complaint: str) -> None:
-    if isinstance(choice, dict):
-        path = tmp_path / "plan.json"
-        path.write_text(json.dumps(choice))
-        choice = str(path)
+def test_a_choice_that_cannot_be_kept_is_refused(choice: str, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        Decoder.from_pretrained(make_model("llama"), draft_layers=choice)
-
-
-def test_layers_of_a_plan_draft(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"layers": [0, 2], "num_layers": LAYERS}))
-    target = make_model("llama")
-    decoder = Decoder.from_pretrained(target, draft_layers=path, draft_tokens=2, tree_nodes=3)
-    assert isinstance(decoder.drafter, OwnLayers) and decoder.drafter.model.numbers == (0, 2)
-    expected = Decoder(target).generate(TEXTS, max_new_tokens=12).sequences
-    assert decoder.generate(TEXTS, max_new_tokens=12).sequences == expected
-
-
-@pytest.mark.parametrize("other", [{"head": "somewhere"}, {"draft_model": "somewhere"}], ids=str)
-def test_one_model_drafts(target: Target, other: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="choose one of head, draft_model and draft_layers"):
-        Decoder.from_pretrained(target, draft_layers="0", **other)
+        Decoder.from_pretrained(make_model("llama"), draft=f"layers:{choice}")
 
 
 def test_a_part_keeps_every_end_token_whatever_their_number(make_target) -> None:

@@ -14,6 +14,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.training_fields import drafting_fields, is_for_training
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
+from drafthead.lab.tracing import trace
 
 PROMPT = [5, 6, 7, 8]
 
@@ -59,7 +60,7 @@ def test_what_only_training_reads_does_not_change_a_draft(
 ) -> None:
     shape = TreeShape.chain(3)
     decoders = [Decoder(target, drafter_for(head, target, shape)) for head in twins]
-    traces = [decoder.trace(PROMPT, max_new_tokens=12) for decoder in decoders]
+    traces = [trace(decoder, PROMPT, max_new_tokens=12) for decoder in decoders]
     trees = [[[node.token for node in step.nodes] for step in trace.steps] for trace in traces]
     assert trees[0] == trees[1]
     assert any(len(tree) > 1 for tree in trees[0]), "something was drafted"

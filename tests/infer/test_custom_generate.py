@@ -292,7 +292,7 @@ def test_another_model_is_refused(callables) -> None:
 
 
 def test_a_loaded_model_becomes_a_target_as_it_is(target) -> None:
-    decoder = Decoder.from_pretrained(target.model, prompt_lookup=True, tree_nodes=4)
+    decoder = Decoder.from_pretrained(target.model, draft="lookup", tree_nodes=4)
     assert decoder.target.model is target.model
     call = {"input_ids": torch.tensor(PROMPTS[:1]), "max_new_tokens": 9}
     found = target.model.generate(**call, custom_generate=decoder.as_custom_generate())
@@ -300,5 +300,5 @@ def test_a_loaded_model_becomes_a_target_as_it_is(target) -> None:
     assert Decoder.from_pretrained(target).target is target
     with pytest.raises(UserError, match="dtype=float32 is for models that are loaded by name"):
         Decoder.from_pretrained(target.model, dtype="float32")
-    with pytest.raises(UserError, match="head must be a path or a name, got 5"):
-        Decoder.from_pretrained(target.model, head=5)
+    with pytest.raises(UserError, match="holds 5: names are head:PATH"):
+        Decoder.from_pretrained(target.model, draft=5)

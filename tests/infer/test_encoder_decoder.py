@@ -162,9 +162,7 @@ def test_folders_answer_texts(tmp_path) -> None:
         model = tiny_encoder_decoder("t5", seed, **ids, eos_token_id=tokenizer.eos_token_id)
         model.save_pretrained(tmp_path / folder)
         tokenizer.save_pretrained(tmp_path / folder)
-    decoder = Decoder.from_pretrained(
-        tmp_path / "target", draft_model=tmp_path / "draft", prompt_lookup=True
-    )
+    decoder = Decoder.from_pretrained(tmp_path / "target", draft=[tmp_path / "draft", "lookup"])
     text, options = "a source", {"max_new_tokens": 20, "stop_strings": ["not written"]}
     result = decoder.generate(text, **options)
     expected = generated(decoder.target.model, tokenizer(text)["input_ids"], 20)
@@ -179,7 +177,7 @@ def test_what_needs_a_decoder_alone_is_refused(tmp_path) -> None:
     target = ending_target("t5")
     decoder = Decoder(target)
     calls = {
-        "a draft head": lambda: Decoder.from_pretrained(target, head=tmp_path),
+        "a draft head": lambda: Decoder.from_pretrained(target, draft=f"head:{tmp_path}"),
         "compile": lambda: Decoder.from_pretrained(target, compile=True),
         "chat": decoder.chat,
         "remember": lambda: decoder.remember([9, 10]),

@@ -59,10 +59,10 @@ def qwen2_vl() -> PreTrainedModel:
 def test_texts_are_decoded_by_folder_and_with_custom_generate(make, tmp_path) -> None:
     model = make()
     expected = model.generate(IDS, **CALL)
-    custom = Decoder.from_pretrained(model, prompt_lookup=True).as_custom_generate()
+    custom = Decoder.from_pretrained(model, draft="lookup").as_custom_generate()
     assert model.generate(IDS, custom_generate=custom, **CALL).equal(expected)
     model.save_pretrained(tmp_path)
-    decoder = Decoder.from_pretrained(tmp_path, prompt_lookup=True, dtype="float32")
+    decoder = Decoder.from_pretrained(tmp_path, draft="lookup", dtype="float32")
     inputs = {"input_ids": IDS, "attention_mask": CALL["attention_mask"], "pixel_values": None}
     answers = decoder.generate(inputs, max_new_tokens=NEW).sequences
     assert answers == expected[:, IDS.shape[1] :].tolist()

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decoder(folder: Path) -> Decoder:
-    return Decoder.from_pretrained(folder, prompt_lookup=True, dtype="float32", device="cpu")
+    return Decoder.from_pretrained(folder, draft="lookup", dtype="float32", device="cpu")
 
 
 def talk(folder: Path, *lines: str, more: Sequence[str] = ()) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import SPECIALS, byte_tokenizer, write_conversations
+from tiny import SPECIALS, byte_tokenizer
 
 import drafthead
 from drafthead.heads.families.head_drafter import drafter_for
@@ -461,19 +461,6 @@ def damaged(folder: Path, name: str, tmp_path: Path) -> str:
     return str(copy)
 
 
-def test_layers_of_a_plan_draft(run, tmp_path: Path) -> None:
-    write_conversations(tmp_path / "answers.jsonl", 4, seed=0)
-    answers, plan = str(tmp_path / "answers.jsonl"), str(tmp_path / "plan.json")
-    task = ("plan-skip", "--target", "@target", "--data", answers, "--output", plan)
-    status, out, _ = run(*task, "--skip", "1", "--dtype", "float32")
-    assert status == 0 and "first layers alone" in out and "left out one by one" in out
-    written = json.loads(Path(plan).read_text())
-    assert len(written["layers"]) == 1 and written["num_layers"] == 2
-    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
-    status, plain, _ = run(*task)
-    assert status == 0 and run(*task, "--draft-layers", plan, "--tree-nodes", "3")[1] == plain
-
-
 TARGET = ("--target", "@target")
 RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
 
@@ -495,7 +482,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         ),
         (
             ("generate", *TARGET, "--prompt", "x", "--head", "@head", "--draft-model", "@draft"),
-            "choose one of head, draft_model and draft_layers",
+            "to draft: only lookup, ngrams, answers go beside it",
         ),
         (
             ("generate", *TARGET, "--prompt", "x", "--tree-nodes", "5"),
@@ -503,17 +490,13 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         ),
         (
             ("generate", *TARGET, "--prompt", "x", "--head", "@head", "--draft-tokens", "5"),
-            "draft_tokens is for draft_model, draft_layers and prompt_lookup",
+            "draft_tokens is for draft models, own layers and lookup alone",
         ),
         (
             ("generate", *TARGET, "--prompt", "x", "--draft-layers", "1-4"),
-            "draft_layers are 1-4, but the target has layers 0 to 1",
+            "layers 1-4 cannot draft: the target has layers 0 to 1",
         ),
-        (("compare", *RACE, "--draft-layers", "two"), "neither a list of layers"),
-        (
-            ("plan-skip", *TARGET, "--data", "@prompts.jsonl", "--output", "x", "--skip", "2"),
-            "--skip is 2, but of 2 layers 1 to 1 can be left out",
-        ),
+        (("compare", *RACE, "--draft-layers", "two"), "layers:two is no list of layers"),
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
         (("verify-exactness", *TARGET), "choose a head"),
         (("verify-exactness", *TARGET, "--prompt-lookup", "--samples", "5"), "at least 100"),

@@ -46,7 +46,7 @@ def test_a_model_with_either_name_decodes_alike(kind: type[LlamaForCausalLM]) ->
     plain = tiny_llama()
     model = kind(llama_config())
     model.load_state_dict(plain.state_dict())
-    decoder = Decoder.from_pretrained(Target(model), prompt_lookup=True, tree_nodes=4)
+    decoder = Decoder.from_pretrained(Target(model), draft="lookup", tree_nodes=4)
     result = decoder.generate([PROMPT], max_new_tokens=NEW)
     assert result.sequences == [generated(plain, PROMPT, NEW)]
 
@@ -60,6 +60,6 @@ def test_transformers_has_nothing_to_say_about_the_name(
     monkeypatch.setattr(type(logger), "warning_once", lambda _, text, *__: said.append(text))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decoder = Decoder.from_pretrained(target_of(model), prompt_lookup=True, tree_nodes=4)
+        decoder = Decoder.from_pretrained(target_of(model), draft="lookup", tree_nodes=4)
         decoder.generate([PROMPT], max_new_tokens=NEW)
     assert not said

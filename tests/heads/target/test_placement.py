@@ -62,7 +62,7 @@ def test_answers_of_layers_on_disk_are_those_of_layers_in_memory(folder: Path) -
     prompts = [[5, 6, 7, 5, 6], [9, 10]]
     placements = Placement(), Placement({"model.layers.1": "disk"})
     whole, elsewhere = (
-        Decoder.from_pretrained(placed(folder, placement), prompt_lookup=True)
+        Decoder.from_pretrained(placed(folder, placement), draft="lookup")
         for placement in placements
     )
     answers = whole.generate(prompts, max_new_tokens=12).sequences

@@ -139,7 +139,7 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
 
 def stepper_of(decoder: Decoder, prompts: list[list[int]]) -> BeamStepper:
     settings = read_options({"num_beams": 4, "max_new_tokens": 64})
-    run = BatchRun(decoder._request(prompts, settings), decoder.target.device)
+    run = BatchRun(decoder.request(prompts, settings), decoder.target.device)
     assert decoder.drafter is not None
     rule = verifier_for("greedy", 0.0)
     return BeamStepper(decoder.target, run, decoder.drafter.features, rule, max_nodes=32)

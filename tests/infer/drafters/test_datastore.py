@@ -304,7 +304,7 @@ def saved(tmp_path_factory) -> Path:
 def test_what_was_said_before_is_accepted(saved: Path) -> None:
     options = {"dtype": "float32", "tree_nodes": 16}
     plain = Decoder.from_pretrained(saved / "target", dtype="float32")
-    looked_up = Decoder.from_pretrained(saved / "target", datastore=saved / "store", **options)
+    looked_up = Decoder.from_pretrained(saved / "target", draft=saved / "store", **options)
     prompt = [30, 31, 45]
     expected = plain.generate(prompt, max_new_tokens=40)
     result = looked_up.generate(prompt, max_new_tokens=40)
@@ -315,19 +315,19 @@ def test_what_was_said_before_is_accepted(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"datastore": "missing"}, "no datastore that can be read"),
-        ({"datastore": "store", "draft_tokens": 3}, "sized by tree_nodes"),
+        ({"draft": "missing"}, "no datastore that can be read"),
+        ({"draft": "store", "draft_tokens": 3}, "sized by tree_nodes"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(saved: Path, options, message: str) -> None:
-    options = options | {"datastore": saved / options["datastore"]}
+    options = options | {"draft": f"ngrams:{saved / options['draft']}"}
     with pytest.raises(UserError, match=message):
         Decoder.from_pretrained(saved / "target", **options)
 
 
 def test_a_target_without_a_tokenizer_has_no_datastore(saved: Path) -> None:
     with pytest.raises(UserError, match="needs the target's tokenizer"):
-        Decoder.from_pretrained(Target(tiny_llama()), datastore=saved / "store")
+        Decoder.from_pretrained(Target(tiny_llama()), draft=saved / "store")
 
 
 def test_the_record_is_for_people_too(saved: Path) -> None:
@@ -383,7 +383,7 @@ def test_the_latest_tokens_stay() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_second_answer_is_drafted_from_the_first(saved: Path, rows: int) -> None:
-    options = {"dtype": "float32", "tree_nodes": 16, "learn_answers": True}
+    options = {"dtype": "float32", "tree_nodes": 16, "draft": "answers"}
     decoder = Decoder.from_pretrained(saved / "target", **options)
     first, second = (decoder.generate([[30, 31, 45]] * rows, max_new_tokens=40) for _ in range(2))
     assert first.sequences == second.sequences
@@ -391,7 +391,7 @@ def test_a_second_answer_is_drafted_from_the_first(saved: Path, rows: int) -> No
 
 
 def test_under_rules_that_draw_a_seed_gives_the_same_text_whatever_was_said(saved: Path) -> None:
-    options = {"dtype": "float32", "tree_nodes": 16, "learn_answers": True}
+    options = {"dtype": "float32", "tree_nodes": 16, "draft": "answers"}
     decoder = Decoder.from_pretrained(saved / "target", **options)
     sampled = {"max_new_tokens": 40, "temperature": 1.0, "verifier": "rejection", "seed": 5}
     first = decoder.generate([30, 31, 45], **sampled).sequences

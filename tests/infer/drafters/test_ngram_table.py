@@ -248,7 +248,7 @@ def saved(tmp_path_factory) -> Path:
 def test_a_folder_of_ngrams_drafts_what_was_said_before(saved: Path, sampled) -> None:
     options = {"dtype": "float32", "tree_nodes": 16}
     plain = Decoder.from_pretrained(saved / "target", dtype="float32")
-    looked_up = Decoder.from_pretrained(saved / "target", datastore=saved / "store", **options)
+    looked_up = Decoder.from_pretrained(saved / "target", draft=saved / "store", **options)
     prompts = [[30, 31, 40], [30, 31, 41]]
     expected = plain.generate(prompts, max_new_tokens=40, **sampled)
     result = looked_up.generate(prompts, max_new_tokens=40, **sampled)
@@ -258,7 +258,7 @@ def test_a_folder_of_ngrams_drafts_what_was_said_before(saved: Path, sampled) ->
 
 def test_drawn_tokens_of_a_table_are_accepted(saved: Path) -> None:
     decoder = Decoder.from_pretrained(
-        saved / "target", datastore=saved / "store", dtype="float32", tree_nodes=4
+        saved / "target", draft=saved / "store", dtype="float32", tree_nodes=4
     )
     options = {"max_new_tokens": 40, "temperature": 0.05, "verifier": "rejection"}
     result = decoder.generate([[30, 31, 45]] * 4, seed=3, **options)

@@ -134,5 +134,5 @@ def test_the_planner_expects_the_better_of_head_and_datastore(target, make_draft
 
 
 def test_a_head_and_a_draft_model_at_once_are_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match="choose one of head, draft_model and"):
-        Decoder.from_pretrained(tmp_path, head="a", draft_model="b")
+    with pytest.raises(UserError, match="choose one of head:a and model:b to draft"):
+        Decoder.from_pretrained(tmp_path, draft=["head:a", "model:b"])

@@ -11,6 +11,7 @@ from tiny import byte_tokenizer, tiny_llama, write_target
 from drafthead.heads.errors import UserError
 from drafthead.infer import DecodeOptions, Decoder, Target
 from drafthead.infer.request.other_words import OF_CALLS
+from drafthead.lab.tracing import trace
 
 WORD = [{"role": "user", "content": "hi"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": letter} for letter in "hi"]}]
@@ -31,7 +32,7 @@ def with_template(template: str) -> Decoder:
 
 def prompt_of(decoder: Decoder, messages: Any, **options: Any) -> str:
     """What the model reads for messages."""
-    ids = decoder.trace(messages, max_new_tokens=1, **options).prompt
+    ids = trace(decoder, messages, max_new_tokens=1, **options).prompt
     return str(decoder.tokenizer.decode(ids))
 
 
@@ -174,7 +175,7 @@ def test_an_answer_that_was_begun_goes_on_if_one_says_so(speaking) -> None:
 
 def test_decoders_and_results_are_printed_in_a_line(speaking) -> None:
     assert repr(speaking) == "Decoder(LlamaForCausalLM, no drafter, float32 on cpu)"
-    drafting = Decoder.from_pretrained(speaking.target, prompt_lookup=True)
+    drafting = Decoder.from_pretrained(speaking.target, draft="lookup")
     assert repr(drafting) == "Decoder(LlamaForCausalLM, PromptLookup, float32 on cpu)"
     printed = repr(speaking.generate("hi", max_new_tokens=4))
     assert printed.startswith("DecodeResult(1 answers of 4 tokens, length, ")

@@ -297,7 +297,7 @@ def test_a_pass_reads_prompts_of_similar_lengths(target, lengths, groups) -> Non
     decoder = Decoder(target)
     settings = read_options({})
     tickets = [
-        Ticket(number, decoder._request([9] * length, settings, single=True))
+        Ticket(number, decoder.request([9] * length, settings, single=True))
         for number, length in enumerate(lengths)
     ]
     found = [[ticket.prompt_length for ticket in group] for group in alike(tickets)]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from drafthead.infer import Decoder
 from drafthead.lab.reports.trace_page import as_page, as_text, spans
 from drafthead.lab.tracing import Trace
+from drafthead.lab.tracing import trace as trace_of
 from drafthead.scripts.explain import trace_decoding
 
 pytestmark = pytest.mark.usefixtures("steady_steps")
@@ -29,12 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(folder: Path) -> Decoder:
-    return Decoder.from_pretrained(folder, prompt_lookup=True, dtype="float32", device="cpu")
+    return Decoder.from_pretrained(folder, draft="lookup", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")
 def trace(decoder: Decoder, steady_steps: None) -> Trace:
-    trace = decoder.trace("<b>&amp;</script>", max_new_tokens=40)
+    trace = trace_of(decoder, "<b>&amp;</script>", max_new_tokens=40)
     assert trace.result.stats.tau > 1
     return trace
 

@@ -150,7 +150,7 @@ def test_what_is_written_drafts_here_and_loads_in_transformers(configure, tmp_pa
     target = tmp_path / "target"
     with pytest.raises(UserError, match=r"no draft head .* is it a draft model\?"):
         load_head(folder, Target.from_pretrained(target, "float32", "cpu"))
-    decoder = Decoder.from_pretrained(target, draft_model=folder)
+    decoder = Decoder.from_pretrained(target, draft=folder)
     assert decoder.drafter.model.dtype == decoder.target.dtype == torch.float32
     assert type(decoder.drafter) is (FrequentTokens if few else DraftModel)
     prompts = ["count", "abcd abcd "]

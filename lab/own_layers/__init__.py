@@ -1,1 +1,0 @@
-"""drafthead.lab.own_layers: which layers of a target draft best."""

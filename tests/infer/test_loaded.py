@@ -1,0 +1,115 @@
+"""Drafters by name: what `Decoder.from_pretrained(target, draft=...)` makes of names and paths."""
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_llama
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.checkpoint import save_head
+from drafthead.heads.target.target import Target
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.draft_model import DraftModel
+from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.with_lookup import WithLookup
+from drafthead.infer.loaded import DRAFTERS, Fitting, register_drafter
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a draft model."""
+    folder = tmp_path_factory.mktemp("drafters")
+    tiny_llama(seed=1).save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture
+def head(tmp_path: Path, target: Target, make_head) -> Path:
+    save_head(make_head("medusa", target), tmp_path / "head", target, None, {})
+    return tmp_path / "head"
+
+
+def described(decoder: Decoder) -> str:
+    """The kinds of drafters, and what is beside them."""
+    drafter = decoder.drafter
+    if isinstance(drafter, WithLookup):
+        return f"{type(drafter.drafter).__name__} + {type(drafter.lookup).__name__}"
+    return type(drafter).__name__
+
+
+def test_paths_are_recognised(target: Target, folder: Path, head: Path) -> None:
+    model, named = folder / "model", f"model:{folder / 'model'}"
+    for draft, expected in [
+        (None, "NoneType"),
+        ((), "NoneType"),
+        (head, "MedusaDrafter"),
+        (str(head), "MedusaDrafter"),
+        (f"head:{head}", "MedusaDrafter"),
+        (model, "DraftModel"),
+        (named, "DraftModel"),
+        ("lookup", "PromptLookup"),
+        ("answers", "StoreLookup"),
+        ("layers:0", "OwnLayers"),
+        (("lookup", "answers"), "StoreLookup"),
+        ((head, "lookup"), "MedusaDrafter + PromptLookup"),
+        (("answers", named, "lookup"), "DraftModel + StoreLookup"),
+    ]:
+        found = described(Decoder.from_pretrained(target, draft))
+        assert found == expected, draft
+
+
+def test_a_drafter_is_taken_as_it_is(target: Target) -> None:
+    own = PromptLookup(3)
+    assert Decoder.from_pretrained(target, own).drafter is own
+    model = DraftModel(Target(tiny_llama(seed=2)), target, 2)
+    drafter = Decoder.from_pretrained(target, [own, model]).drafter
+    assert isinstance(drafter, WithLookup) and drafter.drafter is model
+
+
+@pytest.mark.parametrize(
+    ("draft", "complaint"),
+    [
+        ("lokup", r"does not exist.*names of drafters are .*head:PATH, .*lookup"),
+        (5, "holds 5: names are"),
+        (["lookup", 5], "holds 5: names are"),
+        (["head:a", "layers:0"], "choose one of head:a and layers:0 to draft: only lookup, "),
+        (["lookup", "lookup"], "lookup is given twice"),
+        ("lookup:5", "names no drafter"),
+        ("head:", "names no drafter"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(target: Target, draft, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        Decoder.from_pretrained(target, draft)
+
+
+@pytest.mark.parametrize("draft", [None, "answers", ["head:a", "lookup"]])
+def test_a_length_that_nothing_uses_is_refused(target: Target, draft) -> None:
+    with pytest.raises(UserError, match="draft_tokens is for draft models, own layers and lookup"):
+        Decoder.from_pretrained(target, draft, draft_tokens=3)
+
+
+def test_older_names_work_and_say_the_new_one(target: Target, folder: Path) -> None:
+    model = folder / "model"
+    older = {"draft_model": model, "prompt_lookup": True, "datastore": None, "draft_tokens": 3}
+    with pytest.warns(FutureWarning, match=rf"write draft=\['model:{model}', 'lookup'\] instead"):
+        decoder = Decoder.from_pretrained(target, **older)
+    assert described(decoder) == "DraftModel + PromptLookup"
+    with pytest.warns(FutureWarning, match="learn_answers: write draft='answers' instead"):
+        decoder = Decoder.from_pretrained(target, learn_answers=True)
+    assert isinstance(decoder.drafter, StoreLookup) and decoder.drafter.earlier is not None
+
+
+def test_a_kind_of_drafter_can_be_added(target: Target) -> None:
+    @register_drafter("repeat", "TOKENS")
+    def repeat(argument: str, fitting: Fitting) -> PromptLookup:
+        return PromptLookup(int(argument))
+
+    try:
+        decoder = Decoder.from_pretrained(target, "repeat:7")
+        assert decoder.drafter is not None and decoder.drafter.budgets[-1].depth == 7
+        with pytest.raises(ValueError, match="two drafters are called 'repeat'"):
+            register_drafter("repeat")(repeat)
+    finally:
+        del DRAFTERS["repeat"]
