@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target import gguf_weights
+from drafthead.heads.target import gguf_files
 from drafthead.heads.target.gguf_account import COMPARED
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
@@ -278,7 +278,7 @@ def test_weights_that_transformers_reads_otherwise_are_refused(tmp_path, monkeyp
     """As if the order of rotary pairs had been left as it is in files."""
     path = tmp_path / "small.gguf"
     write_gguf(path, llama_with({}), "llama", LLAMA_KEYS)
-    monkeypatch.setattr(gguf_weights, "CHANGES", {})
+    monkeypatch.setattr(gguf_files, "CHANGES", {})
     with pytest.raises(
         UserError, match=r"reads blk\.0\.attn_[qk]\.weight otherwise than gguf does"
     ):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafthead.heads import processor
+from drafthead.heads.target import processor
 from drafthead.infer.machine import processor_name
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
