@@ -17,8 +17,14 @@ from torch._inductor.pattern_matcher import (
 )
 
 # All kernels: imported, they are known to torch.
-from drafthead.backends.cpu.kernels import (
+from drafthead.backends.cpu.kernels import (  # noqa: F401
+    attention,
+    draw,
+    gated_mlp,
+    layer_call,
     linear,
+    move_columns,
+    top_k,
 )
 from drafthead.backends.cpu.kernels.kernel_set import kernel_set
 

@@ -99,6 +99,7 @@ def stack_for(
     """
     try:
         # Importing it takes seconds, and makes calls of layers known to torch.
+        from drafthead.backends.cpu.kernels import layer_call  # noqa: F401
 
         return LayerStack(layers, recorded(layers, run), compile)
     except OBSTACLES as reason:
