@@ -11,7 +11,7 @@ from drafthead.heads.target.any_target import load_target
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.infer.loaded import DEFAULT_CHAIN, store_lookup
-from drafthead.lab.races.racing import Drafters, RaceTerms, run_races
+from drafthead.lab.races.racing import DraftOptions, RaceTerms, entrants, run_races
 from drafthead.lab.races.record import Prompt, describe_run, read_prompts
 from drafthead.lab.races.unfinished_race import UnfinishedRace
 from drafthead.lab.reports.comparison import (
@@ -79,19 +79,15 @@ def main(
     chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
     stored = None if datastore is None else store_lookup(datastore, loaded)
     own_layers = () if draft_layers is None else chosen_layers(draft_layers, loaded)
-    drafters = Drafters(
-        loaded, head or [], assistant, chain, [tree_nodes], compile, with_lookup=True,
-        stored=stored, own_layers=own_layers,
-    )  # fmt: skip
+    drafts = DraftOptions(chain, tree_nodes, compile)
+    racers = entrants(loaded, head or [], assistant, own_layers, stored, drafts)
     arguments = options.template_values(template_argument)
-    questions = read_prompts(
-        prompts, limit, drafters.plain, max_new_tokens, arguments, prompt_column
-    )
+    questions = read_prompts(prompts, limit, racers.plain, max_new_tokens, arguments, prompt_column)
     run = describe_run(target, loaded)
     files = [*(head or []), *(Path(name) for name in (datastore,) if name)]
     models = [loaded, *([assistant] if assistant else [])]
     unfinished = begun_race(output / UNFINISHED, run, questions, models, files)
-    rows, differing = run_races(drafters, questions, terms, True, unfinished)
+    rows, differing = run_races(racers, questions, terms, unfinished)
     notes = predictions(rows)
     if 0 in temperatures:
         notes += divergence_notes(differing, rows, len(questions))

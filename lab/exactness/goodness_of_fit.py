@@ -1,10 +1,11 @@
 """Do counts follow a law? Pearson's chi-square test, and the deviation that it notices."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy import special
 
 # The chi-square law is an approximation that needs a few expected counts in every cell.
 FEWEST_EXPECTED = 5.0
@@ -85,20 +86,15 @@ def chance_of_worse(fits: Sequence[Fit]) -> float:
     """
     if any(each.impossible for each in fits):
         return 0.0
-    return chi_square_above(sum(each.statistic for each in fits), freedom(fits))
+    degrees = freedom(fits)
+    if degrees == 0:
+        return 1.0
+    return float(special.chdtrc(degrees, sum(each.statistic for each in fits)))
 
 
 def freedom(fits: Sequence[Fit]) -> int:
     """Degrees of freedom of independent experiments together."""
     return sum(each.cells - 1 for each in fits)
-
-
-def chi_square_above(statistic: float, degrees: float) -> float:
-    """The chance that a chi-square with `degrees` degrees of freedom exceeds `statistic`."""
-    if degrees == 0:
-        return 1.0
-    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def detectable(fits: Sequence[Fit], false_alarm: float, power: float) -> float:
@@ -112,32 +108,6 @@ def detectable(fits: Sequence[Fit], false_alarm: float, power: float) -> float:
     degrees = freedom(fits)
     if degrees == 0:
         return math.inf
-    critical = bisect(lambda x: chi_square_above(x, degrees) - false_alarm)
-    enough = bisect(lambda shift: power - noncentral_above(critical, degrees, shift))
+    critical = special.chdtri(degrees, false_alarm)
+    enough = special.chndtrinc(critical, degrees, 1 - power)
     return math.sqrt(enough / (4 * sum(each.samples for each in fits)))
-
-
-def noncentral_above(critical: float, degrees: int, shift: float) -> float:
-    """The chance that a non-central chi-square exceeds `critical`.
-
-    It is a chi-square with `degrees` + 2 j degrees of freedom where j is Poisson of mean shift / 2.
-    """
-    mean = shift / 2
-    j = torch.arange(int(mean + 12 * math.sqrt(mean + 1) + 20), dtype=torch.float64)
-    weight = torch.exp(torch.special.xlogy(j, torch.tensor(mean)) - mean - torch.lgamma(j + 1))
-    above = torch.special.gammaincc(
-        degrees / 2 + j, torch.tensor(critical / 2, dtype=torch.float64).expand_as(j)
-    )
-    return float((weight * above).sum())
-
-
-def bisect(falling: Callable[[float], float]) -> float:
-    """Where a falling function of a number above 0 crosses 0, by halving intervals."""
-    high = 1.0
-    while falling(high) > 0:
-        high *= 2
-    low = 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
-    return high

@@ -1,10 +1,10 @@
-"""Races of all ways of decoding, for compare and leaderboard: who takes part, and the run."""
+"""Races of all ways of decoding: who takes part, and the run."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -16,7 +16,6 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.draft_model import same_tokenizer
-from drafthead.infer.drafters.level_drafter import LevelDrafter
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
@@ -40,6 +39,7 @@ logger = logging.getLogger(__name__)
 # Modes that are not heads.
 LOOKUP, DATASTORE, DRAFT_MODEL = "prompt lookup", "datastore", "draft model"
 OWN_LAYERS = "own layers"
+GREEDY = SamplingConfig()
 
 
 @dataclass(frozen=True)
@@ -62,114 +62,111 @@ class RaceTerms:
             )
 
 
-class Drafters:
-    """Everything that takes part, loaded once."""
+@dataclass(frozen=True)
+class DraftOptions:
+    """How much is drafted, by all, and whether passes are compiled."""
 
-    def __init__(
-        self,
-        target: Target,
-        heads: Sequence[Path],
-        assistant: Target | None,
-        draft_tokens: int,
-        tree_nodes: Sequence[int | None],
-        compile: bool,
-        with_lookup: bool = False,
-        stored: StoreLookup | None = None,
-        own_layers: Sequence[int] = (),
-    ):
-        """transformers' own decoding runs on `target`; `assistant` is a draft model, and
-        `own_layers` are those of the target that draft.
+    draft_tokens: int  # most tokens of a draft model, own layers and lookup
+    tree_nodes: int | None  # the root included; None: planned by cost
+    compile: bool
 
-        Heads draft trees of each size in `tree_nodes`, where None is planned by cost; all others
-        have the first size. With `with_lookup` all that draft with a model also take part with
-        lookup beside them: prompt lookup, and if there is something `stored`, lookup in that.
+
+class NamedDrafter(NamedTuple):
+    """A drafter with the mode under which it is raced, and its own name."""
+
+    mode: str
+    name: str
+    drafter: Drafter
+
+
+@dataclass(frozen=True)
+class Entrants:
+    """Everything that takes part, loaded once: our ways of decoding, and transformers' models."""
+
+    target: Target  # as it was loaded: transformers' own decoding runs on it
+    assistant: Target | None
+    draft_tokens: int  # of a draft model, at most
+    ours: Sequence[Ours]  # plain decoding first; greedy until a race says otherwise
+
+    @property
+    def plain(self) -> Decoder:
+        """Plain decoding."""
+        return self.ours[0].decoder
+
+    def at(self, sampling: SamplingConfig, verifier: str, assisted: bool) -> list[Contestant]:
+        """The contestants of a race at one temperature, the baselines first.
+
+        `assisted` adds transformers' assistant, which takes one prompt at a time.
         """
-        self.target, self.assistant, self.draft_tokens = target, assistant, draft_tokens
-        first = tree_nodes[0]
-        self.plain = decoder_for(target, None, None, compile)
-        ours = self.plain.target
-        self.lookup = decoder_for(ours, PromptLookup(draft_tokens), first, compile)
-        self.stored = None if stored is None else decoder_for(ours, stored, first, compile)
-
-        def beside(drafter: Drafter, mode: str) -> list[tuple[str, Decoder]]:
-            """Modes and decoders of a drafter with lookup beside it; it is compiled already."""
-            lookups = {"lookup": None, **({} if stored is None else {"datastore": stored})}
-            return [
-                (f"{mode} + {name}", decoder_for(ours, WithLookup(drafter, lookup), first, False))
-                for name, lookup in lookups.items()
-                if with_lookup
-            ]
-
-        by_levels: dict[str, LevelDrafter] = {}
-        if assistant is not None:
-            by_levels[DRAFT_MODEL] = model_drafter(assistant, ours, draft_tokens)
-        if own_layers:
-            by_levels[OWN_LAYERS] = OwnLayers(ours, own_layers, draft_tokens)
-        self.is_chain = first is not None and first <= draft_tokens + 1  # theirs, alone
-        self.drafts: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
-        for name, drafter in by_levels.items():
-            self.drafts.append((name, name, decoder_for(ours, drafter, first, compile)))
-            self.drafts += [(mode, name, decoder) for mode, decoder in beside(drafter, name)]
-        self.heads: list[tuple[str, str, Decoder]] = []  # mode, name, decoder
-        for folder in heads:
-            head = head_drafter(load_head(folder, ours), ours)
-            for number, size in enumerate(tree_nodes):
-                decoder = decoder_for(ours, head, size, compile and number == 0)
-                mode = f"head {folder.name}" + (f", {size or 'planned'}" if number else "")
-                self.heads.append((mode, folder.name, decoder))
-            both = beside(head, f"head {folder.name}")
-            self.heads += [(mode, folder.name, decoder) for mode, decoder in both]
-
-    def contestants(
-        self, sampling: SamplingConfig, verifier: str, assisted: bool
-    ) -> list[Contestant]:
-        """The race at one temperature, baselines first; `assisted` adds transformers' assistant,
-        which takes one prompt at a time.
-        """
+        plain, *drafting = self.ours
         contestants: list[Contestant] = [
-            Ours(PLAIN, "none", sampling, self.plain),
+            replace(plain, sampling=sampling),
             Transformers(GENERATE, "none", sampling, self.target),
         ]
         if self.assistant is not None and assisted:
             contestants += self._assisted(self.assistant, sampling)
-        for mode, name, decoder in self.drafts:
-            chain = self.is_chain and mode == name
-            contestants.append(
-                Ours(mode, name, sampling, decoder, verifier=verifier, is_chain=chain)
-            )
-        contestants.append(Ours(LOOKUP, LOOKUP, sampling, self.lookup, verifier=verifier))
-        if self.stored is not None:
-            kind = DATASTORE
-            contestants.append(Ours(kind, kind, sampling, self.stored, verifier=verifier))
-        contestants += [
-            Ours(mode, name, sampling, decoder, verifier=verifier)
-            for mode, name, decoder in self.heads
+        return contestants + [
+            replace(each, sampling=sampling, verifier=verifier) for each in drafting
         ]
-        return contestants
 
     def _assisted(self, assistant: Target, sampling: SamplingConfig) -> list[Contestant]:
         """transformers' assisted generation, with its own schedule and with our length."""
         if not sampling.greedy and not same_tokenizer(self.target, assistant):
-            assistant = self.changeable_assistant
-        chain, kind = self.draft_tokens, DRAFT_MODEL
-        theirs = "generate + assistant"
+            assistant = changeable(assistant)
+        chain, theirs = self.draft_tokens, "generate + assistant"
         return [
-            Transformers(theirs, kind, sampling, self.target, assistant),
-            Transformers(f"{theirs}, {chain}", kind, sampling, self.target, assistant, chain),
+            Transformers(theirs, DRAFT_MODEL, sampling, self.target, assistant),
+            Transformers(
+                f"{theirs}, {chain}", DRAFT_MODEL, sampling, self.target, assistant, chain
+            ),
         ]
 
-    @cached_property
-    def changeable_assistant(self) -> Target:
-        """The assistant for transformers' sampling with another tokenizer; one for all races."""
-        assert self.assistant is not None
-        return changeable(self.assistant)
+
+def entrants(
+    target: Target,
+    heads: Sequence[Path],
+    assistant: Target | None,
+    own_layers: Sequence[int],  # of the target, that draft
+    stored: StoreLookup | None,
+    options: DraftOptions,
+) -> Entrants:
+    """Load heads, and name all that takes part in a race.
+
+    Each drafter is raced alone and with lookup beside it; lookup is raced alone as well.
+    """
+    chain, size = options.draft_tokens, options.tree_nodes
+    plain = decoder_for(target, None, None, options.compile)
+    ours = plain.target  # compiled passes belong to it; transformers knows none
+    drafters = []
+    if assistant is not None:
+        drafts = model_drafter(assistant, ours, chain)
+        drafters.append(NamedDrafter(DRAFT_MODEL, DRAFT_MODEL, drafts))
+    if own_layers:
+        drafters.append(NamedDrafter(OWN_LAYERS, OWN_LAYERS, OwnLayers(ours, own_layers, chain)))
+    by_levels = {each.mode for each in drafters if size is not None and size <= chain + 1}
+    for folder in heads:
+        head = head_drafter(load_head(folder, ours), ours)
+        drafters.append(NamedDrafter(f"head {folder.name}", folder.name, head))
+    lookups: dict[str, StoreLookup | None] = {"lookup": None}
+    lookups |= {} if stored is None else {"datastore": stored}
+    found = [Ours(PLAIN, "none", GREEDY, plain)]
+    for mode, name, drafter in drafters:
+        alone = decoder_for(ours, drafter, size, options.compile)
+        found.append(Ours(mode, name, GREEDY, alone, is_chain=mode in by_levels))
+        for kind, lookup in lookups.items():  # the drafter is compiled already
+            both = decoder_for(ours, WithLookup(drafter, lookup), size, False)
+            found.append(Ours(f"{mode} + {kind}", name, GREEDY, both))
+    by_lookup = {LOOKUP: PromptLookup(chain)} | ({} if stored is None else {DATASTORE: stored})
+    for mode, drafter in by_lookup.items():
+        alone = decoder_for(ours, drafter, size, options.compile)
+        found.append(Ours(mode, mode, GREEDY, alone))
+    return Entrants(target, assistant, chain, found)
 
 
 def run_races(
-    drafters: Drafters,
+    racers: Entrants,
     prompts: Sequence[Prompt],
     terms: RaceTerms,
-    assisted: bool,
     unfinished: UnfinishedRace | None = None,
 ) -> tuple[list[ComparisonRow], list[Divergence]]:
     """One race per temperature: all rows, and where greedy answers differ from plain decoding.
@@ -184,7 +181,7 @@ def run_races(
     differing: list[Divergence] = []
     for temperature in terms.temperatures:
         sampling = SamplingConfig(temperature=temperature, top_p=terms.top_p)
-        contestants = drafters.contestants(sampling, terms.verifier, assisted and size == 1)
+        contestants = racers.at(sampling, terms.verifier, assisted=size == 1)
         contestants = ready(contestants, batches[0], terms)
         total = terms.rounds * len(prompts) * len(contestants)
         with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
@@ -192,9 +189,9 @@ def run_races(
                 contestants, batches, terms.rounds, terms.max_new_tokens, terms.seed, bar.update,
                 unfinished,
             )  # fmt: skip
-        rows += rows_of(records, temperature, drafters.plain.end_ids, categories)
+        rows += rows_of(records, temperature, racers.plain.end_ids, categories)
         if temperature == 0:
-            differing += divergences(records, ids, drafters.target)
+            differing += divergences(records, ids, racers.target)
     return rows, differing
 
 

@@ -207,7 +207,7 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     modes = [row["mode"] for row in content["rows"] if row["temperature"] == 0]
     assert modes == [
         "plain", "generate", "generate + assistant", "generate + assistant, 4", "draft model",
-        "draft model + lookup", "prompt lookup", "head head", "head head + lookup",
+        "draft model + lookup", "head head", "head head + lookup", "prompt lookup",
     ]  # fmt: skip
     assert content["divergences"] == []
     assert (tmp_path / "race" / "comparison.png").exists()

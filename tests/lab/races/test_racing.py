@@ -6,15 +6,15 @@ import pytest
 from tiny import LETTERS, letters_model
 
 from drafthead.heads.target.target import Target
-from drafthead.lab.races.racing import DRAFT_MODEL, Drafters, RaceTerms, run_races
+from drafthead.lab.races.racing import DRAFT_MODEL, DraftOptions, RaceTerms, entrants, run_races
 from drafthead.lab.races.record import Prompt
 
 
 def race_of(target: Target, draft: Target) -> list[str]:
     """The modes that took part in races at temperatures 1 and 0, in which draft models decode."""
-    drafters = Drafters(target, [], draft, 3, [4], compile=False)
+    racers = entrants(target, [], draft, (), None, DraftOptions(3, 4, compile=False))
     terms = RaceTerms((1.0, 0.0), max_new_tokens=12, rounds=1)
-    rows, _ = run_races(drafters, [Prompt([0, 1, 2], None)], terms, assisted=True)
+    rows, _ = run_races(racers, [Prompt([0, 1, 2], None)], terms)
     assert [row.tau >= 1 for row in rows if row.mode == DRAFT_MODEL] == [True, True]
     return [f"{row.mode} at {row.temperature:g}" for row in rows if "assistant" in row.mode]
 
