@@ -36,7 +36,7 @@ from drafthead.train.run.config import (
     read_override,
     read_yaml,
 )
-from drafthead.train.run.summary import RunSummary, summarize
+from drafthead.train.run.folder import RunSummary, summarize
 
 RESULT = "comparison.json"  # of a race
 STOPPED = 130  # exit status of a verb that was stopped
@@ -192,7 +192,7 @@ def read_entry(name: str, value: Given, board: Board, path: Path) -> Entry:
             raise UserError(f"{value.origin}: {section} sets {setting}, which is the same for all")
     settings = (
         f"target.name={board.target.name}", f"data.train={board.data.train}",
-        f"data.validation={board.data.validation}", "train.epochs=null", "train.max_steps=null",
+        f"data.validation={board.data.validation}",
         f"train.max_minutes={board.train.minutes}",
         f"train.output={Path(board.train.output, 'heads', name)}", *entry.overrides,
     )  # fmt: skip

@@ -17,9 +17,7 @@ from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.output_file import DistilledFile
-from drafthead.train.distillation.settings import DistillSettings
-from drafthead.train.distillation.shards import Shard
+from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
 
 SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)
 

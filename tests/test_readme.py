@@ -52,7 +52,7 @@ SMALL = {
     "data invent": ["--number", "12"],
     "data distill": ["--max-new-tokens", "24"],
     "compare": ["--limit", "2", "--rounds", "1", "--max-new-tokens", "8"],
-    "train": ["data.validation_share=null", "train.epochs=null", "train.max_steps=2"],
+    "train": ["data.validation_share=null", "train.max_steps=2"],
     "head evaluate": [],
     "head doctor": ["--limit", "4"],
     "data index": [],

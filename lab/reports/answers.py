@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafthead.lab.reports.tables import print_table
-from drafthead.train.distillation.answer_statistics import AnswerStatistics
+from drafthead.train.distillation.distilled_file import AnswerStatistics
 
 NAMED = 10  # ids that a note gives; the others are only counted
 WORDS = {

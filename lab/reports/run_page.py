@@ -23,8 +23,7 @@ from drafthead.lab.races.comparison import PLAIN, ComparisonRow
 from drafthead.lab.reports.comparison import COLUMNS, NAMES, category_tables, cells
 from drafthead.lab.reports.figures import OURS, THEIRS
 from drafthead.lab.reports.tables import number
-from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE
-from drafthead.train.run.summary import RunSummary, read_log
+from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
 
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
 
@@ -69,11 +68,8 @@ def training_section(folder: Path) -> Section:
     names = ["loss", "guesses right in a row, all positions"]
     names += ["tau of held-out answers, a chain"] if held_out else []
     figure, axes = plt.subplots(1, len(names), figsize=(14 * len(names) / 3, 3.5))
-    for ax, key in zip(axes, ("loss", "tau"), strict=False):
-        tokens_seen, values = curve(steps, key)
-        # What is logged counts the bonus token; it is no tau of decoding.
-        right = [v - 1 for v in values] if key == "tau" else values
-        ax.plot(tokens_seen, right, ".-", color=OURS)  # points, as there may be one step
+    for ax, key in zip(axes, ("loss", "right_in_a_row"), strict=False):
+        ax.plot(*curve(steps, key), ".-", color=OURS)  # points, as there may be one step
     for ax, name in zip(axes, names, strict=True):
         ax.set_xlabel("tokens trained on")
         ax.set_ylabel(name)

@@ -15,7 +15,7 @@ from drafthead.lab.planning.shares import BUCKETS, GATHERED, MASTER
 from drafthead.lab.planning.step_memory import ACTIVATIONS, PARTS, trained
 from drafthead.lab.planning.trial import Trial
 from drafthead.lab.reports.tables import print_table
-from drafthead.train.learning.duration import Duration
+from drafthead.train.learning.loop import Duration
 from drafthead.train.run.config import RunConfig
 
 ORDER = (LIBRARIES, *PARTS, MASTER, GATHERED, BUCKETS, ALLOCATOR)

@@ -14,8 +14,8 @@ from drafthead.train.data.conversations import read_conversations
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.distillation.answer_source import AnswerSource, DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.output_file import DistilledFile
-from drafthead.train.distillation.questions import sampled, with_system
+from drafthead.train.distillation.dialogue import sampled, with_system
+from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
 from drafthead.train.distillation.server import (
     Connection,
     ServedModel,
@@ -24,9 +24,7 @@ from drafthead.train.distillation.server import (
     stored_end_ids,
     stored_penalty,
 )
-from drafthead.train.distillation.settings import DistillSettings
-from drafthead.train.distillation.shards import Shard
-from drafthead.train.jobs.full_disk import full_disk_named
+from drafthead.train.jobs.outputs import full_disk_named
 
 
 def print_report(report: DistillReport, path: Path) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from drafthead.lab.reports.answers import print_answers
 from drafthead.train.distillation.merging import merge
-from drafthead.train.jobs.full_disk import full_disk_named
+from drafthead.train.jobs.outputs import full_disk_named
 
 
 def main(

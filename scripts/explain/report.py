@@ -18,7 +18,7 @@ from drafthead.lab.reports.run_page import (
     trace_section,
     training_section,
 )
-from drafthead.train.run.summary import summarize
+from drafthead.train.run.folder import summarize
 
 
 def main(

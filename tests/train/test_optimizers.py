@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.train.learning.duration import Duration
+from drafthead.train.learning.loop import Duration
 from drafthead.train.optimizers import (
     Float32Muon,
     OptimizerConfig,

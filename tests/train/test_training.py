@@ -48,8 +48,8 @@ from drafthead.train.learning.ranks import RankedAnchors, count_paths
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.folder import RunFolder, cut_log, first_difference
-from drafthead.train.run.trainables import trainable
-from drafthead.train.train_heads import new_head, train
+from drafthead.train.run.trainables import new_head, trainable
+from drafthead.train.train_heads import train
 
 ROOT = Path(__file__).parents[2]
 ENTRY = ROOT / "train" / "train_heads.py"

@@ -1,21 +1,150 @@
-"""Conversations as sequences that fit into a row, and the count of what does not fit."""
+"""Conversations as sequences that fit into a row: longer ones are split at turns, or cut.
 
-from collections.abc import Iterable, Iterator
+Each sequence of a split conversation begins as the chat template begins any conversation, with the
+system message, as if the turns before it had never been said. The first of its turns may be
+context, which is read and not learnt again; what is learnt follows.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import TemplateArguments
-from drafthead.train.data.conversations import Conversation
+from drafthead.heads.target.chat_template import NO_ARGUMENTS, TemplateArguments
+from drafthead.train.data.conversations import AnswerTokens, Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
-from drafthead.train.data.splitting import Dialogue, split, turn_starts
+from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import (
     SupervisedTokens,
+    encode_prompt,
+    encoded,
+    join_turns,
+    mark_answers,
     refuse_missing_tokens,
     supervised_sequences,
     unread_by_template,
 )
+
+BEGINNING = ("system", "developer")  # roles whose messages stay at the beginning of every sequence
+
+
+def turn_starts(messages: list[Message]) -> list[int]:
+    """Numbers of the messages at which turns start; the last entry is where the last turn ends.
+
+    A turn is what is asked after an answer, and all that answers it: calls of tools belong to it.
+    The roles  system user assistant user assistant tool assistant user  have the starts [1, 3, 7]:
+    nobody answers the last message.
+    """
+    roles = [message["role"] for message in messages]
+    end = max((i + 1 for i, role in enumerate(roles) if role == "assistant"), default=0)
+    first = next((i for i, role in enumerate(roles) if role not in BEGINNING), end)
+    asked = (*BEGINNING, "user")
+    later = [i for i in range(first + 1, end) if roles[i - 1] == "assistant" and roles[i] in asked]
+    return [first, *later, end]
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """The turns of one conversation, and the sequences that some of them make."""
+
+    tokenizer: PreTrainedTokenizerBase
+    conversation: Conversation
+    starts: list[int]  # see `turn_starts`
+    answers: Mapping[int, list[int]] | None  # stored ids [T], by number of the message
+    template_arguments: TemplateArguments
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        conversation: Conversation,
+        starts: list[int],
+        template_arguments: TemplateArguments = NO_ARGUMENTS,
+    ) -> "Dialogue | None":
+        """The dialogue of a conversation whose turns start at the messages `starts`.
+
+        `template_arguments` are those of rows that do not say otherwise.
+
+        None when a row's prompts are not what the template makes of its messages: then nobody
+        knows what the prompt of a part would have been.
+        """
+        answers = None
+        arguments = {**template_arguments, **conversation.template_arguments}
+        if conversation.tokens is not None:
+            messages, stored = conversation.messages, conversation.tokens.answers
+            numbers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            where = conversation.where
+            try:
+                prompts = [
+                    encode_prompt(tokenizer, messages[:i], where, arguments) for i in numbers
+                ]
+            except UnusableRowError:  # of messages that the template refuses
+                return None
+            if prompts != [turn.prompt for turn in stored]:
+                return None
+            answers = {i: turn.answer for i, turn in zip(numbers, stored, strict=True)}
+        return cls(tokenizer, conversation, starts, answers, arguments)
+
+    def __len__(self) -> int:
+        """Number of turns."""
+        return len(self.starts) - 1
+
+    def sequences(self, first: int, learnt: int, end: int) -> list[SupervisedTokens]:
+        """What the turns `first` to `end` make, of which those from `learnt` on are learnt.
+
+        Of text it is one sequence, of stored ids as many as `join_turns` makes.
+        """
+        where, arguments = self.conversation.where, self.template_arguments
+        if self.answers is None:
+            messages = self._messages(first, self.starts[end])
+            context = len(self._messages(first, self.starts[learnt]))
+            return [mark_answers(self.tokenizer, messages, where, context, arguments)]
+        numbers = [i for i in self.answers if self.starts[learnt] <= i < self.starts[end]]
+        return join_turns(
+            [
+                AnswerTokens(
+                    encode_prompt(self.tokenizer, self._messages(first, i), where, arguments),
+                    self.answers[i],
+                )
+                for i in numbers
+            ]
+        )
+
+    def length(self, first: int, learnt: int, end: int) -> int:
+        """Tokens of the longest of these `sequences`."""
+        if self.answers is not None:
+            made = self.sequences(first, learnt, end)
+            return max((len(one.input_ids) for one in made), default=0)
+        messages = self._messages(first, self.starts[end])
+        where, arguments = self.conversation.where, self.template_arguments
+        return len(encoded(self.tokenizer, messages, where, arguments))
+
+    def _messages(self, first: int, end: int) -> list[Message]:
+        """The beginning, and the messages from turn `first` up to message `end`."""
+        messages = self.conversation.messages
+        return messages[: self.starts[0]] + messages[self.starts[first] : end]
+
+
+def split(dialogue: Dialogue, max_length: int) -> Iterator[SupervisedTokens]:
+    """Sequences of at most `max_length` tokens that learn every turn once.
+
+    A sequence learns as many turns as fill half of its tokens, or one; the turns before them are
+    its context, as many as then fit. The first sequence needs no context and is filled. Turns
+    a b c d e of 3 tokens each make, in 8 tokens, these sequences, of which the capitals are learnt:
+    AB, bC, cD, dE. A turn that is longer alone is a sequence of that length.
+    """
+    learnt = 0
+    while learnt < len(dialogue):
+        room = max_length // 2 if learnt else max_length
+        end = learnt + 1
+        while end < len(dialogue) and dialogue.length(learnt, learnt, end + 1) <= room:
+            end += 1
+        first = learnt
+        while first > 0 and dialogue.length(first - 1, learnt, end) <= max_length:
+            first -= 1
+        yield from dialogue.sequences(first, learnt, end)
+        learnt = end
 
 
 @dataclass(frozen=True)

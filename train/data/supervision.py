@@ -18,8 +18,7 @@ from drafthead.heads.target.chat_template import (
     reads,
     template_options,
 )
-from drafthead.train.data.answer_tokens import AnswerTokens, check_vocabulary
-from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.conversations import AnswerTokens, Conversation, check_vocabulary
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import Message, is_unwritten
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
-from drafthead.train.data.answer_tokens import VOCABULARY_COLUMN, WEIGHTS_COLUMN
-from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.conversations import VOCABULARY_COLUMN, WEIGHTS_COLUMN, Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (
     encode_prompt,
@@ -24,11 +23,12 @@ from drafthead.train.data.supervision import (
     unread_by_template,
 )
 from drafthead.train.distillation.answer_source import AnswerSource, Questions
-from drafthead.train.distillation.answer_statistics import AnswerStatistics
-from drafthead.train.distillation.dialogue import Dialogue, Job
-from drafthead.train.distillation.output_file import DistilledFile
-from drafthead.train.distillation.questions import question_of, user_turns
-from drafthead.train.distillation.settings import DistillSettings
+from drafthead.train.distillation.dialogue import Dialogue, Job, question_of, user_turns
+from drafthead.train.distillation.distilled_file import (
+    AnswerStatistics,
+    DistilledFile,
+    DistillSettings,
+)
 from drafthead.train.jobs.console import AnswerBar
 
 logger = logging.getLogger(__name__)

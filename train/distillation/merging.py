@@ -4,6 +4,7 @@ Every window of rows has a number, the same in any split, and belongs to one sha
 copied in the order of their numbers, byte for byte.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -13,16 +14,44 @@ from typing import Any
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import write_text
-from drafthead.train.distillation.answer_statistics import AnswerStatistics
-from drafthead.train.distillation.manifest import (
+from drafthead.train.distillation.distilled_file import (
+    AnswerStatistics,
+    Shard,
+    Written,
     first_difference,
     lock_path,
     manifest_path,
     read_manifest,
+    read_written,
 )
-from drafthead.train.distillation.shards import Shard, find_shards
-from drafthead.train.distillation.written import Written, read_written
-from drafthead.train.jobs.locks import only_writer
+from drafthead.train.jobs.outputs import only_writer
+
+
+def find_shards(output: Path) -> list[Shard]:
+    """All shards of an output, in order, whose files lie beside it.
+
+    Raises UserError if there are none, if some are missing, and if there are those of two splits.
+    """
+    name = re.compile(rf"{re.escape(output.stem)}\.(\d+)-of-(\d+){re.escape(output.suffix)}")
+    folder = output.parent
+    matches = map(name.fullmatch, (p.name for p in folder.iterdir()) if folder.is_dir() else ())
+    there = {Shard(int(found[1]), int(found[2])) for found in matches if found}
+    if not there:
+        raise UserError(
+            f"there is no shard of {output}: `distill --shard 1/4 --output {output}` writes "
+            f"{Shard(1, 4).path(output)}"
+        )
+    counts = sorted({shard.count for shard in there})
+    if len(counts) > 1:
+        raise UserError(
+            f"beside {output} are shards of {counts[0]} and of {counts[1]} parts: remove those "
+            "that do not belong to it"
+        )
+    every = [Shard(number, counts[0]) for number in range(1, counts[0] + 1)]
+    if missing := [shard.path(output).name for shard in every if shard not in there]:
+        raise UserError(f"shards of {output} are missing: {', '.join(missing)}")
+    return every
+
 
 OF_SHARDS = ("shard", "plan", "dropped")  # keys of their manifests
 

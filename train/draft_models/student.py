@@ -5,28 +5,36 @@ resuming are the same. It reads tokens alone, and what is written in the end is 
 transformers, for `--draft-model` and for any other software.
 """
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.errors import UserError
-from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
+from drafthead.heads.layers.draft_vocabulary import DraftVocabulary, tables_of
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
+from drafthead.heads.storage.files import let_others_read, write_text
+from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
+from drafthead.heads.target.part import keep_layers
+from drafthead.heads.target.placement import whole_weight
 from drafthead.heads.target.target import Target
-from drafthead.train.draft_models.cut import (
-    LAYERS_FOR_ONE,
-    architecture_of,
-    built,
-    copy_layers,
-    evenly_spaced,
+from drafthead.infer.drafters.frequent_tokens import (
+    DRAFT_IDS,
+    DRAFT_IDS_FILE,
+    read_draft_vocabulary,
 )
 from drafthead.train.features.reading import positions_in_segments, segment_mask
 
@@ -161,3 +169,103 @@ class Student(DraftVocabulary, DraftHead):
         hidden = taps.features().last
         assert hidden is not None
         return hidden
+
+
+# The target's layers for each layer of a draft model, where nothing else is asked for.
+LAYERS_FOR_ONE = 8
+
+
+def evenly_spaced(count: int, num_layers: int) -> tuple[int, ...]:
+    """`count` of a target's layers, the first and the last among them.
+
+    4 of 30 layers are 0, 10, 19 and 29; one layer is the first.
+    """
+    steps = max(1, count - 1)
+    return tuple(round(place * (num_layers - 1) / steps) for place in range(count))
+
+
+def architecture_of(target: Target, layers: Sequence[int]) -> dict[str, Any]:
+    """transformers' configuration of a model of the given layers of a target.
+
+    Settings that list a value for each layer keep those of the chosen layers. Raises UserError for
+    layers that the target lacks, or that are none.
+    """
+    outside = [layer for layer in layers if not 0 <= layer < target.num_layers]
+    if outside or not layers:
+        raise UserError(
+            f"head.layers is {list(layers)}, but the target has layers 0 to {target.num_layers - 1}"
+        )
+    config = deepcopy(target.config)
+    keep_layers(config, layers)
+    return {"model_type": config.model_type, **config.to_dict()}
+
+
+def built(architecture: dict[str, Any]) -> PreTrainedModel:
+    """A model with random weights, in float32, of a configuration of `architecture_of`."""
+    config = AutoConfig.for_model(**architecture)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def copy_layers(target: Target, layers: Sequence[int], model: PreTrainedModel) -> None:
+    """Give a model of `built` the weights of the target: the chosen layers and all around them.
+
+    Raises UserError for a target whose weights are not plain matrices.
+    """
+    draft, source = find_decoder(model).state_dict(), find_decoder(target.model)
+    weights: dict[str, torch.Tensor] = {}
+    name_of = {str(layer): str(place) for place, layer in enumerate(layers)}
+    for name, tensor in source.state_dict().items():
+        first, _, rest = name.partition(".")
+        layer, _, inner = rest.partition(".")
+        if first not in LAYER_NAMES:
+            weights[name] = tensor
+        elif layer in name_of:
+            weight = whole_weight(source, name, tensor)
+            weights[f"{first}.{name_of[layer]}.{inner}"] = weight
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    if shapes != {name: tensor.shape for name, tensor in draft.items()}:
+        raise UserError(
+            "a draft model cannot be cut out of this target: its weights are quantised, or have "
+            "adapters that are not merged"
+        )
+    find_decoder(model).load_state_dict(weights)
+    model.get_output_embeddings().load_state_dict(target.output_head.state_dict())
+
+
+ORIGIN_FILE = "training.json"
+
+
+def save_draft_model(
+    student: Student, folder: Path, target: Target, target_name: str, origin: dict[str, Any]
+) -> None:
+    """Write the model in bfloat16, its tokenizer and its origin; the student keeps that type.
+
+    Every file is written under a temporary name and renamed. `origin` is anything JSON can hold.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".model.", dir=folder) as temporary:
+        student.model.to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps Module.to
+        student.model.save_pretrained(temporary)
+        assert target.tokenizer is not None  # a target read from disk has one
+        target.tokenizer.save_pretrained(temporary)
+        guesses = student.draft_ids
+        if guesses is not None:
+            write_text(Path(temporary) / DRAFT_IDS_FILE, json.dumps({DRAFT_IDS: guesses.tolist()}))
+        written = json.dumps({"target": target_name, **origin}, indent=2)
+        write_text(Path(temporary) / ORIGIN_FILE, written + "\n")
+        for file in sorted(Path(temporary).iterdir()):
+            let_others_read(file)
+            shutil.move(file, folder / file.name)
+
+
+def draft_model_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a draft model in a folder, by the names that a student has for them.
+
+    Raises UserError when no model can be loaded from it.
+    """
+    trained = Target.from_pretrained(folder, "float32", "cpu")
+    weights = {f"model.{name}": tensor for name, tensor in trained.model.state_dict().items()}
+    guesses = read_draft_vocabulary(trained)
+    if guesses is not None:
+        weights["d2t"], weights["t2d"] = tables_of(guesses, trained.vocab_size)
+    return weights

@@ -19,11 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.train.features.int8_rows import from_int8, to_int8
+from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.seven_bits import rounded
+from drafthead.heads.target.target import Target
+from drafthead.train.data.packing import DataConfig, PackedData
 
 logger = logging.getLogger(__name__)
 
@@ -173,3 +176,51 @@ def padded(rows: Sequence[Features]) -> Features:
     last = [row.last for row in rows if row.last is not None]
     taps = zip(*(row.taps for row in rows), strict=True)
     return Features(batch(last) if last else None, tuple(batch(tap) for tap in taps))
+
+
+LEVELS = 127  # on either side of 0
+
+
+def to_int8(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers [T, D] of hidden states [T, D] and the scales [T], in the type of the states.
+
+    The states 0.5 -1.27 0.104 have the scale 0.01 and the numbers 50 -127 10.
+    """
+    numbers, scales = rounded(hidden, LEVELS)
+    return numbers.to(torch.int8), scales.to(hidden.dtype)
+
+
+def from_int8(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Hidden states [T, D] of numbers [T, D] and scales [T], in the type of the scales."""
+    return numbers.to(scales.dtype) * scales[:, None]
+
+
+def kept_features(
+    config: DataConfig,
+    mixed_precision: str,
+    head: DraftHead,
+    target: Target,
+    rows: PackedData,
+    weights: str,
+) -> KeptFeatures | None:
+    """The features of the training rows in `data.feature_folder`, if there is one.
+
+    `weights` is the target's `weights_fingerprint`. Raises UserError for a folder of something
+    else, and when there is nothing to keep or no room.
+    """
+    if config.feature_folder is None:
+        return None
+    spec, dtype = head.features_needed, str(target.dtype)
+    if spec == NO_FEATURES:
+        raise UserError(
+            "data.feature_folder keeps the target's features, of which a draft model with "
+            f"head.loss={head.config.loss} reads none: leave it out"
+        )
+    as_int8 = config.feature_dtype == "int8"
+    how = f"int8 of {dtype}" if as_int8 else dtype
+    source = FeatureSource(weights, rows.fingerprint(), how, mixed_precision)
+    kept = KeptFeatures(Path(config.feature_folder), source, spec, as_int8)
+    size = feature_bytes(spec, target.hidden_size, target.dtype, as_int8)
+    lengths = [rows.row_length(row) for row in range(len(rows.rows))]
+    kept.reserve([size * length for length in lengths], config.feature_budget_gb)
+    return kept

@@ -1,14 +1,20 @@
 """The terminal's side of a run: the progress bar, and stopping by Ctrl-C."""
 
 import logging
+import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
+import typer
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
-logger = logging.getLogger(__name__)
+from drafthead.heads.errors import UserError
+
+SECONDS_FOR_MAIN = 15
 
 
 class StopRequest:
@@ -62,13 +68,13 @@ class StepBar:
         """Close the bar; what it shows stays."""
         self.bar.close()
 
-    def update(self, done: float, loss: float, tau: float, tokens_per_second: float) -> None:
+    def update(self, done: float, loss: float, right: float, tokens_per_second: float) -> None:
         """Move the bar to `done` and show the numbers of the last step.
 
-        Its tau is over all positions, and more than that of decoding: it is shown as guesses.
+        `right` first guesses in a row, over all positions: more than decoding accepts.
         """
         self.bar.set_postfix_str(
-            f"loss {loss:.3f}, {tau - 1:.2f} guesses right in a row, {tokens_per_second:.0f} tok/s",
+            f"loss {loss:.3f}, {right:.2f} guesses right in a row, {tokens_per_second:.0f} tok/s",
             refresh=False,
         )
         self.bar.update(min(round(done), self.bar.total) - self.bar.n)
@@ -104,3 +110,35 @@ class AnswerBar:
         speed = self.tokens / self.seconds
         self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} a second", refresh=False)
         self.bar.update(ended)
+
+
+def is_main() -> bool:
+    """Whether this is the first of the processes that a launcher has started."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def run_launched(main: Callable[..., None]) -> None:
+    """Run a command in a process that accelerate has launched; print errors as one sentence."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        typer.run(main)
+    except UserError as error:
+        # The launcher kills all processes once one has ended. The others wait, so that the main
+        # process can print its error first, which mostly is the same.
+        if not is_main():
+            time.sleep(SECONDS_FOR_MAIN)
+        print(f"drafthead: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def quiet_libraries() -> None:
+    """Log what this project says, in the main process alone, and of the libraries only warnings."""
+    logging.getLogger("drafthead").setLevel(logging.INFO if is_main() else logging.ERROR)
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
+    # It would warn of the two names of tied weights at every save.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # of layers on disk
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # else one line per retry
+    disable_progress_bar()

@@ -3,8 +3,9 @@
 import logging
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -12,11 +13,9 @@ from accelerate import Accelerator
 from drafthead.heads.errors import UserError
 from drafthead.train.data.packing import RowOrder
 from drafthead.train.jobs.console import StepBar, StopRequest
-from drafthead.train.jobs.host_memory import HostMemory
-from drafthead.train.learning.duration import Duration
-from drafthead.train.learning.evaluation import Evaluation, evaluate
+from drafthead.train.learning.engines import HostMemory
+from drafthead.train.learning.evaluation import Evaluation, LastSteps, evaluate, verdict
 from drafthead.train.learning.step import StepRecord, StepRunner, TrainingTask
-from drafthead.train.learning.verdict import LastSteps, verdict
 from drafthead.train.learning.writer import RunWriter
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.config import TrainConfig
@@ -79,7 +78,7 @@ class Trainer:
                 self.memory.after_step(record.step)
                 self.writer.log(METRICS_FILE, asdict(record))
                 done = self.duration.done(self.progress)
-                bar.update(done, record.loss, record.tau, record.supervised_tokens_per_s)
+                bar.update(done, record.loss, record.right_in_a_row, record.supervised_tokens_per_s)
                 if record.step == first_step + STEPS_BEFORE_ESTIMATE:
                     self._estimate(before)
                 self._evaluate_and_save(before, stopping)
@@ -189,7 +188,7 @@ class Trainer:
             loss=loss,
             depth_loss=tuple(x / max(1, n) for x, n in zip(losses, counts, strict=True)),
             depth_top1=tuple(x / max(1, n) for x, n in zip(hits, counts, strict=True)),
-            tau=1 + chained / max(1, anchors),
+            right_in_a_row=chained / max(1, anchors),
             grad_norm=self.runner.grad_norm,
             lr=tuple(self.runner.rates),
             supervised_tokens=self.progress.supervised_tokens,
@@ -265,3 +264,34 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.folder.finish()
         logger.info("the %s is in %s", kind_of(self.task.head).noun, self.folder.path)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long training lasts: a number of steps, or of seconds."""
+
+    limit: float
+    unit: Literal["step", "s"]
+
+    @classmethod
+    def of(cls, config: TrainConfig, num_rows: int) -> "Duration":
+        """The duration of a run over `num_rows` rows."""
+        if config.max_minutes is not None:
+            return cls(60 * config.max_minutes, "s")
+        if config.max_steps is not None:
+            return cls(config.max_steps, "step")
+        assert config.epochs is not None
+        return cls(max(1, math.ceil(config.epochs * num_rows / config.batch_rows)), "step")
+
+    def done(self, progress: Progress) -> float:
+        """How much of `limit` is used."""
+        return progress.step if self.unit == "step" else progress.seconds
+
+    def is_used(self, progress: Progress) -> bool:
+        """Whether training is over."""
+        return self.done(progress) >= self.limit
+
+    def share_at_next_step(self, progress: Progress, step_seconds: float) -> float:
+        """The share of the duration used when the next step, of about that length, is half done."""
+        half = 0.5 if self.unit == "step" else step_seconds / 2
+        return (self.done(progress) + half) / self.limit

@@ -3,15 +3,22 @@
 A rank is the place of the true token among the head's guesses at a depth. Greedy decoding accepts
 the true token and nothing else. So the ranks after all positions of an answer decide where each
 step begins, with any static tree, and how many steps the answer takes.
+
+The second, on-policy stage of training replays decoding so, and trains only where a step would
+begin: at each token that the head missed. One pass over packed rows replays the whole decoding. On
+texts that the target did not write this is decoding under the `match` rule with a target that would
+write them. (Draft-OPD, arXiv 2605.29343, trains from such rejections, replayed from rollouts.)
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from drafthead.heads.base import MAX_RANK
+from drafthead.heads.base import MAX_RANK, HeadBatch
+from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.trees.static import grow_tree
 from drafthead.heads.trees.tree import Path
 
 KEPT_PATHS = 512
@@ -95,3 +102,26 @@ def roots_of_steps(
             chosen.append(number)
             current, next_place = conversation, anchor + accepted[number] + 1
     return chosen
+
+
+REPLAY_NODES = 16  # of the tree that is drafted after each root, the root included
+
+
+def replayed(batch: HeadBatch, ranks: torch.Tensor) -> HeadBatch:
+    """The batch with `roots` where decoding drafts: at each token that the head missed.
+
+    `ranks` [A, K] are the head's ranks of the true tokens after all A anchors, row by row. The tree
+    is the best of `REPLAY_NODES` nodes for these ranks.
+    """
+    ranks = ranks.cpu()
+    counts = count_paths(ranks)
+    tree = {(), *grow_tree(counts, REPLAY_NODES).paths}
+    rows, anchors = anchor_positions(batch)
+    conversations = batch.segments[rows, anchors].tolist()
+    keys = list(zip(rows.tolist(), conversations, strict=True))
+    accepted = [accepted_in(tree, tuple(row)) for row in ranks.tolist()]
+    chosen = torch.tensor(roots_of_steps(keys, anchors.tolist(), accepted), dtype=torch.long)
+    chosen = chosen.to(rows.device)
+    roots = torch.zeros_like(batch.supervised)
+    roots[rows[chosen], anchors[chosen] + 1] = True
+    return replace(batch, roots=roots)

@@ -6,6 +6,7 @@ draws the noise of EAGLE-1 and -2 and Hydra's dropout itself, and in the on-poli
 decoding with its own tree.)
 """
 
+import copy
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.layers.tiled_attention import TiledAttention
@@ -21,9 +23,7 @@ from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
 from drafthead.train.features.kept import KeptFeatures
 from drafthead.train.features.reading import FeatureReader, computing_in
-from drafthead.train.learning.average import WeightAverage
-from drafthead.train.learning.ranks import chain_lengths
-from drafthead.train.learning.replay import replayed
+from drafthead.train.learning.ranks import chain_lengths, replayed
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
@@ -32,6 +32,32 @@ from drafthead.train.optimizers import (
 )
 from drafthead.train.run.config import TrainConfig
 from drafthead.train.run.saved_states import Sources
+
+
+def decay_of_step(decay: float, step: int) -> float:
+    """The decay of a step, counted from 0, that lets a short run forget its random start.
+
+    min(decay, (1 + step) / (10 + step)), as TensorFlow's ExponentialMovingAverage has it with
+    `num_updates`: with 0.999 that is 0.1, 0.18, 0.25 and, from step 8990 on, 0.999.
+    """
+    return min(decay, (1 + step) / (10 + step))
+
+
+class WeightAverage:
+    """The average of the weights of a head that is being trained, in float32, and its head."""
+
+    def __init__(self, head: DraftHead, decay: float, device: torch.device):
+        """Begin with the head's weights as they are."""
+        self.decay = decay
+        self.head = copy.deepcopy(head).to(device, torch.float32).requires_grad_(False)
+
+    def update(self, trained: nn.Module, step: int) -> None:
+        """Take in the weights after a step, counted from 0; `trained` is the head itself."""
+        average = get_ema_multi_avg_fn(decay_of_step(self.decay, step))
+        # DeepSpeed's are rounded to bfloat16; they are averaged in float32 all the same.
+        weights = [weight.detach().float() for weight in trained.parameters()]
+        average(list(self.head.parameters()), weights, step)
+
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +83,8 @@ class StepRecord:
     loss: float  # weighted over depths, per supervised token
     depth_loss: tuple[float, ...]  # nats a token
     depth_top1: tuple[float, ...]  # share of positions with a true token at that depth
-    tau: float  # 1 + right guesses in a row, over all positions: not the tau of decoding
+    # First guesses, on average over all positions: decoding begins at fewer, and accepts less.
+    right_in_a_row: float
     grad_norm: float | None  # before clipping; None where the launcher's engine hides it
     lr: tuple[float, ...]  # of each optimiser
     supervised_tokens: int  # since the start of the run

@@ -79,7 +79,7 @@ class RunWriter:
 def flat(record: dict[str, Any]) -> dict[str, Any]:
     """The values of a record, those in lists and mappings under `name/key`.
 
-    {"tau": 2, "lr": (3, 4)} becomes {"tau": 2, "lr/0": 3, "lr/1": 4}.
+    {"loss": 2, "lr": (3, 4)} becomes {"loss": 2, "lr/0": 3, "lr/1": 4}.
     """
     numbers: dict[str, Any] = {}
     for name, value in record.items():

@@ -13,8 +13,7 @@ from typing import IO, Any
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import write_text
 from drafthead.train.jobs.console import AnswerBar
-from drafthead.train.jobs.full_disk import full_disk_named
-from drafthead.train.jobs.locks import only_writer
+from drafthead.train.jobs.outputs import full_disk_named, only_writer
 from drafthead.train.prompts.message_filter import MessageFilter
 from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
 

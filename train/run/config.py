@@ -18,7 +18,7 @@ from drafthead.heads.target.loading import LOSSY
 from drafthead.train.data.packing import DataConfig
 from drafthead.train.features.reading import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
-from drafthead.train.run.folder import RunFolder, Settings
+from drafthead.train.run.folder import DURATIONS, RunFolder, Settings
 from drafthead.train.run.precision import precision_here
 from drafthead.train.run.trainables import trainable
 
@@ -139,9 +139,14 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises UserError that names the file or the override, the setting, and the nearest setting that
     exists.
     """
-    given = read_yaml(path)
+    given, overridden = read_yaml(path), dict[str, Given]()
     for override in overrides:
-        given.update(read_override(override))
+        overridden |= read_override(override)
+    durations = {f"train.{name}" for name in DURATIONS}
+    if any(overridden[name].value is not None for name in durations & overridden.keys()):
+        # A duration of the command line stands in place of the file's, in whichever unit.
+        given = {name: value for name, value in given.items() if name not in durations}
+    given |= overridden
     family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
     sections = {
         "target": TargetConfig,

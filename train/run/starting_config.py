@@ -22,12 +22,14 @@ WIDE = 1024  # hidden size from which a target counts as large
 DRAFT_VOCABULARY, ROW_LENGTH = (8192, 32768), (512, 2048)
 
 
-def write_starting_config(family: str, target: str, path: Path) -> None:
+def write_starting_config(family: str | None, target: str | None, path: Path) -> None:
     """Write the configuration to train a head of `family` for `target`.
 
-    Raises UserError when the file exists, the family does not, or the target's sizes cannot be
-    read.
+    Raises UserError when one of the two is missing, the file exists, the family does not, or the
+    target's sizes cannot be read.
     """
+    if family is None or target is None:
+        raise UserError("--init FAMILY and --target MODEL go together: they write a first FILE")
     trainable(family)
     if path.exists():
         raise UserError(f"{path} exists already: give --config another name for the new file")

@@ -1,6 +1,8 @@
-"""What a run can train, by the name of its family: draft heads and draft models."""
+"""What a run can train, by the name of its family: draft heads and draft models; a new one."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,9 +11,16 @@ import torch
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import load_head, save_head
+from drafthead.heads.layers.decoder_layer import DecoderLayer
 from drafthead.heads.target.target import Target
-from drafthead.train.draft_models.folder import draft_model_weights, save_draft_model
-from drafthead.train.draft_models.student import FAMILY, Student
+from drafthead.train.draft_models.student import (
+    FAMILY,
+    Student,
+    draft_model_weights,
+    save_draft_model,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def trainable(family: str) -> type[DraftHead]:
@@ -56,3 +65,67 @@ HEAD = Kind("head", _save_head, _head_weights)
 DRAFT_MODEL = Kind(
     "draft model", save_draft_model, lambda _head, folder, _target: draft_model_weights(folder)
 )
+
+
+def new_head(
+    family: str,
+    config: Any,
+    target: Target,
+    token_counts: torch.Tensor,
+    init_from: str | None = None,
+) -> DraftHead:
+    """A head of the target's sizes; token v is supervised token_counts[v] times, [V].
+
+    It is fresh, or begins with the weights of the head in the folder `init_from`. Raises UserError
+    when it cannot have the configured sizes, or those weights.
+    """
+    cls = trainable(family)
+    check_taps(cls, config, target)
+    head = cls(cls.sized(config, target))
+    head.prepare(token_counts)
+    head.initialize(target)
+    if init_from is not None:
+        begin_with(head, init_from, target)
+    return head
+
+
+def begin_with(head: DraftHead, source: str, target: Target) -> None:
+    """Give a fresh head the weights, and the draft vocabulary, of the head in a folder.
+
+    Layers beyond those of that head come last and change nothing at first. Raises UserError when it
+    is of another family or, but for that, of another shape.
+    """
+    found = kind_of(head).weights(head, Path(source), target)
+    found |= silent_layers(head, found)
+    wanted = head.state_dict()
+    for name in sorted({*wanted, *found}):
+        shapes = [tuple(part[name].shape) if name in part else None for part in (found, wanted)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"train.init_from={source} has another shape: {name} is {shapes[0]} there, and "
+                f"{shapes[1]} by the section head"
+            )
+    head.load_state_dict(found)
+
+
+def silent_layers(head: DraftHead, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights [...] for layers of a head of which nothing is found: they add zeros."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, layer in head.named_modules():
+        if isinstance(layer, DecoderLayer) and not any(k.startswith(f"{name}.") for k in found):
+            layer.silence()
+            weights |= layer.state_dict(prefix=f"{name}.")
+    return weights
+
+
+def check_taps(cls: type[DraftHead], config: Any, target: Target) -> None:
+    """Log when the taps that a configuration names are not the usual ones for this target."""
+    chosen = getattr(config, "taps", ())
+    usual = cls.sized(replace(config, taps=()), target).taps if chosen else chosen
+    if tuple(chosen) != tuple(usual):
+        logger.warning(
+            "head.taps is %s; without that setting it would be %s, for the target's %d layers",
+            list(chosen),
+            list(usual),
+            target.num_layers,
+        )

@@ -27,7 +27,7 @@ from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
-from drafthead.train.train_heads import new_head
+from drafthead.train.run.trainables import new_head
 
 VARIANTS = {
     "eagle": ("eagle", {}),

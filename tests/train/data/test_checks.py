@@ -8,10 +8,10 @@ import torch
 from tiny import byte_tokenizer
 
 from drafthead.heads.errors import UserError
-from drafthead.train.data.checks import check_held_out, check_writers
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.packing import DataConfig, PackedData, load_packed
 from drafthead.train.data.token_table import TokenSequence, TokenTable
+from drafthead.train.data.training_rows import check_held_out, check_writers
 
 CONFIG = DataConfig("", max_length=64)
 QUESTION = {"role": "user", "content": "a"}

@@ -8,10 +8,9 @@ import pytest
 from datasets import load_dataset_builder
 
 from drafthead.heads.errors import UserError
-from drafthead.train.data import hub_data as module
+from drafthead.train.data import row_sources as module
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.data.hub_data import HubData
-from drafthead.train.data.row_sources import source_digest
+from drafthead.train.data.row_sources import HubData, source_digest
 
 
 @pytest.fixture

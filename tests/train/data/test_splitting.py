@@ -9,12 +9,10 @@ from tiny import byte_tokenizer
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
-from drafthead.train.data.answer_tokens import AnswerTokens, StoredTokens
-from drafthead.train.data.conversations import Conversation
-from drafthead.train.data.fitted_rows import Fit, fitted_rows
+from drafthead.train.data.conversations import AnswerTokens, Conversation, StoredTokens
+from drafthead.train.data.fitted_rows import Fit, fitted_rows, turn_starts
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.row_forms import Message
-from drafthead.train.data.splitting import turn_starts
 from drafthead.train.data.supervision import SupervisedTokens, encode_prompt
 
 CHAT = byte_tokenizer()

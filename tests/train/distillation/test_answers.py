@@ -34,10 +34,12 @@ from drafthead.train.data.supervision import supervise
 from drafthead.train.distillation import answers as distillation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
-from drafthead.train.distillation.manifest import manifest_path
-from drafthead.train.distillation.output_file import DistilledFile
-from drafthead.train.distillation.questions import row_seed, user_turns
-from drafthead.train.distillation.settings import DistillSettings
+from drafthead.train.distillation.dialogue import row_seed, user_turns
+from drafthead.train.distillation.distilled_file import (
+    DistilledFile,
+    DistillSettings,
+    manifest_path,
+)
 
 
 @pytest.fixture(autouse=True)

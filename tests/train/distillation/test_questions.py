@@ -14,7 +14,7 @@ from drafthead.heads.target.chat_template import check_template_arguments
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.supervision import supervised_sequences
 from drafthead.train.distillation import answers as distillation
-from drafthead.train.distillation.questions import sampled, with_system
+from drafthead.train.distillation.dialogue import sampled, with_system
 
 WARM = replace(SETTINGS, temperature=1.0)
 THINKING = CHAT_TEMPLATE.replace(

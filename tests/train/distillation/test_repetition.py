@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafthead.train.distillation.repetition import EVERY, TIMES, WINDOW, EndlessRepetition
+from drafthead.train.distillation.answer_source import EVERY, TIMES, WINDOW, EndlessRepetition
 
 TEXT = list(range(1000, 1000 + 4 * WINDOW))
 

@@ -11,10 +11,8 @@ from tiny import tiny_llama
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.train.distillation import answers as distillation
-from drafthead.train.distillation.manifest import manifest_path
+from drafthead.train.distillation.distilled_file import DistilledFile, Shard, manifest_path
 from drafthead.train.distillation.merging import merge
-from drafthead.train.distillation.output_file import DistilledFile
-from drafthead.train.distillation.shards import Shard
 
 BATCHES = replace(SETTINGS, batch_size=3)
 

@@ -19,8 +19,14 @@ from drafthead.infer.drafters.frequent_tokens import DRAFT_IDS_FILE, FrequentTok
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.train.data.packing import collate
 from drafthead.train.data.token_table import TokenSequence
-from drafthead.train.draft_models.cut import architecture_of, built, copy_layers, evenly_spaced
-from drafthead.train.draft_models.student import DraftModelConfig, Student
+from drafthead.train.draft_models.student import (
+    DraftModelConfig,
+    Student,
+    architecture_of,
+    built,
+    copy_layers,
+    evenly_spaced,
+)
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.evaluation import measure, ranked_anchors
 

@@ -11,8 +11,13 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import DataConfig, PackedData, load_packed
 from drafthead.train.features import kept as kept_features
-from drafthead.train.features.int8_rows import from_int8, to_int8
-from drafthead.train.features.kept import FeatureSource, KeptFeatures, feature_bytes
+from drafthead.train.features.kept import (
+    FeatureSource,
+    KeptFeatures,
+    feature_bytes,
+    from_int8,
+    to_int8,
+)
 from drafthead.train.features.reading import FeatureReader
 
 SOURCE = FeatureSource(target="a", rows="b", dtype="torch.float32", mixed_precision="no")

@@ -13,8 +13,7 @@ from drafthead.train.data.token_table import TokenSequence
 from drafthead.train.features.reading import TargetConfig, load_target, read_features
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.step import LossModule
-from drafthead.train.run.trainables import trainable
-from drafthead.train.train_heads import new_head
+from drafthead.train.run.trainables import new_head, trainable
 
 ON_DISK = {"model.layers.0": "disk", "model.layers.2": "disk"}
 CPU = torch.device("cpu")

@@ -5,9 +5,8 @@ import torch
 from tiny import tiny_llama
 
 from drafthead.heads.target.target import Target
-from drafthead.train.learning.average import WeightAverage, decay_of_step
-from drafthead.train.run.trainables import trainable
-from drafthead.train.train_heads import new_head
+from drafthead.train.learning.step import WeightAverage, decay_of_step
+from drafthead.train.run.trainables import new_head, trainable
 
 
 def test_the_decay_grows_from_a_tenth_to_what_was_asked_for() -> None:

@@ -33,8 +33,7 @@ from drafthead.train.features.reading import read_features
 from drafthead.train.learning.engines import build_accelerator, check_average, check_engine
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
-from drafthead.train.run.trainables import trainable
-from drafthead.train.train_heads import new_head
+from drafthead.train.run.trainables import new_head, trainable
 
 ROOT = Path(__file__).parents[3]
 FSDP_ON_CPUS = ROOT / "tests/train/fsdp_on_cpus.py"

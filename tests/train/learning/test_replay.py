@@ -13,8 +13,7 @@ from drafthead.train.data.packing import collate
 from drafthead.train.data.token_table import TokenSequence
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.evaluation import measure, ranked_anchors
-from drafthead.train.learning.ranks import accepted_in, roots_of_steps
-from drafthead.train.learning.replay import replayed
+from drafthead.train.learning.ranks import accepted_in, replayed, roots_of_steps
 
 N = MAX_RANK
 

@@ -11,7 +11,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.jobs.locks import only_writer
+from drafthead.train.jobs.outputs import only_writer
 from drafthead.train.prompts import invention
 from drafthead.train.prompts.invention import InventReport, invent, record_path
 from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource

@@ -4,8 +4,13 @@ import random
 
 import pytest
 
-from drafthead.train.prompts.message_filter import MessageFilter, repeated_share
-from drafthead.train.prompts.near_duplicates import NearDuplicates, jaccard, shingles
+from drafthead.train.prompts.message_filter import (
+    MessageFilter,
+    NearDuplicates,
+    jaccard,
+    repeated_share,
+    shingles,
+)
 
 PLAIN = "How do I sort a list of dictionaries by one of their keys in Python?"
 

@@ -5,7 +5,7 @@ from tiny import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from drafthead.heads.errors import UserError
-from drafthead.train.prompts.user_turn import user_turn
+from drafthead.train.prompts.message_source import user_turn
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -65,9 +65,23 @@ def test_head_settings_reach_the_familys_dataclass(load):
     )
 
 
-def test_an_override_replaces_one_budget_by_another(load):
-    config = load(RUN, "train.max_steps=null", "train.max_minutes=1.5")
-    assert (config.train.max_steps, config.train.max_minutes) == (None, 1.5)
+@pytest.mark.parametrize(
+    ("overrides", "steps", "minutes"),
+    [
+        (["train.max_minutes=1.5"], None, 1.5),
+        (["train.max_steps=null", "train.max_minutes=1.5"], None, 1.5),
+        (["train.max_steps=3"], 3, None),
+        (["train.max_minutes=null"], 10, None),
+    ],
+)
+def test_a_duration_of_the_command_line_replaces_the_files(load, overrides, steps, minutes):
+    config = load(RUN, *overrides)
+    assert (config.train.max_steps, config.train.max_minutes) == (steps, minutes)
+
+
+def test_two_durations_of_the_command_line_are_one_too_many(load):
+    with pytest.raises(UserError, match="exactly one of epochs, max_steps and max_minutes"):
+        load(RUN, "train.max_minutes=1", "train.epochs=2")
 
 
 @pytest.mark.parametrize(("dtype", "chosen"), [("auto", "no"), ("bfloat16", "bf16")])
@@ -92,7 +106,6 @@ def test_auto_precision_is_that_of_the_machine_or_of_a_narrow_target(
         ("optimizer.lr=-1", r"section optimizer: learning rates must be positive"),
         ("head.num_heads=0", r"section head: num_heads and num_blocks must be at least 1"),
         ("head.loss=sofft", r"section head: loss must be one of hard, soft, .*got 'sofft'"),
-        ("train.epochs=2", r"exactly one of epochs, max_steps and max_minutes"),
         ("train.batch_rows=0", r"must be positive"),
         ("target.dtype=float16", r"target.dtype=float16 needs train.mixed_precision=bf16"),
         ("target.dtype=int8", r"target.dtype=int8 needs train.mixed_precision=bf16"),

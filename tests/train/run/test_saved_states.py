@@ -12,8 +12,8 @@ from tiny import tiny_llama
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.train.jobs import full_disk
-from drafthead.train.jobs.full_disk import full_disk_named
+from drafthead.train.jobs import outputs
+from drafthead.train.jobs.outputs import full_disk_named
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.run.saved_states import Progress, SavedStates, Sources, damage, read_progress
 
@@ -119,7 +119,7 @@ FULL = {
 @pytest.mark.parametrize("kind", FULL)
 def test_a_full_disk_is_one_sentence(kind: str, tmp_path: Path, monkeypatch) -> None:
     error, free = FULL[kind]
-    monkeypatch.setattr(full_disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     expected = pytest.raises(UserError, match=f"the disk of {tmp_path} is full: make room")
     with expected, full_disk_named(tmp_path):
         raise error
@@ -127,6 +127,6 @@ def test_a_full_disk_is_one_sentence(kind: str, tmp_path: Path, monkeypatch) -> 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.EACCES, "denied")])
 def test_other_errors_stay_what_they_are(error: Exception, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(full_disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
     with pytest.raises(type(error)), full_disk_named(tmp_path):
         raise error

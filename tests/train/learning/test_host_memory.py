@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.train.jobs.host_memory import CAPACITY, FEW_KERNELS, STEPS_BETWEEN, HostMemory
+from drafthead.train.learning.engines import CAPACITY, FEW_KERNELS, STEPS_BETWEEN, HostMemory
 
 CPU = torch.device("cpu")
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""A full disk is reported in one sentence, whichever library noticed it, and in whichever words."""
+"""Outputs of long jobs: one writer at a time, and a full disk is reported in one sentence."""
 
 import errno
 import os
@@ -7,7 +7,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from drafthead.heads.errors import UserError
+
+
+@contextmanager
+def only_writer(lock: Path, output: Path) -> Iterator[None]:
+    """Hold the file `lock` while `output` is written; it is free again when the process ends.
+
+    Raises UserError when another process holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"another process is writing {output}: wait for its end, or choose another output"
+        ) from error
+    try:
+        yield
+    finally:
+        held.release()
+
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 LEFT_ON_A_FULL_DISK = 2**20  # bytes

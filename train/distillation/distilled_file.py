@@ -1,0 +1,362 @@
+"""The output file of a distillation: whose rows it holds, and which of them are there already.
+
+A row's number `batch` is shared by all rows that were generated together, and they are written
+together. What a killed run left of a batch is dropped, so that the batches of the run that
+continues, and with them the roundings of every row, are those of a run that was never killed.
+
+Beside the file lies its manifest, a JSON file with the settings. Several processes may each write a
+shard, a file of its own, which `merging` joins.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.storage.files import write_text
+from drafthead.train.data.conversations import IDS_COLUMN
+from drafthead.train.jobs.outputs import only_writer
+
+
+@dataclass(frozen=True)
+class DistillSettings:
+    """Everything that decides the content of the rows; a resumed run must have the same.
+
+    How many rows there are (a limit, samples) does not: a file can be continued to more of them.
+    """
+
+    target: str
+    prompts: str
+    max_new_tokens: int = 256  # for each answer
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    seed: int = 0
+    prompt_column: str | None = None
+    dtype: str = "auto"
+    batch_size: int = 32  # conversations decoded together; 16-bit targets round by batch
+    end_repetition: bool = True  # end answers that only repeat themselves: `EndlessRepetition`
+    system: str | None = None  # message of conversations that have none of their own
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template
+    drop_cut: bool = False  # leave out rows with an answer that reached its limit
+    server_model: str | None = None  # the name on a server; None: answered in this process
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise UserError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.batch_size < 1:
+            raise UserError(f"the batch size must be at least 1, got {self.batch_size}")
+        if self.system is not None and not self.system.strip():
+            raise UserError("the system message is empty: leave --system out, or write one")
+
+
+REASONS_COLUMN = "finish_reasons"  # of the answers of a row, in order
+FROM_TEXT_COLUMN = "ids_from_text"  # True where ids are those of a server's text
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` parts of a distillation, counted from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The shard of "2/4"; raises UserError for anything else."""
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        shard = cls(*map(int, found.groups())) if found else None
+        if shard is None or not 1 <= shard.number <= shard.count:
+            raise UserError(
+                f"a shard is written NUMBER/COUNT, the first of four 1/4, the last 4/4; got {text}"
+            )
+        return shard
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def owns(self, window: int) -> bool:
+        """Whether the window of this number, from 0, is this shard's: they are dealt in turn."""
+        return window % self.count == self.number - 1
+
+    def path(self, output: Path) -> Path:
+        """The shard's own file: `answers.2-of-4.jsonl` of `answers.jsonl`."""
+        return output.with_name(f"{output.stem}.{self.number}-of-{self.count}{output.suffix}")
+
+
+REMEDY = "choose another --output, or --overwrite to start again"
+
+
+def manifest_path(output: Path) -> Path:
+    """The JSON file beside the output that records the settings."""
+    # Not *.json: a folder of outputs can be read as training data.
+    return output.with_name(output.name + ".manifest")
+
+
+def lock_path(output: Path) -> Path:
+    """The file that the only writer of an output holds."""
+    return output.with_name(f".{output.name}.lock")
+
+
+def read_manifest(output: Path, remedy: str = REMEDY) -> dict[str, Any]:
+    """The manifest of an output.
+
+    Raises UserError, with what can be done, if there is none, or none that can be read.
+    """
+    manifest = manifest_path(output)
+    if not manifest.exists():
+        raise UserError(
+            f"{output} exists without {manifest.name}, so its settings are unknown: {remedy}"
+        )
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{manifest} is no valid JSON ({error.msg}): {remedy}") from error
+    if not isinstance(recorded, dict):
+        raise UserError(f"{manifest} is not the manifest of a distillation: {remedy}")
+    return recorded
+
+
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
+    """The first setting in which two manifests differ, with both values.
+
+    One that a manifest of an older version lacks had its default.
+    """
+    for item in fields(DistillSettings):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        values = one.get(item.name, default), other.get(item.name, default)
+        if values[0] != values[1]:
+            return item.name, *values
+    return None
+
+
+@dataclass
+class AnswerStatistics:
+    """Counts over the rows of a file."""
+
+    rows: int = 0
+    lengths: list[int] = field(default_factory=list)  # tokens of each answer, its end included
+    # Answers by their FinishReason; those of older versions, which do not give it, are not counted.
+    ended: Counter[str] = field(default_factory=Counter)
+    from_text: int = 0  # rows whose ids were made of a server's text
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count a row of a distilled file."""
+        self.rows += 1
+        self.lengths += [len(answer["answer"]) for answer in row.get(IDS_COLUMN, ())]
+        self.ended.update(row.get(REASONS_COLUMN, ()))
+        self.from_text += row.get(FROM_TEXT_COLUMN, False)
+
+    def include(self, others: "AnswerStatistics") -> None:
+        """Count the rows of another file too."""
+        self.rows += others.rows
+        self.lengths += others.lengths
+        self.ended.update(others.ended)
+        self.from_text += others.from_text
+
+
+@dataclass
+class Written:
+    """The rows of complete batches, counted."""
+
+    questions: dict[str, str | None] = field(default_factory=dict)  # `question_of` by id
+    batches: dict[int, tuple[int, int]] = field(default_factory=dict)  # where each is, in bytes
+    dropped: dict[str, str] = field(default_factory=dict)  # ids without a row: cut answers
+    statistics: AnswerStatistics = field(default_factory=AnswerStatistics)
+    end: int = 0  # of the last complete batch, in bytes
+
+    def add(self, number: int, rows: Sequence[Mapping[str, Any]], end: int) -> None:
+        """Count a batch that lies between the end of the one before and `end`."""
+        self.batches[number] = (self.end, end)
+        self.end = end
+        for row in rows:
+            self.questions[row["id"]] = row.get("question")  # None: of an older version
+            self.statistics.add(row)
+
+
+def read_written(path: Path, manifest: Mapping[str, Any]) -> Written:
+    """What the file holds; nothing where there is no file.
+
+    A batch that lacks rows counts as complete if others follow it: a user has taken the rows out.
+    Raises UserError for that in a shard, and for what is no row, with its line.
+    """
+    written = Written()
+    batch: list[dict[str, Any]] = []
+    number = before = 0  # of the batch; of the rows read, in bytes
+    for row, after in _rows(path):
+        if batch and row.get("batch", 0) != number:
+            _refuse_hole(path, manifest, number)
+            written.add(number, batch, before)
+            batch = []
+        number = row.get("batch", 0)
+        batch.append(row)
+        if len(batch) >= row.get("batch_rows", 1):
+            written.add(number, batch, after)
+            batch = []
+        before = after
+    _read_dropped(written, manifest)
+    return written
+
+
+def _refuse_hole(path: Path, manifest: Mapping[str, Any], number: int) -> None:
+    """Raise UserError for a shard that has lost rows: what is answered again is another batch."""
+    if manifest.get("shard") is not None:
+        raise UserError(
+            f"{path} has lost rows of its batch {number}, so it cannot be joined with the other "
+            "shards: distil this shard again with --overwrite"
+        )
+
+
+def _read_dropped(written: Written, manifest: Mapping[str, Any]) -> None:
+    """Add what was dropped of complete batches, also of those of which no row is left."""
+    for number, dropped in manifest.get("dropped", {}).items():
+        if int(number) in written.batches or not dropped["rows"]:
+            written.batches.setdefault(int(number), (written.end, written.end))
+            written.dropped |= dropped["questions"]
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rows that end with a line break, each with its end in bytes."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            try:
+                row = json.loads(line)
+                row["id"], row["messages"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{path}, line {number}: not a row of a distillation ({error}); "
+                    "use --overwrite to start again"
+                ) from error
+            yield row, end
+
+
+logger = logging.getLogger(__name__)
+
+
+class DistilledFile:
+    """The output of one distillation, or of one shard, which one process at a time may write."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: DistillSettings,
+        overwrite: bool = False,
+        shard: Shard | None = None,
+    ):
+        """Nothing is read before `check` or the `with` block, nothing written before `start`."""
+        self.path, self.settings, self.overwrite, self.shard = path, settings, overwrite, shard
+        self.manifest: dict[str, Any] = {}
+        self.written = Written()  # see `resume`
+        self._open = ExitStack()
+
+    def check(self) -> None:
+        """Raise UserError if the file belongs to a run with other settings or to no run."""
+        if self.overwrite or not self._begun():
+            return
+        recorded = read_manifest(self.path)
+        if difference := first_difference(recorded, asdict(self.settings)):
+            key, before, now = difference
+            raise UserError(
+                f"{self.path} was begun with {key} {before!r}, now {now!r}: give the same "
+                "settings, another --output, or --overwrite to start again"
+            )
+        shard = None if self.shard is None else str(self.shard)
+        if recorded.get("shard") != shard:
+            raise UserError(
+                f"{self.path} was begun as shard {recorded.get('shard')}, now {shard}: {REMEDY}"
+            )
+        self.manifest = recorded
+
+    def agree(self, name: str, value: object, what: str) -> None:
+        """Raise UserError, with `what` in words, if the file was begun with another value.
+
+        A new file records it.
+        """
+        if self.manifest.setdefault(name, value) != value:
+            raise UserError(f"{what} are no longer those that {self.path} was begun with: {REMEDY}")
+        self._save_manifest()
+
+    def _save_manifest(self) -> None:
+        text = json.dumps(self.manifest, indent=2, ensure_ascii=False)
+        write_text(manifest_path(self.path), text + "\n")
+
+    def __enter__(self) -> "DistilledFile":
+        """Lock the file; raises UserError when another process has it, and as `check`."""
+        with ExitStack() as opened:
+            opened.enter_context(only_writer(lock_path(self.path), self.path))
+            self.check()
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the file."""
+        self._open.close()
+
+    def _begun(self) -> bool:
+        if not self.path.exists():
+            return False
+        return self.path.stat().st_size > 0 or manifest_path(self.path).exists()
+
+    def start(self) -> None:
+        """Begin a file that is new or to be overwritten; nothing is lost before."""
+        if self._begun() and not self.overwrite:
+            return
+        self.path.unlink(missing_ok=True)
+        self.manifest = asdict(self.settings)
+        if self.shard is not None:
+            self.manifest["shard"] = str(self.shard)
+        self._save_manifest()
+        if self.shard is not None:
+            self.path.touch()  # a shard without a row is not one that is missing
+
+    def resume(self) -> None:
+        """Note what the file holds; a batch that is not complete is cut off.
+
+        Raises UserError as `read_written`.
+        """
+        self.written = written = read_written(self.path, self.manifest)
+        if self._begun() and written.end < self.path.stat().st_size:
+            logger.info("%s: dropped the rows of a batch that is not complete", self.path)
+            with self.path.open("r+b") as file:
+                file.truncate(written.end)
+        recorded = self.manifest.get("dropped", {})
+        if incomplete := [number for number in recorded if int(number) not in written.batches]:
+            for number in incomplete:
+                del recorded[number]
+            self._save_manifest()
+
+    def append(
+        self, number: int, rows: Sequence[dict[str, Any]], dropped: Mapping[str, str]
+    ) -> None:
+        """Write the rows of batch `number`; they are on disk, or in the system's hands, afterwards.
+
+        `dropped` are the questions, by id, whose answers are not written.
+        """
+        if dropped:  # before the rows: with them the batch is complete
+            batches = self.manifest.setdefault("dropped", {})
+            batches[str(number)] = {"rows": len(rows), "questions": dict(dropped)}
+            self._save_manifest()
+        mark = {"batch": number, "batch_rows": len(rows)}
+        lines = [json.dumps({**row, **mark}, ensure_ascii=False) + "\n" for row in rows]
+        content = "".join(lines).encode()
+        with self.path.open("ab") as file:
+            file.write(content)
+        self.written.add(number, rows, self.written.end + len(content))
+        self.written.dropped |= dropped
