@@ -4,7 +4,6 @@
 from drafthead.heads.formats import (  # noqa: F401  (they register themselves)
     dflash,
     drafthead,
-    dspark,
     eagle,
     eagle3,
     hydra,

@@ -23,7 +23,8 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 
-WEIGHTS = "model.safetensors"  # the file name of most formats
+Tensors = dict[str, torch.Tensor]  # by name
+WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"  # the file names of most formats
 # A key of ours, which other readers ignore: tokens drafted after the root.
 DEPTH = "drafthead_depth"
 
@@ -71,6 +72,62 @@ class Foreign:
 
 
 @dataclass(frozen=True)
+class Export:
+    """A head that is to be written, and its target as far as it is known."""
+
+    head: DraftHead
+    facts: TargetFacts
+    target: Target | None  # if the user named one; some readers expect copies of its weights
+
+    @property
+    def config(self) -> Any:
+        """The head's configuration, of its family's class."""
+        return self.head.config
+
+    @property
+    def tensors(self) -> Tensors:
+        """The head's tensors [...] under our names, in their own types."""
+        return dict(self.head.state_dict())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating type of the head's weights."""
+        return next(self.head.parameters()).dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The floating type as configurations spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def copied(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy of a target's weight [V, D], in the head's type if that loses nothing."""
+        weight = weight.detach().cpu()
+        rounded = weight.to(self.dtype)
+        return rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of an exported head."""
+
+    tensors: Tensors
+    config: dict[str, Any]
+    weights: str = WEIGHTS  # the name of the file of tensors, a pickle unless in safetensors
+
+    def save(self, folder: Path) -> None:
+        """Write tensors and configuration into a folder."""
+        file = folder / self.weights
+        stored = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        if file.suffix == ".safetensors":
+            save_file(stored, file, metadata={"format": "pt"})
+            let_others_read(file)
+        else:
+            torch.save(stored, file)
+        text = json.dumps(self.config, indent=2) + "\n"
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
 class Probe:
     """Inputs on which a reader's arithmetic is compared with ours.
 
@@ -82,6 +139,17 @@ class Probe:
     tokens: torch.Tensor  # [1, T], the token after each position; the last is the root
     features: Features  # [1, T, D]
     chain: torch.Tensor  # [K], drafted after the root
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The target's last hidden states [T, D] in float32."""
+        assert self.features.last is not None
+        return self.features.last[0].float()
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The token [K] before each token of the chain: the root, then the chain."""
+        return torch.cat([self.tokens[0, -1:], self.chain[:-1]])
 
 
 class Format(ABC):
@@ -107,22 +175,41 @@ class WritableFormat(Format):
     """A format that heads can be exported to."""
 
     @abstractmethod
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
-        """Write the head's files into an empty folder, tensors in the head's own types.
-
-        `target` is there if the user named one; some readers expect copies of its weights. Raises
-        UserError naming what the format cannot express.
-        """
+    def written(self, export: Export) -> Written:
+        """The files that hold a head; raises UserError naming what the format cannot express."""
 
     @abstractmethod
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
-        """The reader's logits [K, V] for a probe, from the files only and in plain torch.
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
+        """The reader's logits [K, V] for a probe, in plain torch.
 
-        Row k predicts token k of the chain from what comes before it. Tokens that the reader cannot
-        draft have -inf.
+        `config` and `tensors` are those of the files, floating types as float32. Row k predicts
+        token k of the chain from what comes before it. Tokens that the reader cannot draft have
+        -inf.
         """
+
+    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+        """The reader's logits [K, V] for a probe, from files that were just written."""
+        checkpoint = next(checkpoints_at(folder))
+        # Of our own files nothing is doubted: tied tensors count as often as they are named.
+        stored = {name: checkpoint.file.load(name) for name in checkpoint.tensors}
+        tensors = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
+        return self.replayed(checkpoint.config, tensors, probe)
+
+    def cannot_express(self, what: str) -> UserError:
+        """The error for a head that the format's readers would not compute as ours."""
+        return UserError(f"{self.name} cannot express {what}")
+
+    def refuse_options(self, config: Any, known: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise UserError for the first option of a head whose value is not among those known."""
+        for option, values in known.items():
+            if (value := getattr(config, option)) not in values:
+                raise self.cannot_express(f"head.{option} {value!r}")
+
+    def needed_target(self, export: Export, what: str) -> Target:
+        """The target, of which the files hold `what`; raises UserError when it is missing."""
+        if export.target is None:
+            raise UserError(f"{self.name} holds {what}: name the head's target with --target")
+        return export.target
 
 
 FORMATS: dict[str, Format] = {}
@@ -156,41 +243,3 @@ def refuse_others(checkpoint: Checkpoint, used: Iterable[str], prefix: str = "")
             f"{checkpoint.weights} holds {len(others)} tensors that are not understood, the first "
             f"is {others[0]}"
         )
-
-
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write `model.safetensors` with tensors of any shape [...]."""
-    stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    let_others_read(folder / WEIGHTS)
-
-
-def write_config(folder: Path, content: dict[str, Any]) -> None:
-    """Write `config.json`."""
-    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors [...] of a folder that was just written, for a replay."""
-    checkpoint = next(checkpoints_at(folder))
-    # Of our own files nothing is doubted: tied tensors count as often as they are named.
-    return {name: checkpoint.file.load(name) for name in checkpoint.tensors}
-
-
-def dtype_name(head: DraftHead) -> str:
-    """The floating type of a head's weights as configurations spell it."""
-    return str(next(head.parameters()).dtype).removeprefix("torch.")
-
-
-def wanted(target: Target | None, name: str, what: str) -> Target:
-    """The target, which the format called `name` needs; raises UserError when it is missing."""
-    if target is None:
-        raise UserError(f"{name} holds {what}: name the head's target with --target")
-    return target
-
-
-def copied(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy to write of a target's weight [V, D], in `dtype` if that loses nothing."""
-    weight = weight.detach().cpu()
-    rounded = weight.to(dtype)
-    return (rounded if torch.equal(rounded.to(weight.dtype), weight) else weight).contiguous()

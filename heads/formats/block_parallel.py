@@ -13,7 +13,14 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel.head import ParallelConfig
-from drafthead.heads.formats.base import Foreign, Probe, TargetFacts, base_name
+from drafthead.heads.formats.base import (
+    Foreign,
+    Probe,
+    TargetFacts,
+    Tensors,
+    WritableFormat,
+    base_name,
+)
 from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (
     Count,
@@ -34,7 +41,6 @@ from drafthead.heads.formats.layers import (
     SLIDING,
     LayerKeys,
     PlainLayers,
-    Tensors,
     draft_vocabulary,
     kinds_of_layers,
     layer_options,
@@ -291,16 +297,14 @@ def correction_of(checkpoint: Checkpoint, keys: BlockKeys, hidden_size: int) -> 
 # Writing
 
 
-def refuse_unlike(name: str, config: ParallelConfig, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unlike(
+    known: WritableFormat, config: ParallelConfig, wanted: Mapping[str, tuple[Any, ...]]
+) -> None:
     """Raise UserError for the first option that the formats lack or that is not in `wanted`."""
-    always = {"tap_norm": (False,), "root_feature": (False,)}
-    for option, values in {**always, **wanted}.items():
-        if (value := getattr(config, option)) not in values:
-            raise UserError(f"{name} cannot express head.{option} {value!r}")
+    known.refuse_options(config, {"tap_norm": (False,), "root_feature": (False,), **wanted})
     if config.mask_token is None:
-        raise UserError(
-            f"{name} cannot express head.mask_token null, a learned mask: its reader uses the "
-            "embedding of a token"
+        raise known.cannot_express(
+            "head.mask_token null, a learned mask: its reader uses the embedding of a token"
         )
 
 
@@ -361,19 +365,17 @@ class Seen:
 def replayed(
     layer_config: dict[str, Any],
     config: dict[str, Any],
-    stored: Tensors,
+    tensors: Tensors,
     probe: Probe,
-    mask_token: int,
     root_predicts: bool,
     seen: Seen,
 ) -> torch.Tensor:
-    """The readers' logits [K, V], computed from stored tensors under their names."""
-    tensors = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
+    """The readers' logits [K, V], computed from tensors under their names."""
     layers = PlainLayers(layer_config, tensors)
     features = torch.cat([tap[0] for tap in probe.features.taps], dim=-1)  # [T, taps x D]
     context = layers.norm("hidden_norm", layers.linear("fc", features))
     size, length = config["block_size"], len(context)
-    ids = torch.full((size,), mask_token)
+    ids = torch.full((size,), config["mask_token_id"])
     ids[0] = probe.tokens[0, -1]
     hidden, slots = probe.target.embed(ids), torch.arange(length, length + size)
     places = torch.arange(length + size)
@@ -387,8 +389,7 @@ def replayed(
     hidden = layers.norm("norm", hidden)[0 if root_predicts else 1 :]
     head = tensors.get("lm_head.weight")
     logits = probe.target.project(hidden) if head is None else hidden @ head.T
-    before = torch.cat([probe.tokens[0, -1:], probe.chain[:-1]])
-    logits = logits + markov_bias(layers, config, before, hidden)
+    logits = logits + markov_bias(layers, config, probe.before, hidden)
     return spread_over(logits, tensors, probe.target.vocab_size)
 
 

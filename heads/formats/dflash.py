@@ -1,43 +1,47 @@
-"""DFlash as z-lab stores it, and as transformers' own generation reads it.
+"""DFlash and DSpark as their authors store them, and DFlash as transformers' generation reads it.
+
+DSpark is DFlash with a correction by the token before, and a confidence. Its files hold copies of
+the target's embeddings and output head, and every slot of a block drafts, including the root's.
 
 **Layer ids** name the OUTPUT of a layer, as ours do, but are read as transformers'
 `hidden_states[id + 1]`, so the id of the last layer, L - 1, means the state after the final norm.
-Our number of that state is L.
+Our number of that state is L. DSpark has -1 for the embeddings.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.formats.base import (
+    Export,
     Foreign,
     Probe,
     TargetFacts,
+    Tensors,
     WritableFormat,
-    all_tensors,
+    Written,
     register_format,
-    write_config,
-    write_tensors,
 )
 from drafthead.heads.formats.block_parallel import (
+    NESTED,
+    PREFIX,
     IdKeys,
     Seen,
     block_keys,
+    correction_keys,
     read_block,
     refuse_unlike,
     replayed,
     their_tensors,
     window_keys,
 )
-from drafthead.heads.formats.files import Checkpoint, read_json
+from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import Keys, TargetLayers
 from drafthead.heads.formats.layers import SLIDING, layer_keys, num_layers_of, with_output_bias
-from drafthead.heads.target.target import Target
 
 
 def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
@@ -54,29 +58,6 @@ def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
 def our_taps(ids: list[int], num_target_layers: int) -> tuple[int, ...]:
     """Our layers for ids that are read as `hidden_states[id + 1]`: for 4 layers 0 3 are 0 4."""
     return tuple(num_target_layers if i == num_target_layers - 1 else i for i in ids)
-
-
-def their_ids(name: str, taps: tuple[int, ...], num_target_layers: int, lowest: int) -> list[int]:
-    """The ids for our layers; raises UserError for a layer without id."""
-    last = num_target_layers - 1
-    for tap in taps:
-        if tap == last or tap < lowest:
-            raise UserError(
-                f"{name} cannot express head.taps {list(taps)}: "
-                + (
-                    f"for layer {tap}, the last one, its reader uses the state after the final norm"
-                    if tap == last
-                    else f"its reader cannot tap layer {tap}"
-                )
-            )
-    return [last if tap == num_target_layers else tap for tap in taps]
-
-
-def num_layers_known(name: str, facts: TargetFacts) -> int:
-    """The target's number of layers; raises UserError when it is not known."""
-    if facts.num_layers is None:
-        raise UserError(f"{name} needs to know how many layers the target has: name the target")
-    return facts.num_layers
 
 
 class OtherCount(Keys):
@@ -103,17 +84,7 @@ def num_layers_of_target(checkpoint: Checkpoint, keys: IdKeys, target: TargetFac
     return found
 
 
-def described(config: ParallelConfig, num_target_layers: int) -> dict[str, Any]:
-    """The configuration keys that all forms of DFlash and DSpark share."""
-    return {
-        "model_type": "qwen3",
-        **layer_keys(config, config.num_layers, config.vocab_size),
-        **window_keys(config.num_layers, config.window),
-        "block_size": config.block_size,
-        "num_target_layers": num_target_layers,
-    }
-
-
+# Values of options that readers know.
 BIDIRECTIONAL = {"causal": (False,), "window": (0,)}
 PLAIN = {
     "root_predicts": (False,),
@@ -123,86 +94,123 @@ PLAIN = {
 }
 
 
+class BlockFiles(WritableFormat):
+    """The common part of files whose ids are read as `hidden_states[id + 1]`."""
+
+    families = ("parallel",)
+    parts: ClassVar[frozenset[str]]  # tensors that only such files have together
+    lacks: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # tensors that another format's files have beside them
+    options: ClassVar[Mapping[str, tuple[Any, ...]]]  # values that the reader knows
+    root_predicts = False  # whether the root's slot drafts, where a file does not say
+    lowest_id = 0
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """A block transformer with certain parts, not of `speculators`."""
+        names = set(checkpoint.tensors)
+        is_other = self.lacks & names or "speculators_model_type" in checkpoint.config
+        return self.parts <= names and not is_other
+
+    def missing_ids(self, num_target_layers: int, num_layers: int) -> list[int]:
+        """The ids that a file without any means: none, which is refused."""
+        return []
+
+    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
+        """The head; the number of target layers decides which id is the last layer.
+
+        DSpark of Model-Optimizer and SpecForge has DFlash's form, too, but `projector_type` names
+        it, and its root's slot drafts.
+        """
+        keys = block_keys(checkpoint, IdKeys)
+        num_layers, ids = num_layers_of_target(checkpoint, keys, target), keys.target_layer_ids
+        if ids is None:
+            ids = self.missing_ids(num_layers, num_layers_of(checkpoint.tensors))
+        root_predicts = self.root_predicts or keys.projector_type == "dspark"
+        taps = our_taps(ids, num_layers)
+        found = read_block(checkpoint, keys, taps, root_predicts, vocab_size=target.vocab_size)
+        shown = f"{', '.join(map(str, ids))} (hidden_states[id + 1]: output of layer, the last one "
+        return replace(
+            found,
+            target=replace(found.target, num_layers=num_layers),
+            taps=shown + "after the final norm)",
+        )
+
+    def written(self, export: Export) -> Written:
+        """The head under the format's names; raises UserError naming an option that it lacks."""
+        config, num_layers = export.config, export.facts.num_layers
+        refuse_unlike(self, config, self.options)
+        if num_layers is None:
+            raise UserError(
+                f"{self.name} needs to know how many layers the target has: name the target"
+            )
+        named = {
+            "mask_token_id": config.mask_token,
+            "target_layer_ids": self.their_ids(config.taps, num_layers),
+        }
+        described = {
+            "model_type": "qwen3",
+            **layer_keys(config, config.num_layers, config.vocab_size),
+            **window_keys(config.num_layers, config.window),
+            "block_size": config.block_size,
+            "num_target_layers": num_layers,
+            **self.own_keys(config, named),
+            "base_model_name_or_path": export.facts.name,
+        }
+        return Written(with_output_bias(their_tensors(export.tensors)), described)
+
+    def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
+        """The format's keys of the configuration; `named` are the mask token and the layer ids."""
+        raise NotImplementedError
+
+    def their_ids(self, taps: tuple[int, ...], num_target_layers: int) -> list[int]:
+        """The ids for our layers; raises UserError for a layer without id."""
+        last, refused = num_target_layers - 1, f"head.taps {list(taps)}: "
+        for tap in taps:
+            if tap == last:
+                raise self.cannot_express(
+                    f"{refused}for layer {tap}, the last one, its reader uses the state after the "
+                    "final norm"
+                )
+            if tap < self.lowest_id:
+                raise self.cannot_express(f"{refused}its reader cannot tap layer {tap}")
+        return [last if tap == num_target_layers else tap for tap in taps]
+
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
+        """Logits [K, V] of one pass over the block, each slot corrected by the token before it.
+
+        The first slot predicts nothing where the root's slot is not used.
+        """
+        return replayed(config, config, tensors, probe, self.root_predicts, Seen())
+
+
 @register_format
-class DFlash(WritableFormat):
+class DFlash(BlockFiles):
     """z-lab's files: no embeddings and no output head, ids under `dflash_config`."""
 
     name = "dflash"
-    families = ("parallel",)
     readers = "z-lab/dflash, SGLang, vLLM"
+    parts = frozenset({"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"})
+    lacks = frozenset({"lm_head.weight"})
+    options = PLAIN
 
-    def recognises(self, checkpoint: Checkpoint) -> bool:
-        """A block transformer without a copy of the target's output head."""
-        names = checkpoint.tensors
-        parts = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
-        return (
-            parts <= set(names)
-            and "lm_head.weight" not in names
-            and "speculators_model_type" not in checkpoint.config
-        )
+    def missing_ids(self, num_target_layers: int, num_layers: int) -> list[int]:
+        """The ids that z-lab's code computes."""
+        return default_ids(num_target_layers, num_layers)
 
-    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head; without ids, the taps are `default_ids`.
-
-        DSpark of Model-Optimizer and SpecForge has this form, too, and drafts from the root's slot.
-        """
-        keys = block_keys(checkpoint, IdKeys)
-        num_layers = num_layers_of_target(checkpoint, keys, target)
-        ids = keys.target_layer_ids
-        if ids is None:
-            ids = default_ids(num_layers, num_layers_of(checkpoint.tensors))
-        return block_with_ids(
-            checkpoint, keys, ids, num_layers, keys.projector_type == "dspark", target.vocab_size
-        )
-
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
-        """Write the head; raises UserError naming an option that DFlash lacks."""
-        config, num_layers = head.config, num_layers_known(self.name, facts)
-        refuse_unlike(self.name, config, PLAIN)
-        ids = their_ids(self.name, config.taps, num_layers, lowest=0)
-        tensors = with_output_bias(their_tensors(head.state_dict()))
-        write_tensors(folder, tensors)
-        named = {
-            "mask_token_id": config.mask_token,
-            "target_layer_ids": ids,
-            "causal": config.causal,  # which vLLM reads
-        }
-        content = {
+    def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
+        """z-lab's keys."""
+        return {
             "architectures": ["DFlashDraftModel"],
-            **described(config, num_layers),
             "is_causal": config.causal,  # which SGLang reads
-            "dflash_config": named,
+            "dflash_config": {**named, "causal": config.causal},  # which vLLM reads
         }
-        write_config(folder, {**content, "base_model_name_or_path": facts.name})
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V] of one pass over the block, whose first slot predicts nothing."""
-        config = read_json(folder / "config.json")
-        mask = config["dflash_config"]["mask_token_id"]
         slides = config["layer_types"][0] == SLIDING
         seen = Seen(config["is_causal"], config["sliding_window"] if slides else 0)
-        return replayed(config, config, all_tensors(folder), probe, mask, False, seen)
-
-
-def block_with_ids(
-    checkpoint: Checkpoint,
-    keys: IdKeys,
-    ids: list[int],
-    num_layers: int,
-    root_predicts: bool,
-    vocab_size: int | None,
-) -> Foreign:
-    """A head that taps `hidden_states[id + 1]` of a target with `num_layers` layers."""
-    taps = our_taps(ids, num_layers)
-    found = read_block(checkpoint, keys, taps, root_predicts, vocab_size=vocab_size)
-    return replace(
-        found,
-        target=replace(found.target, num_layers=num_layers),
-        taps=f"{', '.join(map(str, ids))} (hidden_states[id + 1]: output of layer, the last one "
-        "after the final norm)",
-    )
+        return replayed(config, {**config, **config[NESTED]}, tensors, probe, False, seen)
 
 
 # The names in transformers of the modules between the target's features and the layers.
@@ -210,60 +218,70 @@ ENCODER = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 
 
 @register_format
-class DFlashTransformers(WritableFormat):
+class DFlashTransformers(BlockFiles):
     """The one DFlash drafter that transformers 5.23 can load, with its names and keys.
 
     `AutoModel.from_pretrained` returns an assistant for
-    `model.generate(speculation_type="dflash")`.
+    `model.generate(speculation_type="dflash")`. The projection of the features is called an
+    encoder.
     """
 
     name = "dflash-transformers"
-    families = ("parallel",)
     readers = "transformers"
-
-    def recognises(self, checkpoint: Checkpoint) -> bool:
-        """The projection of the features is called an encoder."""
-        return {"encoder.fc.weight", "encoder.output_norm_enc.weight"} <= set(checkpoint.tensors)
+    parts = frozenset(f"{theirs}weight" for theirs in ENCODER.values())
+    options: ClassVar = {**PLAIN, **BIDIRECTIONAL, "attention_bias": (False,)}
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head; the number of target layers decides which id is the last layer."""
-        keys = block_keys(checkpoint, IdKeys)
-        num_layers = num_layers_of_target(checkpoint, keys, target)
-        ids = keys.target_layer_ids or []
-        found = block_with_ids(checkpoint, keys, ids, num_layers, False, target.vocab_size)
-        tensors = {f"transformer.{b}": f"transformer.{a}" for a, b in ENCODER.items()}
-        return replace(
-            found,
-            tensors={
-                next((n.replace(o, new) for o, new in tensors.items() if n.startswith(o)), n): t
-                for n, t in found.tensors.items()
-            },
-        )
-
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
-        """Write the head; raises UserError naming an option that the reader lacks."""
-        config, num_layers = head.config, num_layers_known(self.name, facts)
-        refuse_unlike(self.name, config, {**PLAIN, **BIDIRECTIONAL, "attention_bias": (False,)})
-        ids = their_ids(self.name, config.taps, num_layers, lowest=0)
-        tensors = their_tensors(head.state_dict())
+        """The head, its encoder under our names."""
+        found = super().read(checkpoint, target)
+        tensors = dict(found.tensors)
         for ours, theirs in ENCODER.items():
-            tensors[theirs + "weight"] = tensors.pop(ours + "weight")
-        write_tensors(folder, tensors)
-        content = {
-            **described(config, num_layers),
+            tensors[f"{PREFIX}{ours}weight"] = tensors.pop(f"{PREFIX}{theirs}weight")
+        return replace(found, tensors=tensors)
+
+    def written(self, export: Export) -> Written:
+        """The head, its encoder under transformers' names."""
+        found = super().written(export)
+        for ours, theirs in ENCODER.items():
+            found.tensors[theirs + "weight"] = found.tensors.pop(ours + "weight")
+        return found
+
+    def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
+        """transformers' keys."""
+        return {
             "architectures": ["MuseGlimmerAssistantModel"],
             "model_type": "muse_glimmer_assistant",
-            "mask_token_id": config.mask_token,
-            "target_layer_ids": ids,
+            **named,
             "sliding_window": config.max_position_embeddings,  # required, but no layer slides
         }
-        write_config(folder, {**content, "base_model_name_or_path": facts.name})
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V], computed as from z-lab's files, under other names."""
-        config, tensors = read_json(folder / "config.json"), all_tensors(folder)
         for ours, theirs in ENCODER.items():
             tensors[ours + "weight"] = tensors.pop(theirs + "weight")
-        return replayed(config, config, tensors, probe, config["mask_token_id"], False, Seen())
+        return super().replayed(config, tensors, probe)
+
+
+@register_format
+class DSpark(BlockFiles):
+    """DeepSpec's files: a block transformer with copies of the target's weights."""
+
+    name = "dspark"
+    readers = "deepseek-ai/DeepSpec"
+    parts = DFlash.parts | {"embed_tokens.weight", "lm_head.weight"}
+    options: ClassVar = {**BIDIRECTIONAL, "root_predicts": (True,), "draft_vocab_size": (0,)}
+    root_predicts = True
+    lowest_id = -1
+
+    def written(self, export: Export) -> Written:
+        """The head and copies of weights of the target, which is required."""
+        target = self.needed_target(export, "copies of the target's embeddings and output head")
+        found = super().written(export)
+        found.tensors["embed_tokens.weight"] = target.input_weight().to(export.dtype)
+        found.tensors["lm_head.weight"] = target.output_weight().detach().to(export.dtype)
+        return found
+
+    def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
+        """DeepSpec's keys."""
+        architectures = ["Qwen3DSparkModel"]
+        return {"architectures": architectures, **correction_keys(config), **named}

@@ -5,28 +5,25 @@ and no output head. The embedding in the file is a copy of the target's.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.recurrent.eagle import EagleConfig
 from drafthead.heads.formats.base import (
     DEPTH,
+    PICKLE,
+    Export,
     Foreign,
     Probe,
     TargetFacts,
+    Tensors,
     WritableFormat,
-    all_tensors,
-    copied,
-    dtype_name,
+    Written,
     register_format,
-    wanted,
-    write_config,
 )
-from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import WRITTEN, Keys, Parts, Place, Reasons, Vocabulary
 from drafthead.heads.formats.layers import (
     LayerKeys,
@@ -36,7 +33,6 @@ from drafthead.heads.formats.layers import (
     num_layers_of,
     refuse_windows,
 )
-from drafthead.heads.target.target import Target
 
 QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
 USUAL_DEPTH = 5  # tokens drafted after the root; the official default
@@ -93,30 +89,44 @@ class Eagle(WritableFormat):
             tensors,
             TargetFacts(None, config.hidden_size, vocab or None),
             needs_target="" if vocab else "how large the vocabulary is",
-            notes=()
-            if keys.drafthead_depth
-            else (f"the file does not state the draft's depth: {USUAL_DEPTH} is used",),
+            notes=(f"the file does not state the draft's depth: {USUAL_DEPTH} is used",)
+            * (keys.drafthead_depth is None),
             copies=copies,
         )
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
+    def written(self, export: Export) -> Written:
         """Weights with the head's embedding or a copy of the target's, and a configuration."""
-        refuse_inexpressible(head.config)
-        stored = {name: t.contiguous() for name, t in head.state_dict().items()}
+        config, stored = export.config, export.tensors
+        self.refuse_layers(config)
         if EMBEDDING not in stored:
-            owner = wanted(target, self.name, "a copy of the target's embedding")
-            stored[EMBEDDING] = copied(owner.input_weight(), stored["fc.weight"].dtype)
-        torch.save(stored, folder / "pytorch_model.bin")
-        write_config(folder, described(head))
+            target = self.needed_target(export, "a copy of the target's embedding")
+            stored[EMBEDDING] = export.copied(target.input_weight())
+        described = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **layer_keys(config, config.num_layers, config.vocab_size),
+            "bias": config.fc_bias,
+            "qkv_bias": config.attention_bias,
+            "use_cache": True,
+            DEPTH: config.depth,
+            "torch_dtype": export.dtype_name,
+        }
+        return Written(stored, described, PICKLE)
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def refuse_layers(self, config: EagleConfig) -> None:
+        """Raise UserError for options of layers that the official configuration lacks."""
+        if config.head_dim * config.num_attention_heads != config.hidden_size:
+            raise self.cannot_express(
+                f"head_dim {config.head_dim}: its reader divides the hidden size "
+                f"{config.hidden_size} by {config.num_attention_heads} heads"
+            )
+        kind = (config.rope_parameters or {}).get("rope_type", "default")
+        if kind != "default":
+            raise self.cannot_express(f"rotary positions of the type {kind!r}")
+
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V]: `fc` joins feature and next token's embedding, outputs are fed back."""
-        tensors = {name: tensor.float() for name, tensor in all_tensors(folder).items()}
-        layers = PlainLayers(read_json(folder / CONFIG_FILE), tensors)
-        assert probe.features.last is not None
-        states, rows = probe.features.last[0].float(), []
+        layers, states, rows = PlainLayers(config, tensors), probe.states, []
         following = torch.cat([probe.tokens[0], probe.chain])
         for _ in probe.chain:
             embeds = tensors[EMBEDDING][following[: len(states)]]
@@ -156,30 +166,3 @@ def config_of(checkpoint: Checkpoint, place: Place, keys: EagleKeys) -> EagleCon
         depth=keys.drafthead_depth or USUAL_DEPTH,
         fc_bias=has_bias,
     )
-
-
-def refuse_inexpressible(config: EagleConfig) -> None:
-    """Raise UserError for options that the official configuration lacks."""
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
-        raise UserError(
-            f"eagle cannot express head_dim {config.head_dim}: its reader divides the hidden size "
-            f"{config.hidden_size} by {config.num_attention_heads} heads"
-        )
-    kind = (config.rope_parameters or {}).get("rope_type", "default")
-    if kind != "default":
-        raise UserError(f"eagle cannot express rotary positions of the type {kind!r}")
-
-
-def described(head: DraftHead) -> dict[str, Any]:
-    """The configuration that readers expect."""
-    config = head.config
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **layer_keys(config, config.num_layers, config.vocab_size),
-        "bias": config.fc_bias,
-        "qkv_bias": config.attention_bias,
-        "use_cache": True,
-        DEPTH: config.depth,
-        "torch_dtype": dtype_name(head),
-    }

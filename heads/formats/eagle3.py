@@ -13,29 +13,27 @@ Of others we read ids as outputs if the first is 1, else as inputs, unless a key
 
 from collections.abc import Container
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Config
 from drafthead.heads.formats.base import (
     DEPTH,
+    Export,
     Foreign,
     Probe,
     TargetFacts,
+    Tensors,
     WritableFormat,
-    all_tensors,
+    Written,
     base_name,
     register_format,
-    write_config,
-    write_tensors,
 )
 from drafthead.heads.formats.dflash import our_taps
-from drafthead.heads.formats.files import Checkpoint, read_json
+from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (
     Keys,
     LayerIds,
@@ -51,7 +49,6 @@ from drafthead.heads.formats.layers import (
     FullLayerKeys,
     LayerKeys,
     PlainLayers,
-    Tensors,
     draft_vocabulary,
     layer_keys,
     layer_options,
@@ -340,21 +337,27 @@ class Eagle3Files(WritableFormat):
         facts = replace(found.target, name=name, num_layers=keys.num_target_layers)
         return replace(found, notes=(*found.notes, *notes), target=facts)
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V], with one pass of the layers over everything so far for each step."""
-        config, tensors = read_json(folder / "config.json"), all_tensors(folder)
         named = {usual_layer(name, self.first_layer): t for name, t in tensors.items()}
         return replayed(config, config, named, probe)
+
+    def refuse_taps(self, config: Eagle3Config, num_layers: int | None) -> None:
+        """Raise UserError for taps that are the input of no layer."""
+        if num_layers is not None and max(config.taps) >= num_layers - 1:
+            raise self.cannot_express(
+                f"head.taps {list(config.taps)}: it reads inputs of layers, and the output of the "
+                f"last layer, {num_layers - 1}, is the input of none"
+            )
 
 
 # Arithmetic
 
 
 def replayed(
-    layer_config: dict[str, Any], flags: dict[str, Any], stored: Tensors, probe: Probe
+    layer_config: dict[str, Any], flags: dict[str, Any], tensors: Tensors, probe: Probe
 ) -> torch.Tensor:
-    """EAGLE-3's logits [K, V], computed from stored tensors whose layers are called `layers`."""
-    tensors = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
+    """EAGLE-3's logits [K, V], computed from tensors whose layers are called `layers`."""
     layers = PlainLayers(layer_config, tensors)
     num_taps = len(probe.features.taps)
     states = mixed(layers, [tap[0] for tap in probe.features.taps])
@@ -410,37 +413,30 @@ def run(
 # Writing
 
 
-def refuse(name: str, config: Eagle3Config, wanted: dict[str, tuple[Any, ...]]) -> None:
-    """Raise UserError for the first option whose value is not in `wanted`."""
-    for option, values in wanted.items():
-        if (value := getattr(config, option)) not in values:
-            raise UserError(f"{name} cannot express head.{option} {value!r}")
-
-
-def refuse_taps(name: str, config: Eagle3Config, num_layers: int | None) -> None:
-    """Raise UserError for taps that are the input of no layer."""
-    if num_layers is not None and max(config.taps) >= num_layers - 1:
-        raise UserError(
-            f"{name} cannot express head.taps {list(config.taps)}: it reads inputs of layers, and "
-            f"the output of the last layer, {num_layers - 1}, is the input of none"
-        )
-
-
-def common_config(head: DraftHead, facts: TargetFacts) -> dict[str, Any]:
+def common_config(export: Export) -> dict[str, Any]:
     """The configuration for both readers, without the layer ids."""
-    config: Eagle3Config = head.config
-    keys = layer_keys(config, config.num_layers, config.vocab_size)
+    config: Eagle3Config = export.config
     other_width = config.target_hidden_size != config.hidden_size
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **keys,
+        **layer_keys(config, config.num_layers, config.vocab_size),
+        **norm_flags(config),
         "mlp_bias": False,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         **({"target_hidden_size": config.target_hidden_size} if other_width else {}),
-        **({"base_model_name_or_path": facts.name} if facts.name else {}),
+        **({"base_model_name_or_path": name} if (name := export.facts.name) else {}),
         DEPTH: config.depth,
     }
+
+
+# What SGLang's EAGLE-3 lacks: its code knows no such option.
+PLAIN = {
+    "norm_before_residual": (False,),
+    "qk_norm": (False,),
+    "attention_bias": (False,),
+    "mask_token": (None,),
+}
 
 
 @register_format
@@ -455,32 +451,34 @@ class Eagle3Sglang(Eagle3Files):
     readers = "SGLang; with one layer vLLM, llama.cpp, without norms SafeAILab/EAGLE"
     first_layer = MIDLAYER
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
-        """Write the head; raises UserError naming an option that SGLang lacks."""
-        config: Eagle3Config = head.config
-        plain = {
-            "norm_before_residual": (False,),
-            "qk_norm": (False,),
-            "attention_bias": (False,),
-            "mask_token": (None,),
-        }
-        refuse(self.name, config, plain)
+    def written(self, export: Export) -> Written:
+        """The head; raises UserError naming an option that SGLang lacks."""
+        config: Eagle3Config = export.config
+        self.refuse_options(config, PLAIN)
         if config.embeddings == "own" and config.hidden_size == config.target_hidden_size:
-            raise UserError(f"{self.name} cannot express head.embeddings 'own'")
-        refuse_taps(self.name, config, facts.num_layers)
-        refuse_taps_of_sglang(self.name, config, target)
-        write_tensors(folder, {for_sglang(name): t for name, t in head.state_dict().items()})
+            raise self.cannot_express("head.embeddings 'own'")
+        self.refuse_taps(config, export.facts.num_layers)
+        self.refuse_misread_taps(config, export.target)
         ids = {IDS: list(config.taps), "use_aux_hidden_state": True}
-        written = {
-            **common_config(head, facts),
-            **norm_flags(config),
+        described = {
+            **common_config(export),
             IDS: [layer + 1 for layer in config.taps],
             "eagle_config": ids,
             CONVENTION: OUTPUTS,
         }
-        write_config(folder, written)
+        return Written({for_sglang(n): t for n, t in export.tensors.items()}, described)
+
+    def refuse_misread_taps(self, config: Eagle3Config, target: Target | None) -> None:
+        """Raise UserError for taps that SGLang would not read as ours."""
+        taps = f"head.taps {list(config.taps)}"
+        if len(config.taps) == 1 and config.hidden_size == config.target_hidden_size:
+            raise self.cannot_express(f"{taps}: SGLang leaves fc out for one tap")
+        kind = "" if target is None else getattr(target.config, "model_type", "")
+        if kind in TAKEN_FOR_INPUTS and config.taps[0] != 1:
+            raise self.cannot_express(
+                f"{taps} on {kind}: of this target SGLang reads them as others unless the first is "
+                "1"
+            )
 
 
 def for_sglang(name: str) -> str:
@@ -490,20 +488,6 @@ def for_sglang(name: str) -> str:
     if name.startswith("layers."):
         return name.replace(".input_layernorm.", ".hidden_norm.")
     return name
-
-
-def refuse_taps_of_sglang(name: str, config: Eagle3Config, target: Target | None) -> None:
-    """Raise UserError for taps that SGLang would not read as ours."""
-    if len(config.taps) == 1 and config.hidden_size == config.target_hidden_size:
-        raise UserError(
-            f"{name} cannot express head.taps {list(config.taps)}: SGLang leaves fc out for one tap"
-        )
-    kind = "" if target is None else getattr(target.config, "model_type", "")
-    if kind in TAKEN_FOR_INPUTS and config.taps[0] != 1:
-        raise UserError(
-            f"{name} cannot express head.taps {list(config.taps)} on {kind}: of this target SGLang "
-            "reads them as others unless the first is 1"
-        )
 
 
 def norm_flags(config: Eagle3Config) -> dict[str, bool]:
@@ -528,22 +512,18 @@ class Eagle3Vllm(Eagle3Files):
         """vLLM uses them where there are any."""
         return EMBEDDINGS in checkpoint.tensors
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
-        """Write the head; raises UserError naming an option that vLLM lacks."""
-        config: Eagle3Config = head.config
-        refuse(self.name, config, {"mask_token": (None,)})
-        refuse_taps(self.name, config, facts.num_layers)
-        write_tensors(folder, with_output_bias(head.state_dict()))
+    def written(self, export: Export) -> Written:
+        """The head; raises UserError naming an option that vLLM lacks."""
+        config: Eagle3Config = export.config
+        self.refuse_options(config, {"mask_token": (None,)})
+        self.refuse_taps(config, export.facts.num_layers)
         ids = [layer + 1 for layer in config.taps]
         described = {
-            **common_config(head, facts),
+            **common_config(export),
             **(LIKE_QWEN3 if config.qk_norm else {}),
             "norm_before_residual": config.norm_before_residual,
-            **norm_flags(config),
             IDS: ids,
             "eagle_config": {IDS: ids, "use_aux_hidden_state": True},
             CONVENTION: INPUTS,
         }
-        write_config(folder, described)
+        return Written(with_output_bias(export.tensors), described)

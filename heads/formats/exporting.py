@@ -10,7 +10,7 @@ from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.formats.base import FORMATS, Probe, TargetFacts, WritableFormat
+from drafthead.heads.formats.base import FORMATS, Export, Probe, TargetFacts, WritableFormat
 from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.storage.files import fresh_folder
@@ -96,7 +96,7 @@ def export_head(
     """
     written = writable(name, head.family)
     with fresh_folder(folder) as temporary, torch.no_grad():
-        written.write(head, facts, target, temporary)
+        written.written(Export(head, facts, target)).save(temporary)
         stand_in = target or StandIn(facts)
         found, foreign = read_foreign(temporary, TargetFacts.of(stand_in))
         if found is not written:

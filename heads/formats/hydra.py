@@ -7,31 +7,28 @@ it is applied. Options of the prefix layer of Hydra++ that its tensors do not sh
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch.nn.functional import silu
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.sequential.hydra import HydraConfig
 from drafthead.heads.formats.base import (
+    Export,
     Foreign,
     Probe,
     TargetFacts,
+    Tensors,
     WritableFormat,
-    all_tensors,
+    Written,
     base_name,
-    copied,
     refuse_others,
     register_format,
-    wanted,
-    write_config,
 )
-from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import Count, Keys, only
-from drafthead.heads.formats.layers import PlainLayers, Tensors
+from drafthead.heads.formats.layers import PlainLayers
 from drafthead.heads.layers.decoder_layer import LayerConfig
 from drafthead.heads.target.target import Target
 
@@ -144,57 +141,60 @@ class Hydra(WritableFormat):
             copies={"embedding": checkpoint.load(EMBEDDING)} if has_embedding else {},
         )
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
+    def written(self, export: Export) -> Written:
         """Every tensor that the official code writes, with the target's embedding."""
-        config, tensors = head.config, head.state_dict()
-        owner = wanted(target, self.name, "a copy of the target's embedding")
-        refuse_inexpressible(config, owner)
-        embedding = copied(owner.input_weight(), next(head.parameters()).dtype)
-        stored = {theirs: tensors[name].contiguous() for name, theirs in renamed(config).items()}
+        config, tensors = export.config, export.tensors
+        target = self.needed_target(export, "a copy of the target's embedding")
+        self.refuse_other_layer(config, target)
+        embedding = export.copied(target.input_weight())
+        stored = {theirs: tensors[name] for name, theirs in renamed(config).items()}
         stored |= {name: stored[other] for name, other in repeated(config).items()}
         stored[EMBEDDING] = embedding
         if config.prefix_layer:
             stored[UNUSED[0]] = embedding
             stored[UNUSED[1]] = inverse_frequencies(config)
-        torch.save(stored, folder / "hydra_lm_head.pt")
         described = {
-            "base_model_name_or_path": facts.name,
+            "base_model_name_or_path": export.facts.name,
             "hydra_num_heads": config.num_heads,
             "hydra_num_layers": config.num_blocks,
             "hydra_head_arch": "prefix-mlp" if config.prefix_layer else "mlp",
             "grounded_heads": config.grounded,
             "hidden_state_offset": 0,
         }
-        write_config(folder, described)
+        return Written(stored, described, "hydra_lm_head.pt")
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def refuse_other_layer(self, config: HydraConfig, target: Target) -> None:
+        """Raise UserError for a prefix layer of another shape than the target's layers."""
+        theirs = HydraConfig(hidden_size=config.hidden_size).like(target)
+        for name in [field.name for field in fields(LayerConfig)] if config.prefix_layer else ():
+            if getattr(config, name) != getattr(theirs, name):
+                raise self.cannot_express(
+                    f"{name} {getattr(config, name)} of the prefix layer: its reader takes the "
+                    f"target's {getattr(theirs, name)}"
+                )
+
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V]: the prefix layer over all positions, then heads that read the path."""
-        tensors: Tensors = {name: t.float() for name, t in all_tensors(folder).items()}
-        about = read_json(folder / CONFIG_FILE)
-        config = HydraConfig(
-            num_heads=about["hydra_num_heads"],
-            num_blocks=about["hydra_num_layers"],
-            prefix_layer=about["hydra_head_arch"] == "prefix-mlp",
-            grounded=about["grounded_heads"],
+        shape = HydraConfig(
+            num_blocks=config["hydra_num_layers"],
+            prefix_layer=config["hydra_head_arch"] == "prefix-mlp",
+            grounded=config["grounded_heads"],
         )
-        assert probe.features.last is not None
-        hidden = probe.features.last[0].float()
-        if config.prefix_layer:
+        hidden = probe.states
+        if shape.prefix_layer:
             hidden = prefix_pass(hidden, tensors, probe.target)
         modules = PlainLayers({"rms_norm_eps": None, "head_dim": None}, tensors)
         path, rows = [hidden[-1]], []
-        for head, token in enumerate([probe.tokens[0, -1], *probe.chain[:-1]]):
+        for head, token in enumerate(probe.before):
             path.append(tensors[EMBEDDING][token])
-            given = torch.cat(path) if config.grounded else hidden[-1]
-            name = block_name(config, head, 0)
-            straight = modules.linear(f"{name}.res_connection", given) if config.grounded else given
+            given = torch.cat(path) if shape.grounded else hidden[-1]
+            name = block_name(shape, head, 0)
+            straight = modules.linear(f"{name}.res_connection", given) if shape.grounded else given
             state = straight + silu(modules.linear(f"{name}.linear", given))
-            for block in range(1, config.num_blocks):
-                name = block_name(config, head, block)
+            for block in range(1, shape.num_blocks):
+                name = block_name(shape, head, block)
                 state = state + silu(modules.linear(f"{name}.linear", state))
-            rows.append(modules.linear(output_name(config, head), state))
+            rows.append(modules.linear(output_name(shape, head), state))
         return torch.stack(rows)
 
 
@@ -224,19 +224,6 @@ def count(names: Iterable[str], pattern: str) -> int:
     """How many numbers match the group of the pattern."""
     # At least 1: if there is none, the error names the missing tensor of the first.
     return len({m[1] for name in names if (m := re.fullmatch(pattern, name))}) or 1
-
-
-def refuse_inexpressible(config: HydraConfig, target: Target) -> None:
-    """Raise UserError for a prefix layer of another shape than the target's layers."""
-    if not config.prefix_layer:
-        return
-    theirs = HydraConfig(hidden_size=config.hidden_size).like(target)
-    for field in fields(LayerConfig):
-        if getattr(config, field.name) != getattr(theirs, field.name):
-            raise UserError(
-                f"hydra cannot express {field.name} {getattr(config, field.name)} of the prefix "
-                f"layer: its reader takes the target's {getattr(theirs, field.name)}"
-            )
 
 
 def inverse_frequencies(config: HydraConfig) -> torch.Tensor:

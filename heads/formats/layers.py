@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import Tensors
 from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (
     WRITTEN,
@@ -33,8 +34,6 @@ from drafthead.heads.formats.keys import (
 from drafthead.heads.formats.printing import shown
 from drafthead.heads.formats.rope import DEFAULT_THETA, rope_of
 from drafthead.heads.layers.decoder_layer import LayerConfig
-
-Tensors = dict[str, torch.Tensor]
 
 OUTPUT_BIAS = "self_attn.o_proj.bias"  # which our layers do not have
 

@@ -8,31 +8,25 @@ which computes the same.
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch.nn.functional import silu
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.heads.formats.base import (
+    Export,
     Foreign,
     Format,
     Probe,
     TargetFacts,
+    Tensors,
     WritableFormat,
-    all_tensors,
+    Written,
     base_name,
-    copied,
-    dtype_name,
     refuse_others,
     register_format,
-    wanted,
-    write_config,
-    write_tensors,
 )
 from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (
@@ -45,8 +39,6 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
     only,
 )
-from drafthead.heads.storage.files import let_others_read
-from drafthead.heads.target.target import Target
 
 MERGED = "medusa_head."
 
@@ -83,7 +75,6 @@ OFFICIAL = Names("{i}.{j}.linear", "{i}.{n}")
 IN_MODEL = Names("{i}.{j}.linear", "{i}.{n}", MERGED)
 VLLM = Names("blocks.{i}.layers.{j}", "lm_heads.{i}")
 VLLM_PREFIXED = Names("blocks.{i}.layers.{j}", "lm_heads.{i}", "medusa_heads.")
-FIRST_BLOCK = "branches.0.blocks.0.weight"
 
 
 class MedusaKeys(Keys):
@@ -175,36 +166,18 @@ def miscounted(keys: MedusaKeys, num_heads: int) -> tuple[str, ...]:
     return ()
 
 
-def replayed(tensors: dict[str, torch.Tensor], names: Names, probe: Probe) -> torch.Tensor:
+def heads_replayed(tensors: Tensors, names: Names, probe: Probe) -> torch.Tensor:
     """Medusa's logits [K, V], computed from stored tensors."""
     num_heads, num_blocks = names.count(tensors)
     rows = []
     for head in range(num_heads):
-        assert probe.features.last is not None
-        state = probe.features.last[0, -1]
+        state = probe.states[-1]
         for block in range(num_blocks):
-            weight = tensors[names.weight(head, block)].float()
             bias = tensors.get(names.bias(head, block), torch.zeros(()))
-            state = state + silu(weight @ state + bias)
+            state = state + silu(tensors[names.weight(head, block)] @ state + bias)
         projection = tensors.get(names.projection(head, num_blocks))
-        rows.append(
-            probe.target.project(state) if projection is None else projection.float() @ state
-        )
+        rows.append(probe.target.project(state) if projection is None else projection @ state)
     return torch.stack(rows)
-
-
-def refuse_different_blocks(config: MedusaConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UserError for a head whose blocks have different weights [D, D] or biases [D]."""
-    for head in range(config.num_heads):
-        for block in range(1, config.num_blocks):
-            for kind in ("weight", "bias")[: 1 + config.bias]:
-                first, other = (tensors[f"branches.{head}.blocks.{b}.{kind}"] for b in (0, block))
-                if not torch.equal(first, other):
-                    raise UserError(
-                        f"medusa cannot express head.num_blocks {config.num_blocks} with blocks "
-                        "that differ: its reader applies one block again and again (vllm-medusa "
-                        "can)"
-                    )
 
 
 @register_format
@@ -214,50 +187,51 @@ class Medusa(WritableFormat):
     name = "medusa"
     families = ("medusa",)
     readers = "Medusa (v1), text-generation-inference (v2)"
-    names = OFFICIAL
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """Some tensor is named after a head and a block."""
-        return self.names.count(checkpoint.tensors)[0] > 0
+        return OFFICIAL.count(checkpoint.tensors)[0] > 0
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """All heads in the file."""
-        return read_heads(checkpoint, self.names)
+        return read_heads(checkpoint, OFFICIAL)
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
+    def written(self, export: Export) -> Written:
         """Heads with their own projections as v1, with the target's output head as v2.
 
         Raises UserError for blocks that differ: the reader applies one block again and again.
         """
-        config, tensors = head.config, dict(head.state_dict())
-        refuse_different_blocks(config, tensors)
+        config, tensors = export.config, export.tensors
+        self.refuse_different_blocks(config, tensors)
+        stored = {theirs: tensors[ours] for ours, theirs in renamed(config, OFFICIAL).items()}
+        for index in range(0 if config.bias else config.num_heads):  # the reader's blocks have one
+            for block in range(config.num_blocks):
+                weight = stored[OFFICIAL.weight(index, block)]
+                stored[OFFICIAL.bias(index, block)] = weight.new_zeros(weight.shape[0])
         shared = config.output == "shared"
-        stored = {
-            theirs: tensors[ours].contiguous() for ours, theirs in renamed(config, OFFICIAL).items()
-        }
-        if not config.bias:  # the reader's blocks have one
-            for index in range(config.num_heads):
-                for block in range(config.num_blocks):
-                    weight = stored[OFFICIAL.weight(index, block)]
-                    stored[OFFICIAL.bias(index, block)] = weight.new_zeros(weight.shape[0])
-        if shared:
-            save_file(stored, folder / "medusa_lm_head.safetensors")
-            let_others_read(folder / "medusa_lm_head.safetensors")
-        else:
-            torch.save(stored, folder / "medusa_lm_head.pt")
         described = {
-            "base_model_name_or_path": facts.name,
+            "base_model_name_or_path": export.facts.name,
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_blocks,
             **({"version": "2"} if shared else {}),
         }
-        write_config(folder, described)
+        return Written(stored, described, f"medusa_lm_head.{'safetensors' if shared else 'pt'}")
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def refuse_different_blocks(self, config: MedusaConfig, tensors: Tensors) -> None:
+        """Raise UserError for a head whose blocks have different weights [D, D] or biases [D]."""
+        for head in range(config.num_heads):
+            for kind in ("weight", "bias") if config.bias else ("weight",):
+                blocks = range(config.num_blocks)
+                found = [tensors[f"branches.{head}.blocks.{block}.{kind}"] for block in blocks]
+                if not all(torch.equal(found[0], other) for other in found):
+                    raise self.cannot_express(
+                        f"head.num_blocks {config.num_blocks} with blocks that differ: its reader "
+                        "applies one block again and again (vllm-medusa can)"
+                    )
+
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V]: residual blocks, then the head's own projection or the target's."""
-        return replayed(all_tensors(folder), OFFICIAL, probe)
+        return heads_replayed(tensors, OFFICIAL, probe)
 
 
 @register_format
@@ -319,17 +293,14 @@ class VllmMedusa(WritableFormat):
         foreign = read_heads(checkpoint, names, shared_output=name)
         return replace(foreign, copies={"output": checkpoint.load(name)}, needs_target="")
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
+    def written(self, export: Export) -> Written:
         """Any Medusa head of ours; a shared output head is written once."""
-        config, tensors = head.config, head.state_dict()
+        config, tensors = export.config, export.tensors
         stored = {theirs: tensors[ours] for ours, theirs in renamed(config, VLLM).items()}
         shared = config.output == "shared"
         if shared:
-            ours = wanted(target, self.name, "the output head that the heads share")
-            stored[VLLM.projection(0, 0)] = copied(ours.output_weight(), tensors[FIRST_BLOCK].dtype)
-        write_tensors(folder, stored)
+            target = self.needed_target(export, "the output head that the heads share")
+            stored[VLLM.projection(0, 0)] = export.copied(target.output_weight())
         described = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -342,13 +313,12 @@ class VllmMedusa(WritableFormat):
             "original_lm_head": shared,
             "max_paths": 64,
             "topk": 10,
-            "torch_dtype": dtype_name(head),
+            "torch_dtype": export.dtype_name,
         }
-        write_config(folder, described)
+        return Written(stored, described)
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V] as Medusa's; a single projection is used by all heads."""
-        tensors = all_tensors(folder)
         for head in range(VLLM.count(tensors)[0]):
             tensors.setdefault(VLLM.projection(head, 0), tensors[VLLM.projection(0, 0)])
-        return replayed(tensors, VLLM, probe)
+        return heads_replayed(tensors, VLLM, probe)

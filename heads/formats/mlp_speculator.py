@@ -1,28 +1,27 @@
 """IBM's MLP speculator (Wertheimer et al., 2024), which fms-extras writes and vLLM 0.32 reads."""
 
 import math
-from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch.nn.functional import gelu
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.sequential.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
 from drafthead.heads.formats.base import (
+    PICKLE,
+    WEIGHTS,
+    Export,
     Foreign,
     Probe,
     TargetFacts,
+    Tensors,
     WritableFormat,
-    all_tensors,
-    dtype_name,
+    Written,
     refuse_others,
     register_format,
-    write_config,
-    write_tensors,
 )
-from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (
     WRITTEN,
     Count,
@@ -33,8 +32,7 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
     only,
 )
-from drafthead.heads.formats.layers import Tensors, rms_normed
-from drafthead.heads.target.target import Target
+from drafthead.heads.formats.layers import rms_normed
 
 PREFIX = "speculator."
 # Our modules and their names in the file.
@@ -109,11 +107,9 @@ class MlpSpeculatorFormat(WritableFormat):
             keys.check(inner_dim=inner)
         return Foreign("mlp_speculator", config, tensors, TargetFacts(None, hidden, vocab))
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
-        """Tied steps are written as a pickle, because safetensors cannot hold a tensor twice."""
-        config, tensors = head.config, head.state_dict()
+    def written(self, export: Export) -> Written:
+        """Every step's tensors, tied ones as often as there are steps."""
+        config, tensors = export.config, export.tensors
         stored = {
             stored_name(part, step, kind): tensors[f"{part}.{min(step, own - 1)}.{kind}"]
             for part in PARTS
@@ -121,10 +117,6 @@ class MlpSpeculatorFormat(WritableFormat):
             for own in [own_steps(config, part)]
             for step in range(config.num_heads)
         }
-        if config.tie_weights:
-            torch.save(stored, folder / "pytorch_model.bin")
-        else:
-            write_tensors(folder, stored)
         described = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
@@ -136,25 +128,24 @@ class MlpSpeculatorFormat(WritableFormat):
             "top_k_tokens_per_head": [max(1, 5 - step) for step in range(config.num_heads)],
             "tie_weights": config.tie_weights,
             "scale_input": config.scale_input,
-            "torch_dtype": dtype_name(head),
+            "torch_dtype": export.dtype_name,
         }
-        write_config(folder, described)
+        # safetensors cannot hold one tensor under several names.
+        return Written(stored, described, PICKLE if config.tie_weights else WEIGHTS)
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V]: state <- GELU(norm(W state + scale x embedding(token))), then a head."""
-        tensors: Tensors = {name: t.float() for name, t in all_tensors(folder).items()}
-        config = read_json(folder / CONFIG_FILE)
         steps, inner = config["n_predict"], config["inner_dim"]
+        # As fms-extras joins state and embedding: the sum keeps the state's variance, half of which
+        # is still the first state's after all steps.
         state_weight = 0.5 ** (0.5 / steps)
         scale = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
-        assert probe.features.last is not None
-        state = probe.features.last[0, -1]
+        state, rows = probe.states[-1], []
         if config["scale_input"]:
             state = rms_normed(state, torch.ones(()), NORM_EPS) / math.sqrt(2)
-        rows, tokens = [], [int(probe.tokens[0, -1]), *probe.chain.tolist()]
-        for step in range(steps):
+        for step, token in enumerate(probe.before[:steps].tolist()):
             step_of = {part: f"{PREFIX}{name}.{step}" for part, name in PARTS.items()}
-            embedding = tensors[step_of["embeddings"] + ".weight"][tokens[step]]
+            embedding = tensors[step_of["embeddings"] + ".weight"][token]
             state = tensors[step_of["projections"] + ".weight"] @ state + scale * embedding
             normed = rms_normed(state, tensors[step_of["norms"] + ".weight"], NORM_EPS)
             state = gelu(normed + tensors[step_of["norms"] + ".bias"])

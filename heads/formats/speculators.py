@@ -7,28 +7,26 @@ Ours are one less.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 
-from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.heads.formats import block_parallel, eagle3
 from drafthead.heads.formats.base import (
+    Export,
     Foreign,
     Probe,
     TargetFacts,
+    Tensors,
     WritableFormat,
-    all_tensors,
+    Written,
     register_format,
-    write_config,
-    write_tensors,
 )
-from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (
     WRITTEN,
     Keys,
@@ -136,58 +134,96 @@ class Speculators(WritableFormat):
         named = replace(found.target, name=keys.speculators_config.verifier.name_or_path)
         return replace(found, target=named)
 
-    def write(
-        self, head: DraftHead, facts: TargetFacts, target: Target | None, folder: Path
-    ) -> None:
-        """Write the head; raises UserError naming an option that speculators lacks."""
-        config, eagle = head.config, isinstance(head, Eagle3Head)
+    def written(self, export: Export) -> Written:
+        """A head of any of the kinds; raises UserError naming an option that speculators lacks."""
+        config, facts, eagle = export.config, export.facts, isinstance(export.head, Eagle3Head)
         if facts.num_layers is not None and max(config.taps) >= facts.num_layers:
-            raise UserError(
-                f"{self.name} cannot express head.taps {list(config.taps)}: the state after the "
-                "final norm has no id"
+            raise self.cannot_express(
+                f"head.taps {list(config.taps)}: the state after the final norm has no id"
             )
-        content = (describe_eagle if eagle else describe_block)(head)
-        tensors = head.state_dict()
+        content = (self.describe_eagle if eagle else self.describe_block)(config)
+        tensors = export.tensors
         if not eagle:
             tensors = block_parallel.their_tensors(tensors)
-        elif target is not None and eagle3.EMBEDDINGS not in tensors:
-            weight = target.input_weight().to(tensors["fc.weight"].dtype)
-            tensors = {**tensors, eagle3.EMBEDDINGS: weight}
-        write_tensors(folder, with_output_bias(tensors))
-        kind = content[KIND]
+        elif export.target is not None and eagle3.EMBEDDINGS not in tensors:
+            tensors[eagle3.EMBEDDINGS] = export.target.input_weight().to(export.dtype)
         proposal = {
             "proposal_type": "greedy",
-            "speculative_tokens": head.depth,
+            "speculative_tokens": export.head.depth,
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
+        architectures = architectures_of(export.target)
         speculators_config = {
-            "algorithm": kind,
+            "algorithm": content[KIND],
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": facts.name, "architectures": architectures_of(target)},
+            "verifier": {"name_or_path": facts.name, "architectures": architectures},
         }
         shared = {
-            "architectures": [CLASSES[kind]],
+            "architectures": [CLASSES[content[KIND]]],
             "speculators_version": WRITTEN_LIKE,
             "speculators_config": speculators_config,
             "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
             "tie_word_embeddings": False,
             "target_hidden_size": None,
         }
-        write_config(folder, {**shared, **content})
+        return Written(with_output_bias(tensors), {**shared, **content})
 
-    def replay(self, folder: Path, probe: Probe) -> torch.Tensor:
+    def describe_eagle(self, config: Eagle3Config) -> dict[str, Any]:
+        """The configuration of an EAGLE-3 or P-EAGLE head."""
+        if config.hidden_size != config.target_hidden_size:
+            raise self.cannot_express(
+                f"head.hidden_size {config.hidden_size} on a target of width "
+                f"{config.target_hidden_size}"
+            )
+        kind = "eagle3" if config.mask_token is None else "peagle"
+        return {
+            KIND: kind,
+            eagle3.IDS: [layer + 1 for layer in config.taps],
+            "embed_requires_grad": config.embeddings == "own",
+            "norm_before_residual": config.norm_before_residual,
+            **eagle3.norm_flags(config),
+            **({"mask_token_id": config.mask_token} if kind == "peagle" else {}),
+            LAYERS: {
+                "model_type": "qwen3" if config.qk_norm else "llama",
+                **layer_keys(config, config.num_layers, config.vocab_size),
+            },
+        }
+
+    def describe_block(self, config: ParallelConfig) -> dict[str, Any]:
+        """The configuration of a DFlash head, or, with correction or confidence, of DSpark."""
+        block_parallel.refuse_unlike(self, config, {})
+        plain = config.correction == "none" and config.confidence_weight == 0
+        # Only sliding layers can be causal; a window as long as the context hides nothing.
+        window = config.window or (config.max_position_embeddings if config.causal else 0)
+        return {
+            KIND: "dflash" if plain else "dspark",
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in config.taps],
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token,
+            "sample_from_anchor": config.root_predicts,
+            # Of full layers it says nothing, but vLLM 0.33 makes all causal where it is false.
+            "sliding_window_non_causal": not config.causal,
+            **({} if plain else block_parallel.correction_keys(config)),
+            LAYERS: {
+                "model_type": "qwen3",
+                **layer_keys(config, config.num_layers, config.vocab_size),
+                **block_parallel.window_keys(config.num_layers, window),
+            },
+        }
+
+    def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V], computed as the kind of head does."""
-        config, tensors = read_json(folder / CONFIG_FILE), all_tensors(folder)
         layers = config[LAYERS]
         if config[KIND] in EAGLES:
             return eagle3.replayed(layers, config, tensors, probe)
-        mask, root = config["mask_token_id"], config["sample_from_anchor"]
         slides = layers["layer_types"][0] == SLIDING
         causal = slides and not config["sliding_window_non_causal"]
         seen = block_parallel.Seen(causal, layers["sliding_window"] if slides else 0)
-        return block_parallel.replayed(layers, config, tensors, probe, mask, root, seen)
+        return block_parallel.replayed(
+            layers, config, tensors, probe, config["sample_from_anchor"], seen
+        )
 
 
 def architectures_of(target: Target | None) -> list[str]:
@@ -236,30 +272,6 @@ def read_eagle(checkpoint: Checkpoint, keys: SpeculatorsKeys, target: TargetFact
     return replace(found, notes=notes)
 
 
-def describe_eagle(head: DraftHead) -> dict[str, Any]:
-    """The configuration of an EAGLE-3 or P-EAGLE head."""
-    config: Eagle3Config = head.config
-    if config.hidden_size != config.target_hidden_size:
-        raise UserError(
-            f"speculators cannot express head.hidden_size {config.hidden_size} on a target of "
-            f"width {config.target_hidden_size}"
-        )
-    kind = "eagle3" if config.mask_token is None else "peagle"
-    return {
-        KIND: kind,
-        eagle3.IDS: [layer + 1 for layer in config.taps],
-        "embed_requires_grad": config.embeddings == "own",
-        "norm_before_residual": config.norm_before_residual,
-        "norm_output": config.norm_feedback,
-        **{key: config.tap_norm == norm for key, norm in eagle3.NORM_FLAGS.items()},
-        **({"mask_token_id": config.mask_token} if kind == "peagle" else {}),
-        LAYERS: {
-            "model_type": "qwen3" if config.qk_norm else "llama",
-            **layer_keys(config, config.num_layers, config.vocab_size),
-        },
-    }
-
-
 # DFlash and DSpark
 
 
@@ -281,27 +293,3 @@ def read_block(checkpoint: Checkpoint, keys: SpeculatorsKeys, target: TargetFact
     found = block_parallel.read_block(checkpoint, block, taps, root, (LAYERS,))
     shown = f"{', '.join(map(str, taps))} ({eagle3.OUTPUTS})"
     return replace(found, taps=shown, notes=notes)
-
-
-def describe_block(head: DraftHead) -> dict[str, Any]:
-    """The configuration of a DFlash head, or, with correction or confidence, of a DSpark head."""
-    config: ParallelConfig = head.config
-    block_parallel.refuse_unlike("speculators", config, {})
-    plain = config.correction == "none" and config.confidence_weight == 0
-    # Only sliding layers can be causal; a window as long as the context hides nothing.
-    window = config.window or (config.max_position_embeddings if config.causal else 0)
-    return {
-        KIND: "dflash" if plain else "dspark",
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.taps],
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token,
-        "sample_from_anchor": config.root_predicts,
-        # Of full layers it says nothing, but vLLM 0.33 makes every layer causal where it is false.
-        "sliding_window_non_causal": not config.causal,
-        **({} if plain else block_parallel.correction_keys(config)),
-        LAYERS: {
-            "model_type": "qwen3",
-            **layer_keys(config, config.num_layers, config.vocab_size),
-            **block_parallel.window_keys(config.num_layers, window),
-        },
-    }
