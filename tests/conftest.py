@@ -16,7 +16,7 @@ import torch
 from steady import steady_clock
 from tiny import BUSHY, END, HIDDEN, VOCAB, letters_tokenizer, tiny_llama
 
-from drafthead.contrib.other_tokenizer.by_text import ByText
+from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer
 from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import Translator
 from drafthead.contrib.own_layers.own_layers import OwnLayers
@@ -192,7 +192,7 @@ def make_small_model(make_target: Callable[..., Target]) -> Callable[[str, Targe
             if kind == "other-vocabulary":
                 return model_drafter(Target(small.model, few), theirs, depth=3)
             writer = TextWriter(Translator(theirs.tokenizer, few))
-            return ByText(Target(small.model, few), theirs, depth=3, writer=writer)
+            return OtherTokenizer(Target(small.model, few), theirs, depth=3, writer=writer)
         if kind == "unsure":
             return unsure(target)
         small = make_target(seed=1, layers=1, vocab=vocab, hidden=target.hidden_size)

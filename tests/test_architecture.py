@@ -32,11 +32,6 @@ OVER_THE_FENCE = {
     "heads/families/head_drafter.py imports drafthead.backends.cuda.compiled_layers",
     "heads/families/head_drafter.py imports drafthead.backends.cuda.tree_kernels",
     "heads/families/parallel/drafter.py imports drafthead.backends.cpu.substitutions",
-    "infer/drafters/model_drafter.py imports drafthead.contrib.other_tokenizer.by_text",
-    "infer/drafters/model_drafter.py imports drafthead.contrib.other_tokenizer.other_vocabulary",
-    "infer/drafters/model_drafter.py imports drafthead.contrib.other_tokenizer.shared_tokens",
-    "infer/drafters/model_drafter.py imports drafthead.contrib.other_tokenizer.text_writing",
-    "infer/drafters/model_drafter.py imports drafthead.contrib.other_tokenizer.translation",
     "infer/engine/compiled_target.py imports drafthead.backends.compiled",
     "infer/engine/compiled_target.py imports drafthead.backends.cpu.fingerprint",
     "infer/engine/compiled_target.py imports drafthead.backends.cpu.substitutions",
@@ -46,8 +41,6 @@ OVER_THE_FENCE = {
     "infer/engine/graph_step.py imports drafthead.backends.cpu.substitutions",
     "infer/engine/graph_step.py imports drafthead.backends.cuda.compiled_layers",
     "infer/engine/past.py imports drafthead.backends.cpu.fingerprint",
-    "infer/engine/prefill.py imports drafthead.contrib.encoder_decoder.encoder_decoder",
-    "infer/engine/prefill.py imports drafthead.contrib.encoder_decoder.source_cache",
     "train/optimizers.py imports drafthead.backends.cpu.substitutions",
 }
 
@@ -82,7 +75,6 @@ def test_circles_are_found(imports: dict[str, str]) -> None:
 
 # Rooms that still import each other.
 ROOM_CIRCLES = [
-    ["contrib/other_tokenizer", "infer/drafters"],
     ["infer/beams", "infer/engine", "infer/request"],
 ]
 

@@ -28,10 +28,11 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.host import to_host
 from drafthead.heads.target.any_target import ENCODER_DECODER, TARGETS
 from drafthead.heads.target.architecture import cache_argument
-from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.features import NO_FEATURES, FeatureSpec
 from drafthead.heads.target.hooks import Place, Taps
 from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.tree_cache import TreeCache
 
 
 class EncoderDecoderTarget(Target):
@@ -116,6 +117,25 @@ class EncoderDecoderTarget(Target):
         """Outputs [..., V] of the output head with BART's bias, where the model has one."""
         bias = getattr(self.model, "final_logits_bias", None)
         return logits if bias is None else logits + bias[0]
+
+    def read_sources(
+        self,
+        ids: torch.Tensor,  # [B, T] right-padded: sources, and what the decoder begins with
+        lengths: torch.Tensor,  # [B]
+        cache: TreeCache,
+        room: int,
+    ) -> torch.Tensor:
+        """Read sources and the decoder's first tokens; returns the last hidden states [B, D]."""
+        assert isinstance(cache, SourceCache)
+        start = torch.tensor(self.decoder_prompt, device=ids.device)
+        steps = torch.arange(len(start), device=ids.device)
+        self.encode(ids, lengths - len(start), cache, len(start) + room)
+        mask = cache.additive_mask((steps[:, None] >= steps)[None], self.dtype)
+        tokens, positions = start.expand(len(ids), -1), cache.positions(len(start))
+        found = self.read(tokens, positions, mask, NO_FEATURES.with_last(), cache)
+        cache.commit(steps.expand(len(ids), -1), lengths, ids.shape[1])
+        assert found.last is not None
+        return found.last[:, -1]
 
     @torch.no_grad()
     def encode(

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -200,7 +200,7 @@ class Drafter(ABC):
     # The lossless rule above temperature 0 that accepts most of its trees, as measured by
     # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
     # the graph of a step, and its trees cannot change their size from step to step.
-    sampling_rule: ClassVar[str] = "match"
+    sampling_rule: str = "match"
 
     @property
     def main_budgets(self) -> tuple[Budget, ...]:

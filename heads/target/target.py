@@ -317,6 +317,20 @@ class Target:
     def begin(self, cache: TreeCache, columns: int) -> None:
         """Prepare an empty cache for the passes over a prompt: not needed here."""
 
+    def read_sources(
+        self,
+        ids: torch.Tensor,  # [B, T] right-padded: sources, and what the decoder begins with
+        lengths: torch.Tensor,  # [B]
+        cache: TreeCache,
+        room: int,
+    ) -> torch.Tensor:
+        """Read prompts into an empty cache, with room for so many columns after them.
+
+        Returns the last hidden states [B, D]. Raises NotImplementedError for a model without an
+        encoder: its prompts are read in chunks, see `infer.engine.prefill`.
+        """
+        raise NotImplementedError
+
     @property
     def final_norm(self) -> nn.Module:
         """The module after the last layer, of a model without an encoder."""

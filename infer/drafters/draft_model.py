@@ -1,6 +1,6 @@
 """The classic drafter: a separate small language model with the target's tokenizer.
 
-`other_vocabulary` and `by_text` are for models with another one. In each step it reads what the
+In `contrib/other_tokenizer` are models with another one. In each step it reads what the
 target has committed in one pass, which gives the first level of what it drafts.
 """
 
@@ -57,7 +57,7 @@ class DraftModel(LevelDrafter):
         token = min(t for t in {*ours, *theirs} if ours.get(t) != theirs.get(t))
         raise UserError(
             f"the draft model's tokenizer differs from the target's: token {token!r} is "
-            f"{theirs.get(token)} there and {ours.get(token)} here; OtherVocabulary is for these"
+            f"{theirs.get(token)} there and {ours.get(token)} here: `model_drafter` takes both"
         )
 
     def readable(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,20 @@
 """The drafter for a draft model: by whose tokenizer it has, and which tokens it guesses among."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from drafthead.contrib.other_tokenizer.by_text import ByText
-from drafthead.contrib.other_tokenizer.other_vocabulary import OtherVocabulary
-from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
-from drafthead.contrib.other_tokenizer.text_writing import TextWriter
-from drafthead.contrib.other_tokenizer.translation import Translator
 from drafthead.heads.errors import UserError
+from drafthead.heads.registry import Registry
 from drafthead.heads.target.any_target import load_target
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.draft_model import DraftModel, same_tokenizer
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens, read_draft_vocabulary
+
+OTHER_TOKENIZER = "other tokenizer"
+# What drafts with models that need more than `DraftModel`: (model, target, depth) -> drafter.
+MODEL_DRAFTERS: Registry[Callable[[Target, Target, int], DraftModel]] = Registry(
+    {OTHER_TOKENIZER: "drafthead.contrib.other_tokenizer.other_tokenizer"}
+)
 
 
 def load_draft_model(
@@ -39,18 +42,8 @@ def model_drafter(model: Target, target: Target, depth: int) -> DraftModel:
             f"and the target has {target.vocab_size}: put the files of its tokenizer beside it"
         )
     if not same_tokenizer(target, model):
-        return foreign_drafter(model, target, depth)
+        return MODEL_DRAFTERS[OTHER_TOKENIZER](model, target, depth)
     tokens = read_draft_vocabulary(model)
     if tokens is None:
         return DraftModel(model, target, depth)
     return FrequentTokens(model, target, depth, tokens[tokens < target.vocab_size])
-
-
-def foreign_drafter(model: Target, target: Target, depth: int) -> ByText:
-    """A drafter for a draft model with another tokenizer: by text alone if no token is shared."""
-    writer = TextWriter(Translator(target.tokenizer, model.tokenizer))
-    theirs = token_texts(writer.translator.draft)
-    shared = SharedTokens(writer.pieces, theirs, (target.vocab_size, model.vocab_size))
-    if len(shared) == 0:
-        return ByText(model, target, depth, writer)
-    return OtherVocabulary(model, target, depth, writer, shared)

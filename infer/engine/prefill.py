@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from drafthead.contrib.encoder_decoder.encoder_decoder import EncoderDecoderTarget
-from drafthead.contrib.encoder_decoder.source_cache import SourceCache
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
-from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.engine.prompt_groups import places_of_rows, rows_of_passes
@@ -92,8 +90,8 @@ def read_rows(
     A prompt of 5 tokens in chunks of 2 is read in passes over positions 0 1, 2 3 and 4.
     """
     longest, tapped = ids.shape[1], features.with_last()
-    if isinstance(target, EncoderDecoderTarget):
-        return read_sources(target, ids, lengths, cache, room)
+    if target.has_encoder:  # which reads a source as a whole; no drafter reads its features
+        return Features(None), target.read_sources(ids, lengths, cache, room)
     if not cache.keys:
         target.begin(cache, longest + room)
     parts: list[Features] = []
@@ -111,29 +109,6 @@ def read_rows(
     cache.commit(None, lengths, longest)
     assert hidden is not None
     return concatenated(parts, dim=1), hidden
-
-
-def read_sources(
-    target: EncoderDecoderTarget,
-    ids: torch.Tensor,  # [B, T] right-padded: sources, and the tokens with which the decoder begins
-    lengths: torch.Tensor,  # [B]
-    cache: TreeCache,
-    room: int,
-) -> tuple[Features, torch.Tensor]:
-    """`read_rows` for a target with an encoder, which reads a source as a whole.
-
-    Of the hidden states only the last ones [B, D] are kept: no drafter reads others.
-    """
-    assert isinstance(cache, SourceCache)
-    start = torch.tensor(target.decoder_prompt, device=ids.device)
-    steps = torch.arange(len(start), device=ids.device)
-    target.encode(ids, lengths - len(start), cache, len(start) + room)
-    mask = cache.additive_mask((steps[:, None] >= steps)[None], target.dtype)
-    tokens, positions = start.expand(len(ids), -1), cache.positions(len(start))
-    found = target.read(tokens, positions, mask, NO_FEATURES.with_last(), cache)
-    cache.commit(steps.expand(len(ids), -1), lengths, ids.shape[1])
-    assert found.last is not None
-    return Features(None), found.last[:, -1]
 
 
 def read_chunk(

@@ -10,8 +10,7 @@ from tiny import SPECIALS, byte_tokenizer, letters_tokenizer, tiny_llama
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from drafthead.contrib.other_tokenizer.by_text import ByText, own_tokens
-from drafthead.contrib.other_tokenizer.other_vocabulary import TEXT, OtherVocabulary
+from drafthead.contrib.other_tokenizer.other_tokenizer import TEXT, OtherTokenizer, own_tokens
 from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
 from drafthead.heads.drafting.drafter import Committed
@@ -255,7 +254,7 @@ def test_samples_follow_the_law_where_every_character_is_cut() -> None:
     vocab = {token: number for number, token in enumerate(["Ã", "©", "a", "Ġ"])}
     target = Target(tiny_llama(2, vocab_size=4), byte_coded(Tokenizer(models.BPE(vocab, []))))
     draft = Target(tiny_llama(0, vocab_size=3), letters_tokenizer("é a"))
-    drafter = ByText(draft, target, 3, writer(target.tokenizer, draft.tokenizer))
+    drafter = OtherTokenizer(draft, target, 3, writer(target.tokenizer, draft.tokenizer))
     sampling, prompt = SamplingConfig(temperature=1.0, top_p=0.9), [0, 1, 2, 3]
     result = Decoder(target, drafter).generate(
         [prompt] * 2000, max_new_tokens=3, temperature=1.0, top_p=0.9
@@ -287,7 +286,7 @@ TWO_BY_TWO = {"ab": "cd", "cd": "ef", "ef": "ab"}
 def taus(target: Target, draft: Target) -> tuple[float, float]:
     """Tokens per pass by text and by shared tokens, with chains of 3."""
     drafter = model_drafter(draft, target, 3)
-    assert isinstance(drafter, OtherVocabulary)
+    assert isinstance(drafter, OtherTokenizer) and drafter.shared is not None
     prompt = target.tokenizer.encode("abc")
     by_text, by_token = (
         Decoder(target, drafter, Budget(4, 3, source)).generate(prompt, max_new_tokens=41)
@@ -321,7 +320,7 @@ def test_vocabularies_that_share_nothing_draft_by_text() -> None:
     words.decoder = decoders.Fuse()
     draft = in_turn(PreTrainedTokenizerFast(tokenizer_object=words), TWO_BY_TWO)
     drafter = model_drafter(draft, target, 3)
-    assert type(drafter) is ByText
+    assert isinstance(drafter, OtherTokenizer) and drafter.shared is None
     for options in ({}, {"temperature": 0.01}, {"temperature": 0.01, "verifier": "traversal"}):
         result = Decoder(target, drafter).generate([0, 1, 2], max_new_tokens=41, **options)
         assert result.stats.tau == 4.0

@@ -8,7 +8,7 @@ from tiny import byte_tokenizer, letters_tokenizer, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from drafthead.contrib.other_tokenizer.other_vocabulary import OtherVocabulary
+from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer
 from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
 from drafthead.heads.errors import UserError
@@ -178,7 +178,7 @@ def test_a_text_that_begins_with_what_was_remembered_is_drafted_for(pair) -> Non
 def test_the_class_follows_from_the_tokenizers(pair) -> None:
     target, twin = pair
     assert type(model_drafter(target, target, 2)) is DraftModel
-    assert type(model_drafter(twin, target, 2)) is OtherVocabulary
+    assert type(model_drafter(twin, target, 2)) is OtherTokenizer
 
 
 def test_a_draft_model_without_a_tokenizer_must_have_as_many_tokens(pair) -> None:

@@ -1,20 +1,22 @@
-"""A draft model with a tokenizer of its own, which drafts by writing text.
+"""A draft model with a tokenizer of its own.
 
-It needs no token that both vocabularies have. What it writes in its own tokens is encoded with the
-target's tokenizer and proposed as a chain; see `text_writing`.
+It reads the text of what the target has committed. By text it writes in all of its own tokens, and
+what it wrote is encoded with the target's tokenizer and proposed as a chain, see `text_writing`.
+Where both vocabularies have tokens with the same text, it also drafts these, token by token, as any
+draft model does, see `shared_tokens`; the planner chooses between the two.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
 from drafthead.contrib.other_tokenizer.text_writing import TextWriter
-from drafthead.contrib.other_tokenizer.translation import TranslatedRow
+from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.host import to_host
@@ -25,22 +27,39 @@ from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.drafters.draft_model import DraftModel, DraftModelSession
 from drafthead.infer.drafters.guess_tree import GuessTree, token_tree
+from drafthead.infer.drafters.level_drafter import grown_budgets
+from drafthead.infer.drafters.model_drafter import MODEL_DRAFTERS, OTHER_TOKENIZER
 from drafthead.infer.engine.prefill import padded
 
+TEXT = "text"  # the source of chains that are written as text, where there is another one
 
-class ByText(DraftModel):
-    """Chains of up to `depth` of the target's tokens, written as text by a draft model.
 
-    Its children are never drawn, so that all rules accept just what the target itself draws.
+class OtherTokenizer(DraftModel):
+    """Chains of up to `depth` of the target's tokens by text; chains and trees of shared tokens.
+
+    Where children are drawn, and for trees of a fixed size, shared tokens are the only source. What
+    is written by text is never drawn, so that all rules accept just what the target itself draws.
     """
 
-    sampling_rule = "match"
-
-    def __init__(self, model: Target, target: Target, depth: int, writer: TextWriter):
-        """Raises UserError when depth is below 1."""
+    def __init__(
+        self,
+        model: Target,
+        target: Target,
+        depth: int,
+        writer: TextWriter,
+        shared: SharedTokens | None = None,
+    ):
+        """Without `shared` tokens all is by text. Raises UserError when depth is below 1."""
         super().__init__(model, target, depth)
         self.writer = writer
-        self.budgets = chain_budgets(depth)
+        self.shared = None if shared is None else shared.to(target.device)
+        chains = chain_budgets(depth)
+        if self.shared is None:
+            self.budgets = chains
+            self.sampling_rule = "match"
+        else:
+            by_text = [replace(budget, source=TEXT) for budget in chains]
+            self.budgets = (*by_text, *grown_budgets(depth), *chains)
 
     def check_tokenizers(self, target: Target, model: Target) -> None:
         """Any two will do for which there is a `Translator`; raises UserError for models with an
@@ -49,20 +68,40 @@ class ByText(DraftModel):
         for each in (target, model):
             each.refuse_encoder("a draft model with another tokenizer")
 
+    def writes(self, budget: Budget) -> bool:
+        """Whether a proposal within the budget is written as text."""
+        return self.shared is None or budget.source == TEXT
+
     def stops(self, budget: Budget) -> tuple[Budget, ...]:
-        """The budget alone: text is written without asking how sure the model is."""
-        return (budget,)
+        """Fewer levels of shared tokens; text is written without asking how sure the model is."""
+        return (budget,) if self.writes(budget) else super().stops(budget)
+
+    def proposable(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [..., S] of the shared tokens, of all [..., V]."""
+        assert self.shared is not None
+        return logits.index_select(-1, self.shared.draft_ids)
+
+    def target_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The target's numbers of shared tokens at places [...]."""
+        assert self.shared is not None
+        return self.shared.target_ids[places]
+
+    def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The draft model's numbers of the target's tokens [...]."""
+        assert self.shared is not None
+        return self.shared.of_target[tokens]
 
     def __repr__(self) -> str:
-        """That of the draft model, and that it writes text."""
-        return f"{super().__repr__()} by text"
+        """The draft model, that it writes text, and how many tokens are shared."""
+        shared = "" if self.shared is None else f" with {len(self.shared)} shared tokens"
+        return f"{super().__repr__()} by text{shared}"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session whose model has read the text of the prompts [B, T] of lengths [B]."""
-        return ByTextSession(self, prompts, lengths)
+        return OtherTokenizerSession(self, prompts, lengths)
 
 
-class ByTextSession(DraftModelSession):
+class OtherTokenizerSession(DraftModelSession):
     """A draft model at work on its own tokens of each row's text.
 
     Its cache holds what was read at the last proposal. Before the next one a row goes back to where
@@ -70,7 +109,7 @@ class ByTextSession(DraftModelSession):
     """
 
     row_state = ("cache", "host_lengths", "rows", "roots", "logits")
-    drafter: ByText
+    drafter: OtherTokenizer
 
     def _begin(self, prompts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Read the prompts' texts."""
@@ -88,12 +127,6 @@ class ByTextSession(DraftModelSession):
             row.add(tokens if self.roots is not None else tokens[-1:])
         self.roots, self.logits = committed.ends.roots, None
 
-    def join_rows(self, other: Self, order: Sequence[int]) -> None:
-        """Go on with rows of both, once both have read what is unread."""
-        self._catch_up()
-        other._catch_up()
-        DraftSession.join_rows(self, other, order)
-
     def cut(self, length: int) -> None:
         """Keep the target's tokens at the first `length` positions and the one after them."""
         for row in self.rows:
@@ -101,11 +134,13 @@ class ByTextSession(DraftModelSession):
         self.logits = None
 
     def drafted(self, budget: Budget) -> Budget:
-        """The budget."""
-        return budget
+        """The budget of what was written; else where the draft stopped."""
+        return budget if self.drafter.writes(budget) else super().drafted(budget)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """Read what is new, then write."""
+        """Read what is new, then write, or draft shared tokens."""
+        if not self.drafter.writes(budget):
+            return super().propose(budget, sampling, random)
         self._catch_up()
         passes = [own_tokens(row, budget.depth) for row in self.rows]
         written = self._write(max(passes))
@@ -184,3 +219,17 @@ def own_tokens(row: TranslatedRow, count: int) -> int:
     answer must not depend on the rows beside it.
     """
     return max(1, math.ceil(count * len(row.read) / len(row.tokens)))
+
+
+def other_tokenizer(model: Target, target: Target, depth: int) -> OtherTokenizer:
+    """A drafter of up to `depth` levels for a draft model with another tokenizer.
+
+    Raises UserError for a tokenizer that is missing or implemented in Python.
+    """
+    writer = TextWriter(Translator(target.tokenizer, model.tokenizer))
+    theirs = token_texts(writer.translator.draft)
+    shared = SharedTokens(writer.pieces, theirs, (target.vocab_size, model.vocab_size))
+    return OtherTokenizer(model, target, depth, writer, shared if len(shared) else None)
+
+
+MODEL_DRAFTERS.register(OTHER_TOKENIZER, other_tokenizer, "drafters of models")
