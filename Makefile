@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile --durations 15
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-offline test check lint types format layout models clean
+.PHONY: help install demo demo-offline test test-all check lint types format layout models clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -25,8 +26,11 @@ demo: $(READY)  ## On SmolLM2-135M: answer, train a head, compare. 10 minutes on
 demo-offline: $(READY)  ## The same on the small model of the tests, without a network.
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo_offline.sh
 
-test: $(READY)  ## Run the tests, file by file on up to four cores.
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --durations 15
+test: $(READY)  ## Prove each claim once: ten minutes on 2 cores, at most four are used.
+	$(BIN)/python -m pytest $(SPREAD)
+
+test-all: $(READY)  ## Run the tests of both stages, all cases of each claim: an hour on 2 cores.
+	$(BIN)/python -m pytest $(SPREAD) -m 'not slow and not gpu'
 
 check: lint types test  ## Lint, types and tests.
 

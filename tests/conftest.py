@@ -13,6 +13,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from durations import Durations
+from stages import moved_by_file
 from steady import steady_clock
 from tiny import BUSHY, END, HIDDEN, VOCAB, letters_tokenizer, tiny_llama
 
@@ -163,6 +165,7 @@ def unsure(target: Target) -> DraftModel:
     return drafter
 
 
+MOVED = moved_by_file()
 SMALL_MODELS = (
     "by-text",
     "draft-model",
@@ -246,18 +249,48 @@ DRAFTERS = [
     *NO_HEADS,
     *BRANCHED,
 ]
+# One of each class of session, and of each form of tree: they prove each claim in the first stage.
+REPRESENTATIVES = [
+    "medusa:tree", "hydra:chain", "eagle:own", "parallel:own", "draft-model", "by-text",
+    "other-vocabulary", "own-layers", "prompt-lookup", "parallel:own+lookup",
+]  # fmt: skip
+
+
+def by_stage(names: list[str]) -> list:
+    """Drafters, of which those that represent no class of session wait for the second stage."""
+    return [
+        name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.thorough)
+        for name in names
+    ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every run counts its seconds."""
+    config.pluginmanager.register(Durations())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What `stages.yaml` moves is of the second stage."""
+    if any(moved.holds(item.nodeid) for moved in MOVED.get(item.nodeid.partition("::")[0], ())):
+        item.add_marker(pytest.mark.thorough)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for `drafter_name` runs once for each drafter there is."""
+    """A test that asks for `drafter_name` runs once for each drafter there is.
+
+    A test that asks for a `common_drafter` runs for all that do not represent others.
+    """
     if "drafter_name" in metafunc.fixturenames:
-        metafunc.parametrize("drafter_name", DRAFTERS)
+        metafunc.parametrize("drafter_name", by_stage(DRAFTERS))
+    if "common_drafter" in metafunc.fixturenames:
+        others = [name for name in DRAFTERS if name not in REPRESENTATIVES]
+        metafunc.parametrize("common_drafter", others)
     if "lawful_drafter" in metafunc.fixturenames:
         # The law of the answers does not depend on where the form of a tree came from. Drafts that
         # stop do so under rules that follow the target, whose texts are compared seed by seed.
         others = [name for name in NO_HEADS if name != "unsure"]
         lawful = [*(f"{f}:tree" for f in sorted(HEADS)), *others, BRANCHED[0]]
-        metafunc.parametrize("lawful_drafter", lawful)
+        metafunc.parametrize("lawful_drafter", by_stage(lawful))
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", sorted(HEADS))
     if "trainable_family" in metafunc.fixturenames:

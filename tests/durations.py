@@ -1,0 +1,73 @@
+"""A plugin that counts the processor seconds of each test; every run leaves them in pytest's cache.
+
+Seconds of the worker and of the processes it waited for: what else a machine does hardly changes
+them. `python tests/durations.py` makes those of the last run the committed ones of its tests.
+"""
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KEY = "drafthead/durations"
+COMMITTED = Path(__file__).with_name("durations.json")
+LAST = Path(__file__).parents[1] / ".pytest_cache" / "v" / KEY
+SECONDS = "processor_seconds"
+SHORT = 0.5  # seconds; the committed file names longer tests alone, and adds up the others
+
+
+def processor_seconds() -> float:
+    """Used by this process and by those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+class Durations:
+    """Processor seconds by the names of tests."""
+
+    def __init__(self) -> None:
+        self.started = 0.0
+        self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        """A test begins, in a worker."""
+        self.started = processor_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        """Each report of a test has the seconds up to here; the last one has all of them."""
+        report = yield
+        report.user_properties = [(SECONDS, round(processor_seconds() - self.started, 3))]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A report arrives, in the process that the user has started."""
+        self.seconds[report.nodeid] = dict(report.user_properties).get(SECONDS, 0.0)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write what was counted."""
+        cache = getattr(session.config, "cache", None)
+        if cache is not None and not hasattr(session.config, "workerinput"):
+            cache.set(KEY, self.seconds)
+
+
+def summary(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Long tests by name, and by file the sum of its short ones."""
+    found: dict[str, dict[str, float]] = {"long": {}, "short": {}}
+    for name, taken in sorted(seconds.items()):
+        if taken >= SHORT:
+            found["long"][name] = round(taken, 1)
+        else:
+            file = name.partition("::")[0]
+            found["short"][file] = round(found["short"].get(file, 0.0) + taken, 2)
+    return found
+
+
+if __name__ == "__main__":
+    last = json.loads(LAST.read_text())
+    COMMITTED.write_text(json.dumps(summary(last), indent=1) + "\n")
+    print(f"{len(last)} tests took {sum(last.values()):.0f} processor seconds: {COMMITTED}")
