@@ -39,6 +39,7 @@ from drafthead.backends.cpu.layers.layer_stack import (
 from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.substitutions import CpuKernels
 from drafthead.backends.cuda.recordings import Recordings
+from drafthead.heads.backend import NOTHING, no_variant
 from drafthead.heads.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.disk_cache import reason_against, usable_cache_folder
@@ -64,12 +65,6 @@ MOST_GRAPHS = 8
 
 logger = logging.getLogger(__name__)
 Graph = Callable[..., Any]
-NOTHING: AbstractContextManager[object] = nullcontext()
-
-
-def no_variant(*_: Any) -> Hashable:
-    """For functions that differ by the sizes of their arguments alone."""
-    return None
 
 
 class Compiled:
@@ -115,7 +110,7 @@ class Compiled:
         self.dims = Dims(function, dims)
         self.device, self.dtype, self.layers, self.in_code = device, dtype, layers, in_code
         self.on_cpu = device.type == "cpu"
-        self.has_kernels = self.on_cpu and dtype == torch.bfloat16 and has_kernels()
+        self.has_kernels = kernels_serve(device, dtype)
         self.options: dict[str, Any] = CPU_OPTIONS
         # Makes the kernels known that the code of a graph calls, before it is loaded.
         self.load_kernels: Callable[[], object] = lambda: None
@@ -315,6 +310,11 @@ def within(context: AbstractContextManager[object], function: Graph) -> Graph:
             return function(*arguments)
 
     return call
+
+
+def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our own kernels are used on a device with weights of this type."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and has_kernels()
 
 
 def has_kernels() -> bool:

@@ -23,6 +23,7 @@ import typer
 from random_models import random_llama
 from tqdm import tqdm
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.formats.checkpoint import load_head
 from drafthead.heads.sampling import SamplingConfig
@@ -33,7 +34,6 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.engine.batch_run import Emitted
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.results import DecodeResult, DecodeStats, Stream
 from drafthead.infer.loaded import head_drafter
 from drafthead.infer.machine import describe_machine, describe_versions

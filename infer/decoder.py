@@ -23,7 +23,6 @@ from drafthead.infer.beams.beam_search import beam_answers
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.with_lookup import learns_answers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.emissions import in_time, streamed
 from drafthead.infer.engine.graph_stepper import can_step_in_graphs
 from drafthead.infer.engine.logits_processing import processors_for
@@ -247,7 +246,7 @@ class Decoder:
         """
         settings = read_options(options)
         refuse_in_pieces(settings)
-        if isinstance(self.target, CompiledTarget):  # the last row of a batch has graphs of its own
+        if self.target.backend.compiles:  # the last row of a batch has graphs of its own
             batch_sizes = list(dict.fromkeys([*batch_sizes, 1]))
         for rows in batch_sizes:
             if len(batch_sizes) > 1:
@@ -457,13 +456,13 @@ def decoder_for(
     Compiled, as it is, or for None recorded where that is possible. Raises UserError for settings
     of a drafter without one, and for `compile` where the target cannot be compiled.
     """
-    is_new = not isinstance(target, CompiledTarget)
+    is_new = not target.backend.compiles
     if compile:
         target.refuse_encoder("compile")
         target.check_compilable()
     if is_new and (compile or (compile is None and can_record(target))):
-        target = CompiledTarget(target, compiles_layers=bool(compile))
-    if not isinstance(target, CompiledTarget):
+        target = target.compiled(fuses=bool(compile))
+    if not target.backend.compiles:
         tell_of_slow_bfloat16(target.device, target.dtype)
     if target.dtype.itemsize == 2 and not target.same_bits:
         tell_of_near_ties(type(target.model).__name__, target.precision)
@@ -472,7 +471,7 @@ def decoder_for(
             if value is not None:
                 raise UserError(f"{name}={value} needs a head, a draft model, own layers or lookup")
         return Decoder(target)
-    if compile or (compile is None and is_new and isinstance(target, CompiledTarget)):
+    if compile or (compile is None and is_new and target.backend.compiles):
         drafter.compile(target)
     budget = None
     if tree_nodes is not None:

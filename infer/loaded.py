@@ -33,7 +33,6 @@ from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
 from drafthead.infer.drafters.stored import RECORD
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.infer.engine.compiled_target import CompiledTarget
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +281,7 @@ def with_tokenizer(
 def described(target: Target, drafter: Drafter | None) -> str:
     """What decodes, in a few words."""
     names = [type(part).__name__ for part in (target.model, drafter) if part is not None]
-    how = ", compiled" if isinstance(target, CompiledTarget) else ""
+    how = ", compiled" if target.backend.compiles else ""
     plain = "" if drafter is not None else ", no drafter"
     return f"{', '.join(names)}{plain}, {target.precision} on {target.device}{how}"
 

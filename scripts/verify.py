@@ -13,7 +13,6 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.any_target import target_of
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.level_drafter import LevelDrafter
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.request.prompts import encode_one
 from drafthead.infer.verifiers import Verifier, verifier_for
 from drafthead.lab.exactness.exactness import (
@@ -173,7 +172,7 @@ class TestedPair:
             "sampling": asdict(self.sampling),
             "repetition_penalty": self.sampled.repetition_penalty,
             "tree_nodes": self.decoder.budget.nodes,
-            "compile": isinstance(self.decoder.target, CompiledTarget),
+            "compile": self.decoder.target.backend.compiles,
             "seed": self.seed,
         }
 

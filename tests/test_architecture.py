@@ -28,20 +28,6 @@ PRIVATE_ELSEWHERE = {"infer/engine/results.py: torch.autograd._profiler_enabled"
 
 # Imports that still look over the fence between the core and what it finds by name.
 OVER_THE_FENCE = {
-    "heads/families/head_drafter.py imports drafthead.backends.compiled",
-    "heads/families/head_drafter.py imports drafthead.backends.cuda.compiled_layers",
-    "heads/families/head_drafter.py imports drafthead.backends.cuda.tree_kernels",
-    "heads/families/parallel/drafter.py imports drafthead.backends.cpu.substitutions",
-    "infer/engine/compiled_target.py imports drafthead.backends.compiled",
-    "infer/engine/compiled_target.py imports drafthead.backends.cpu.fingerprint",
-    "infer/engine/compiled_target.py imports drafthead.backends.cpu.substitutions",
-    "infer/engine/compiled_target.py imports drafthead.backends.cuda.compiled_layers",
-    "infer/engine/compiled_target.py imports drafthead.backends.cuda.tree_kernels",
-    "infer/engine/graph_step.py imports drafthead.backends.compiled",
-    "infer/engine/graph_step.py imports drafthead.backends.cpu.substitutions",
-    "infer/engine/graph_step.py imports drafthead.backends.cuda.compiled_layers",
-    "infer/engine/past.py imports drafthead.backends.cpu.fingerprint",
-    "train/optimizers.py imports drafthead.backends.cpu.substitutions",
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.substitutions import always
 from drafthead.heads.substitution import Substituting, Substitution
 from drafthead.heads.target.processor import bfloat16_instructions
 
@@ -54,7 +53,9 @@ class Float32Muon(torch.optim.Muon):
 
 # What torch's Muon does with a gradient first; the copy is changed in place.
 IN_FLOAT32 = Substitution(
-    torch.Tensor.bfloat16, partial(torch.Tensor.to, dtype=torch.float32, copy=True), always
+    torch.Tensor.bfloat16,
+    partial(torch.Tensor.to, dtype=torch.float32, copy=True),
+    lambda *_: True,
 )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -21,14 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafthead.heads.target.weight_state import COMMON, PLAIN, weights_of
 from drafthead.heads.training_fields import drafting_fields
 
-# Attributes of every module that are described otherwise, or that no pass reads. `path_counts` were
-# measured with a head: the trees that follow from them are arguments.
-COMMON = frozenset(vars(nn.Module())) | {"generation_config", "name_or_path", "path_counts"}
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
-PLAIN = None.__class__, bool, int, float, str
-COPIED = *PLAIN, list, tuple, dict, set  # may change within, or be another object of the same value
 NAMED = torch.dtype, torch.device, torch.layout, torch.memory_format, Enum
 CODE = type, FunctionType, BuiltinFunctionType
 
@@ -102,12 +98,6 @@ def module(part: nn.Module, unknown: Callable[[object], Any]) -> list[Any]:
     return [code(type(part), unknown), part.training, names, weights, described(own, unknown)]
 
 
-def weights_of(part: nn.Module, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers [...] of a module, with their names."""
-    yield from part.named_parameters(recurse=recurse, remove_duplicate=False)
-    yield from part.named_buffers(recurse=recurse, remove_duplicate=False)
-
-
 def code(thing: Any, unknown: Callable[[object], Any]) -> str:
     """The name of a function or a class, with the version of its code."""
     name = f"{thing.__module__}.{thing.__qualname__}"
@@ -154,25 +144,4 @@ def surroundings() -> list[Any]:
         [str(torch.get_default_dtype()), torch.get_float32_matmul_precision()],
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
-    ]
-
-
-def state_of(model: nn.Module) -> tuple[Any, ...]:
-    """What differs after weights or adapters of a model were changed, replaced or switched.
-
-    It is read once an answer. Values written by way of `weight.data` are not noticed.
-    """
-    versions = [
-        (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        for _, weight in weights_of(model)
-    ]
-    return versions, [switches(part) for part in model.modules()]
-
-
-def switches(part: nn.Module) -> list[Any]:
-    """The values of a module's plain attributes, and which objects the others are."""
-    own = (value for name, value in vars(part).items() if name not in COMMON)
-    return [
-        part.training,
-        *(repr(value) if isinstance(value, COPIED) else id(value) for value in own),
     ]

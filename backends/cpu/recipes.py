@@ -16,7 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.fingerprint import UndescribedError, weights_of
+from drafthead.backends.cpu.fingerprint import UndescribedError
+from drafthead.heads.target.weight_state import weights_of
 
 Recipe = Any  # JSON
 # Sources of constants by their place in memory and their form.

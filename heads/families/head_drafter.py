@@ -5,9 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from drafthead.backends.compiled import Compiled
-from drafthead.backends.cuda.compiled_layers import Fused
-from drafthead.backends.cuda.tree_kernels import MOST_NODES, TreeKernels
+from drafthead.heads.backend import EAGER, Backend, TreeKernels, backend_for
 from drafthead.heads.base import DraftHead
 from drafthead.heads.coupling import Choice
 from drafthead.heads.dims import Spec
@@ -49,6 +47,7 @@ class HeadDrafter(Drafter, Generic[Head]):
             )
         self.head, self.target, self.fixed = head, target, shape
         self.features = head.features_needed
+        self.backend: Backend = EAGER
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
         self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
         self.trees = StaticTrees(head.path_counts, head.depth, shape, head.usual_paths)
@@ -59,7 +58,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     @property
     def read_by_graphs(self) -> tuple[object, ...]:
-        """What compiled drafting reads beside its arguments, see `backends.compiled`."""
+        """What compiled drafting reads beside its arguments, see `Backend`."""
         return self.head, self.target.model, *frequencies_in(self.head)
 
     def visible_to(
@@ -70,7 +69,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         first: torch.Tensor,  # [] column of the first of the M nodes
     ) -> torch.Tensor:
         """The mask of a pass, see `visible_columns`, or what the kernel takes in its place."""
-        if self.kernels is not None and visible.shape[2] <= MOST_NODES:
+        if self.kernels is not None and visible.shape[2] <= self.kernels.most_nodes:
             return self.kernels.sight(visible, lengths, first)
         return visible_columns(visible, lengths, seen, first)
 
@@ -79,7 +78,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
         None of them where the kernel reads lengths: one recording serves all of these.
         """
-        return seen[:0] if self.kernels is not None and nodes <= MOST_NODES else seen
+        return seen[:0] if self.kernels is not None and nodes <= self.kernels.most_nodes else seen
 
     def columns_of(
         self,
@@ -95,26 +94,22 @@ class HeadDrafter(Drafter, Generic[Head]):
             return self.kernels.cache(keys, values, pending)
         return CacheColumns(keys, values, columns, mask.shape[-1])
 
-    def prepare_recordings(self, target: Target | None) -> None:
-        """Draft for this compiled target, where there is one, from now on."""
+    def prepare(self, target: Target | None) -> None:
+        """Draft compiled from now on, for this compiled target where there is one."""
         self.target = target or self.target
-        self.memory = CacheMemory.where_recorded(self.target.device)
-        self.kernels = self.target.kernels
-
-    def fused(self, function: Callable[..., Value]) -> Callable[..., Value]:
-        """A part of a recorded pass, compiled where the target's layers are."""
-        return function if self.target.layer_codes is None else Fused(function)
+        fuses = self.target.backend.fuses
+        self.backend = backend_for(self.target.device, self.target.dtype, fuses)
+        self.memory, self.kernels = self.backend.memory, self.target.kernels
 
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object
-    ) -> Compiled:
-        """A pass of the draft, compiled; `reads` as for `Compiled`, beside head and target.
+    ) -> Callable[..., Any]:
+        """A pass of the draft, compiled; `reads` as for `Backend.compile`, beside head and target.
 
         On a CPU it reads weights as bytes, half as much: no guess changes an answer.
         """
-        made_for = self.target.device, self.target.dtype
         read = *self.read_by_graphs, *reads
-        return Compiled(function, *made_for, dims, reads=read, in_bytes=True)
+        return self.backend.compile(function, dims, read, in_bytes=True)
 
     def compiled_readers(
         self, function: Callable[..., Value], dims: Mapping[str, Spec]
@@ -125,7 +120,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         used once. Our kernels serve all lengths with one graph.
         """
         compiled = self.compiled(function, dims)
-        return compiled, compiled if compiled.has_kernels else function
+        return compiled, compiled if self.backend.has_kernels else function
 
     def slots(self, count: int) -> torch.Tensor:
         """The numbers [count] from 0 on, made once."""

@@ -5,7 +5,7 @@ and quantised or PEFT-wrapped models work too. Only the requested layers are sto
 `output_hidden_states=True` would store them all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.backend import EAGER, Backend, TreeKernels, compiled_target
+from drafthead.heads.dims import Spec
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.architecture import (
@@ -84,9 +86,8 @@ class Target:
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
-    # Of recorded passes: the `TreeKernels`, where they fit the model, and its `CompiledLayers`.
-    kernels: Any = None
-    layer_codes: Any = None
+    backend: Backend = EAGER
+    kernels: TreeKernels | None = None  # of recorded passes, where they fit the model
     # Of a part of a larger target: which of the latter's layers it has, and so of its caches.
     numbers: tuple[int, ...] | None = None
 
@@ -116,6 +117,7 @@ class Target:
         self.has_alibi = uses_alibi(self.config)
         self.skips_logits = can_skip_logits(model, decoder)
         self.cache_name = cache_argument(type(model).forward)
+        self.functions: dict[Hashable, Any] = {}  # that run its passes, by what they were made for
         self.finish = self.find_finish()
 
     @classmethod
@@ -297,6 +299,15 @@ class Target:
         """
         return self.decoder_prompt or prompt
 
+    def compiled(self, in_bytes: bool = False, fuses: bool = True) -> "Target":
+        """This target with passes compiled, or on a GPU recorded; its model is shared.
+
+        With `in_bytes` passes read the weights as bytes: for draft models. Without `fuses` layers
+        are recorded as they are: for first answers.
+        """
+        made: Target = compiled_target(self, in_bytes, fuses)
+        return made
+
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
         return TreeCache()
@@ -457,6 +468,26 @@ class Target:
             )
         return output.logits
 
+    def pass_function(
+        self,
+        function: Callable[..., Any],
+        dims: Mapping[str, Spec],
+        taps: "Taps",
+        variant: Callable[..., Hashable],
+        reads: Sequence[Any],
+    ) -> Callable[..., Any]:
+        """A function that runs a pass within `taps`, as it is to be called.
+
+        The other arguments are those of `Backend.compile`; `reads` come beside the model.
+        """
+        layers, around = list(self.layers.children()), self.around(taps)
+        read = self.model, *reads
+        return self.backend.compile(function, dims, read, self.in_bytes, variant, around, layers)
+
+    def around(self, taps: "Taps") -> AbstractContextManager[object]:
+        """What a pass with these taps runs within."""
+        return taps
+
     def place_of(self, number: int) -> Place:
         """Where the hidden state of a number in `FeatureSpec` is."""
         if number == self.num_layers:
@@ -478,8 +509,8 @@ class Target:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
 
-    def kernels_for(self, nodes: int) -> Any:
-        """The `TreeKernels` for passes over so many nodes; None where there are none."""
+    def kernels_for(self, nodes: int) -> TreeKernels | None:
+        """The kernels for passes over so many nodes; None where there are none."""
         return None if self.kernels is None or nodes > self.kernels.most_nodes else self.kernels
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:

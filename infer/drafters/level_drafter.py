@@ -31,7 +31,6 @@ from drafthead.heads.trees.dynamic import Children, as_values, dynamic_tree
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
-from drafthead.infer.engine.compiled_target import CompiledTarget
 
 GROWN = "grown"  # the source of trees, beside the chains whose tokens can be drawn
 # Nodes of a tree for each level, and the most nodes of a level that get children.
@@ -95,8 +94,8 @@ class LevelDrafter(Drafter):
 
     def compile(self, target: Target | None = None) -> None:
         """Compile the model's passes; on a CPU they read its weights as bytes."""
-        with_code = target is not None and target.layer_codes is not None
-        self.model = CompiledTarget(self.model, True, compiles_layers=with_code)
+        fuses = target is not None and target.backend.fuses
+        self.model = self.model.compiled(in_bytes=True, fuses=fuses)
 
 
 class LevelSession(DraftSession):

@@ -5,16 +5,12 @@ cost more than their work. The graph serves the rules that accept the target's o
 and `match`.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from drafthead.backends.compiled import Compiled
-from drafthead.backends.cpu.substitutions import replacement_of
-from drafthead.backends.cuda.compiled_layers import Fused
 from drafthead.heads.dims import Spec
 from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
@@ -68,34 +64,16 @@ class Draws(NamedTuple):
 class GraphStep:
     """The steps of a target that keep the same features and fill their trees in the same way."""
 
-    def __init__(
-        self,
-        target: Target,
-        features: FeatureSpec,
-        filler: TokenFiller,
-        around: Callable[[Taps], AbstractContextManager[object]],
-    ):
-        """Passes run within `around` their taps."""
+    def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
         self.target, self.filler = target, filler
         self.few_sizes = target.memory is not None  # trees are filled up to a power of two
         self.taps = Taps(target, features)
         dims = STEP | {"arguments": filler.dims}
-        made_for = target.device, target.dtype
-        reads = target.model, features, filler.tokens, filler.dims, filler.reads
-        self.graphs = Compiled(
-            self._step,
-            *made_for,
-            dims,
-            self._variant,
-            around(self.taps),
-            reads,
-            target.in_bytes,
-            list(target.layers.children()),
-        )
-        has_kernels = self.graphs.has_kernels
-        self.move, self.draw = (replacement_of(f, has_kernels) for f in (move_columns, draw))
-        if target.layer_codes is not None:
-            self.draw = Fused(draw)
+        reads = features, filler.tokens, filler.dims, filler.reads
+        self.graphs = target.pass_function(self._step, dims, self.taps, self._variant, reads)
+        backend = target.backend
+        self.move = backend.replacement_of(move_columns)
+        self.draw = backend.fused(backend.replacement_of(draw))
 
     def __call__(
         self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None, whole: bool
@@ -126,7 +104,8 @@ class GraphStep:
             cache.keys,
             cache.values,
             draws,
-            not whole and not self.graphs.has_kernels,  # the kernel reads it from the settings
+            not whole
+            and not self.target.backend.has_kernels,  # the kernel reads it from the settings
         )
         return Outcome(
             acceptance=Acceptance(result.path, result.length, result.bonus),

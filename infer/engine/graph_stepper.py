@@ -7,11 +7,10 @@ import torch
 from drafthead.heads.drafting.drafter import DraftSession
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import TreeRecipe
+from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.compiled_target import CompiledTarget
-from drafthead.infer.engine.graph_step import Draws
+from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.stepper import EagerStepper, Outcome, Stepper
 from drafthead.infer.verifiers import Verifier
 
@@ -23,8 +22,6 @@ class GraphStepper(Stepper):
     as well where the session proposes a recipe.
     """
 
-    target: CompiledTarget
-
     def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
         """Propose a tree or its recipe, and call the graph."""
         proposal = self.propose(session, budget)
@@ -32,9 +29,17 @@ class GraphStepper(Stepper):
         self.run.stats.verified_nodes += recipe.num_nodes
         with self.run.stats.phase("verify"):
             draws = self.draws(recipe.max_depth)
-            return self.target.step(
-                recipe, self.features, self.cache, draws, self.run.request.sampling.whole
-            )
+            step = self.step_function(recipe.filler)
+            return step(recipe, self.cache, draws, self.run.request.sampling.whole)
+
+    def step_function(self, filler: TokenFiller) -> GraphStep:
+        """The steps of the target that fill their trees like this, made once."""
+        known, key = self.target.functions, (self.features, filler)
+        if key not in known:
+            # Not replaced, should another thread have been quicker: graphs are made only once.
+            known.setdefault(key, GraphStep(self.target, *key))
+        found: GraphStep = known[key]
+        return found
 
     @cached_property
     def settings(self) -> torch.Tensor:
@@ -64,4 +69,4 @@ def stepper_for(
 
 def can_step_in_graphs(target: Target, run: BatchRun) -> bool:
     """Whether steps under rules that follow the target are graphs for this target and request."""
-    return isinstance(target, CompiledTarget) and run.request.samples_in_graphs
+    return target.backend.compiles and run.request.samples_in_graphs

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.fingerprint import state_of
 from drafthead.heads.drafting.drafter import Drafter, DraftSession, NoDraft, NoDrafter
 from drafthead.heads.drafting.row_state import chosen
 from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.heads.target.weight_state import state_of
 
 # Share of the longest prompt that has to be known: a pass after a cache needs a mask, and takes 10
 # to 15 % longer than one from the beginning (demo target, 600 tokens).

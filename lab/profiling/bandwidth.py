@@ -12,10 +12,10 @@ import psutil
 import torch
 from torch import nn
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.target.architecture import find_decoder
 from drafthead.heads.target.seven_bits import can_be_rounded
 from drafthead.heads.target.target import Target
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.lab.profiling.clock import seconds_of
 
 # The copied buffer must not fit into a cache: it has at least SMALLEST_BUFFER bytes, and CACHES

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.profiling.bandwidth import bandwidth_bound, weight_bytes
 from drafthead.lab.profiling.ledger import measure_ledgers

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.backends import compiled
 from drafthead.backends.compiled import Compiled
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.drafting.drafter import Committed
@@ -27,7 +28,6 @@ from drafthead.heads.target.part import part_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.engine.compiled_target import CompiledTarget
 
 WINDOW, DEPTH, LAYERS = 5, 3, 4
 SIZES = {
@@ -213,5 +213,5 @@ def test_a_part_on_a_gpu_is_recorded_with_masks(monkeypatch) -> None:
     names = "model", "tokenizer", "dtype", "in_bytes", "numbers"
     there = {name: getattr(part, name) for name in names} | {"device": torch.device("cuda")}
     monkeypatch.setattr(TreeKernels, "for_model", lambda *_: object())
-    compiled = CompiledTarget(SimpleNamespace(**there), compiles_layers=False)
+    compiled = CompiledTarget(SimpleNamespace(**there), fuses=False)
     assert compiled.numbers == (1, 3) and compiled.kernels is None

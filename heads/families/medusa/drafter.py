@@ -106,6 +106,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             "ranks": "N",
             "draws": DRAWS,
         }
+        self.prepare(target)
         self.guess = self.compiled(self._guess, {"hidden": "B ."}, self.widest)
         self.fill = self.compiled(self._fill, filling, self.widest)
         # Heads that share one output head cost as much whatever the depth of the tree.

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from drafthead.backends.cpu.substitutions import replacement_of
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
@@ -206,12 +205,12 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
 
     def compile(self, target: Target | None = None) -> None:
         """Compile the passes."""
-        self.prepare_recordings(target)
+        self.prepare(target)
         self.is_compiled = True
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.block = self.compiled(self.block_eagerly, PASSING)
-        draft = self.compiled(self.fused(self._draft), DRAFTING)
-        self.draft, self.move = draft, replacement_of(move_columns, draft.has_kernels)
+        self.draft = self.compiled(self.backend.fused(self._draft), DRAFTING)
+        self.move = self.backend.replacement_of(move_columns)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""

@@ -308,13 +308,14 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
 
     def compile(self, target: Target | None = None) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
-        self.prepare_recordings(target)
+        self.prepare(target)
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
         self.start_growth = self.compiled(self._start_growth, STARTING)
         self.grow = self.compiled(self._grow, GROWING)
         self.finish = self.compiled(self._finish, FINISHING)
-        self.level, self.reading = self.fused(self._grow), self.fused(self.read_eagerly)
+        fused = self.backend.fused
+        self.level, self.reading = fused(self._grow), fused(self.read_eagerly)
         self.grow_all = self.compiled(self._grow_all, ALL_LEVELS)
         self.read_and_grow_all = self.compiled(self._read_and_grow_all, READ_AND_ALL_LEVELS)
 

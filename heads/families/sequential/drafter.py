@@ -63,7 +63,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
 
     def compile(self, target: Target | None = None) -> None:
         """Compile each depth, and what reads committed positions."""
-        self.prepare_recordings(target)
+        self.prepare(target)
         self.read = self.compiled(self.read_eagerly, READING)
         step = {"states": "B n .", "tokens": "B n"}
         self.steps = [

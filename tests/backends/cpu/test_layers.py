@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from drafthead.backends.compiled import Compiled, Made
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cpu.layers import layer_code
 from drafthead.backends.cpu.layers.callable_code import ENTRY, RELEASE, for_calls
 from drafthead.backends.cpu.layers.layer_code import LayerTable
@@ -32,7 +33,6 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine.compiled_target import CompiledTarget
 
 TEXT = [9, 10, 11, 12, 30, 31, 32, 9, 10, 11, 12, 30, 31, 32, 40, 9, 10, 11]  # lookup drafts much
 SMALL = {"hidden_size": 32, "num_hidden_layers": FEWEST}

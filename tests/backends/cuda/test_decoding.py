@@ -10,6 +10,7 @@ from tiny import END, random_prompts, tiny_llama
 
 import drafthead.infer.decoder  # noqa: F401  (registers the families)
 from drafthead.backends.compiled import Compiled, Made, within
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.recordings import Recordings
 from drafthead.heads.base import HEADS
 from drafthead.heads.drafting.drafter import Drafter
@@ -18,7 +19,6 @@ from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 TOKENS = 6

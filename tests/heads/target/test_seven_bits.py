@@ -5,12 +5,12 @@ import torch
 from tiny import byte_tokenizer
 from torch import nn
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.seven_bits import can_be_rounded, round_matrices, rounded
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.lab.exactness.oracle import OracleDecoder
 from drafthead.lab.profiling.bandwidth import weight_bytes
 from drafthead.lab.profiling.pass_times import endless, greedy_stepper, pass_alone

@@ -7,12 +7,12 @@ import torch
 from tiny import random_prompts
 
 from drafthead.backends.compiled import Compiled
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.prefill import padded, prefill
 
 PROMPTS = random_prompts(5)

@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LogitsProcessorList
 
 from drafthead.backends.compiled import Compiled
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cpu.substitutions import attention_of_one
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
@@ -17,7 +18,6 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine import stepper
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.serving.serve_request import ServeRequest
 from drafthead.lab.exactness.oracle import OracleDecoder
 

@@ -7,13 +7,13 @@ import torch
 from tiny import END
 from transformers import LogitsProcessor
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.oracle import OracleDecoder
 from drafthead.lab.exactness.rule_law import OneStream

@@ -7,12 +7,12 @@ import pytest
 import torch
 from tiny import placed, random_prompts, tiny_llama
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.recordings import Recording
 from drafthead.heads import host
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 pytestmark = [

@@ -13,6 +13,7 @@ from rehearsal import Rehearsal
 from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 
 from drafthead.backends.compiled import Compiled, Made, within
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.recordings import Recordings
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
@@ -24,7 +25,6 @@ from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe
 from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine.batch_run import Batch
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.verifiers.base import follow
 from drafthead.lab.exactness.oracle import OracleDecoder
 

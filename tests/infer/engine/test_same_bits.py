@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny import BUSHY, random_prompts
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.lab.exactness.exactness import greedy_differences
 

@@ -12,10 +12,10 @@ import torch
 from tiny import byte_tokenizer, tiny_llama
 from transformers import BloomConfig, BloomForCausalLM
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.engine.compiled_target import CompiledTarget
 from drafthead.infer.timing.stored_costs import StepKind
 from drafthead.lab.exactness.oracle import OracleDecoder
 

@@ -16,21 +16,18 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from drafthead.backends.compiled import CPU_OPTIONS, Compiled
-from drafthead.backends.cpu.fingerprint import state_of
+from drafthead.backends.backend import CompilingBackend
+from drafthead.backends.compiled import CPU_OPTIONS
 from drafthead.backends.cpu.substitutions import HEAD_MULTIPLE, can_be_packed
 from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import TreeKernels
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.hooks import Taps
 from drafthead.heads.target.masks import LayerMasks
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
-from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
-from drafthead.infer.engine.graph_step import Draws, GraphStep
-from drafthead.infer.engine.stepper import Outcome
+from drafthead.heads.target.weight_state import state_of
 
 # Share of their size by which logits may differ that two attention kernels lead to, in bfloat16.
 MOST_DIFFERENT = 0.05
@@ -56,26 +53,22 @@ class CompiledTarget(Target):
     one or several rows. Cache columns, tree nodes and rows change freely within a kind.
     """
 
-    def __init__(self, target: Target, in_bytes: bool = False, compiles_layers: bool = True):
-        """With `in_bytes` passes read the weights as bytes, see `Compiled`: for draft models.
+    backend: CompilingBackend
+    kernels: TreeKernels | None
 
-        On a GPU layers are recorded as they are without `compiles_layers`: for first answers.
-        """
+    def __init__(self, target: Target, in_bytes: bool = False, fuses: bool = True):
+        """See `Target.compiled`."""
         super().__init__(target.model, target.tokenizer)
         self.numbers = target.numbers  # a part is not asked whether kernels fit it
-        with_code = target.device.type == "cuda" and compiles_layers
+        self.backend = CompilingBackend(target.device, target.dtype, fuses)
+        with_code = self.backend.fuses
         self.layer_codes = CompiledLayers(list(self.layers.children())) if with_code else None
         self.kernels = self._tree_kernels() if target.device.type == "cuda" else None
         self.in_bytes = in_bytes or target.in_bytes
-        self.memory = CacheMemory.where_recorded(target.device)
-        self.passes: dict[tuple[FeatureSpec, bool], CompiledPass] = {}  # with logits or without
-        self.steps: dict[tuple[FeatureSpec, TokenFiller], GraphStep] = {}
+        self.memory = self.backend.memory
         self.state = state_of(self.model)  # that the graphs were made for
-        made_for = target.device, target.dtype
-        self.move = Compiled(move_columns, *made_for, MOVE, reads=())
-        self.output = Compiled(
-            self.project, *made_for, OUTPUT, reads=(self.model,), in_bytes=self.in_bytes
-        )
+        self.move = self.backend.compile(move_columns, MOVE, ())
+        self.output = self.backend.compile(self.project, OUTPUT, (self.model,), self.in_bytes)
 
     def around(self, taps: Taps) -> AbstractContextManager[object]:
         """What a pass with these taps runs within."""
@@ -126,21 +119,14 @@ class CompiledTarget(Target):
         return None
 
     @property
-    def compiled(self) -> list[Compiled]:
-        """What has been compiled so far of the target."""
-        # Lists of the values: another thread may add one meanwhile.
-        passes = [made.graphs for made in list(self.passes.values())]
-        return [*passes, *(made.graphs for made in list(self.steps.values())), self.output]
-
-    @property
     def reads_bytes(self) -> bool:
         """Whether passes read bytes: there is a kernel for it."""
-        return self.in_bytes and self.move.has_kernels
+        return self.in_bytes and self.backend.has_kernels
 
     @property
     def compile_seconds(self) -> float:
         """Time spent on compiling so far."""
-        return sum(made.seconds for made in (self.move, *self.compiled))
+        return self.backend.seconds
 
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other.
@@ -151,25 +137,8 @@ class CompiledTarget(Target):
         state = state_of(self.model)
         if state != self.state:
             self.state = state
-            for made in self.compiled:
-                made.forget()
+            self.backend.forget()
         return TreeCache(self.memory, self.move)
-
-    @torch.no_grad()
-    def step(
-        self,
-        recipe: TreeRecipe,
-        features: FeatureSpec,
-        cache: TreeCache,
-        draws: Draws | None,
-        whole: bool,
-    ) -> Outcome:
-        """Verify a tree after the committed tokens; see `GraphStep.__call__`."""
-        made_for = features, recipe.filler
-        if made_for not in self.steps:
-            # Not replaced, should another thread have been quicker: graphs are made only once.
-            self.steps.setdefault(made_for, GraphStep(self, *made_for, self.around))
-        return self.steps[made_for](recipe, cache, draws, whole)
 
     @torch.no_grad()
     def run(
@@ -223,15 +192,15 @@ class CompiledTarget(Target):
     def _pass(self, features: FeatureSpec, has_logits: bool) -> "CompiledPass":
         """The passes that keep these features, with logits or without."""
         kind = features, has_logits
-        if kind not in self.passes:
+        if kind not in self.functions:
             # Not replaced, should another thread have been quicker: graphs are made only once.
-            self.passes.setdefault(kind, CompiledPass(self, features, has_logits))
-        return self.passes[kind]
+            self.functions.setdefault(kind, CompiledPass(self, features, has_logits))
+        return self.functions[kind]
 
     @property
     def reads_rows_alone(self) -> bool:
         """Whether prompts are read by compiled passes, which are made for one row."""
-        return self.move.has_kernels and self.skips_logits
+        return self.backend.has_kernels and self.skips_logits
 
     @cached_property
     def same_bits(self) -> bool:
@@ -271,17 +240,8 @@ class CompiledPass:
         """Without logits where these are not needed and the model can skip them."""
         self.target, self.has_logits = target, has_logits
         self.taps = Taps(target, features)
-        made_for, reads = (target.device, target.dtype), (target.model, features, has_logits)
-        self.graphs = Compiled(
-            self._forward,
-            *made_for,
-            PASS,
-            self._variant,
-            target.around(self.taps),
-            reads,
-            target.in_bytes,
-            list(target.layers.children()),
-        )
+        reads = features, has_logits
+        self.graphs = target.pass_function(self._forward, PASS, self.taps, self._variant, reads)
 
     def __call__(
         self,

@@ -1,0 +1,65 @@
+"""What compiles functions for a CPU and records them for a GPU, behind the fence of `heads`."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafthead.backends.compiled import Compiled, kernels_serve
+from drafthead.backends.cpu.substitutions import replacement_of
+from drafthead.backends.cuda.compiled_layers import Fused
+from drafthead.heads.backend import NOTHING, Backend, no_variant
+from drafthead.heads.dims import Spec
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+
+
+class CompilingBackend(Backend):
+    """Compiles what it is given, for one device and one type of weights."""
+
+    compiles = True
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, fuses: bool):
+        """See `heads.backend.backend_for`."""
+        self.device, self.dtype = device, dtype
+        self.fuses = fuses and device.type == "cuda"
+        self.has_kernels = kernels_serve(device, dtype)
+        self.memory = CacheMemory.where_recorded(device)
+        self.made: list[Compiled] = []
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        dims: Mapping[str, Spec],
+        reads: Sequence[Any],
+        in_bytes: bool = False,
+        variant: Callable[..., Hashable] = no_variant,
+        around: AbstractContextManager[object] = NOTHING,
+        layers: Sequence[nn.Module] = (),
+    ) -> Compiled:
+        """See `Backend.compile`, and `Compiled`."""
+        made_for = self.device, self.dtype
+        made = Compiled(function, *made_for, dims, variant, around, reads, in_bytes, layers)
+        self.made.append(made)
+        return made
+
+    def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """Our kernel where there is one."""
+        return replacement_of(operation, self.has_kernels)
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function under `torch.compile`, where parts of recordings are compiled."""
+        return Fused(function) if self.fuses else function
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on compiling so far."""
+        # A list of them: another thread may add one meanwhile.
+        return sum(made.seconds for made in list(self.made))
+
+    def forget(self) -> None:
+        """Make all graphs again when they are needed: the weights that they hold have changed."""
+        for made in list(self.made):
+            if made.reads:
+                made.forget()
