@@ -27,7 +27,7 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.engine.results import DecodeStats, summed
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.lab.reports.tables import number, print_table
+from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.lab.speedup_model import chain_speedup, predict_chain
 
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -159,7 +159,7 @@ def main(
             found.append(about | measured(drafted, draft_tokens, plain))
     columns = list(found[0])
     rows = [[v if isinstance(v, str) else number(v) for v in row.values()] for row in found]
-    print_table("a toy: numbers spelled by a T5 pair", columns, rows)
+    print_table(Table("a toy: numbers spelled by a T5 pair", columns, rows))
     if output is not None:
         record = {
             "command": shlex.join(["python", *sys.argv]),

@@ -24,7 +24,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
-from drafthead.lab.reports.tables import markdown_table, number
+from drafthead.lab.reports.report import Table, number
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.features.reading import check_row_length
 from drafthead.train.run.config import (
@@ -284,7 +284,7 @@ def markdown(board: Board, trained: list[list[str]], races: dict[str, Any]) -> s
         "Seconds are those of optimiser steps, the target's passes included, and of saving; "
         "loading and the last evaluation are not counted. tau on held-out answers: of the best "
         "chain, and of the best fixed trees.",
-        markdown_table(TRAINING_COLUMNS, trained),
+        Table("", TRAINING_COLUMNS, trained).markdown(),
     ]
     for name, content in races.items():
         parts += [
@@ -295,7 +295,7 @@ def markdown(board: Board, trained: list[list[str]], races: dict[str, Any]) -> s
             rows = [row for row in content["rows"] if row["temperature"] == temperature]
             if pairs := pair_cells(board, rows):
                 parts += [f"One thing at a time, temperature {temperature:g}:",
-                          markdown_table(RACE_COLUMNS, pairs)]  # fmt: skip
+                          Table("", RACE_COLUMNS, pairs).markdown()]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 

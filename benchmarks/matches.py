@@ -17,7 +17,7 @@ from tqdm import tqdm
 from drafthead.heads.storage.files import write_text
 from drafthead.infer.drafters.past import LONGEST, Past
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.lab.reports.tables import number, print_table
+from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.scripts.data.inspect_data import load_tokenizer
 from drafthead.train.data.token_table import Reading, TokenTable, token_table
 
@@ -52,7 +52,7 @@ def main(
         [str(length), str(count), number(share)]
         for length, (count, share) in enumerate(zip(seen, shares, strict=True), start=1)
     ]
-    print_table("tokens after matches", ["length", "tokens", "right"], rows)
+    print_table(Table("tokens after matches", ["length", "tokens", "right"], rows))
     about = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": describe_machine(),

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.lab.reports.tables import number, print_table
+from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.token_table import Reading, TokenTable, token_table
 
 ROW = 1024  # tokens; longer conversations are cut
@@ -59,7 +59,9 @@ def main(
         same = (best == first).float().mean().item()
         found[name] = {"tokens": len(best), "perplexity": perplexity, "same_best_token": same}
         rows.append([name, str(len(best)), number(perplexity, 3), f"{100 * same:.1f} %"])
-    print_table("answers under each type", ["type", "tokens", "perplexity", "same token"], rows)
+    print_table(
+        Table("answers under each type", ["type", "tokens", "perplexity", "same token"], rows)
+    )
     about = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": describe_machine(),

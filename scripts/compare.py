@@ -15,10 +15,9 @@ from drafthead.lab.races.racing import DraftOptions, RaceTerms, entrants, run_ra
 from drafthead.lab.races.record import Prompt, describe_run, read_prompts
 from drafthead.lab.races.unfinished_race import UnfinishedRace
 from drafthead.lab.reports.comparison import (
+    comparison_report,
     divergence_notes,
     predictions,
-    print_report,
-    write_report,
 )
 from drafthead.scripts import options
 from drafthead.train.jobs.weights import weights_fingerprint
@@ -91,13 +90,14 @@ def main(
     notes = predictions(rows)
     if 0 in temperatures:
         notes += divergence_notes(differing, rows, len(questions))
-    print_report(rows, notes)
     about = {
         **run, "prompts": len(questions), "max_new_tokens": max_new_tokens,
         "rounds": rounds, "batch_size": batch_size, "top_p": top_p, "template_arguments": arguments,
         "divergences": [vars(divergence) for divergence in differing],
     }  # fmt: skip
-    write_report(rows, notes, about, output)
+    report = comparison_report(rows, notes, about)
+    report.show()
+    report.write(output / "comparison.json")
     unfinished.end()
 
 

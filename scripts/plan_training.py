@@ -1,6 +1,7 @@
 """`drafthead plan-training`: the memory, the disk and the time of a run, before they are spent."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,16 +11,10 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
-from drafthead.lab.planning.disk import disk_use
 from drafthead.lab.planning.dry_setup import dry_setup
-from drafthead.lab.planning.estimate import Place, estimate, remedies
-from drafthead.lab.planning.shares import Engine, check_engine
-from drafthead.lab.planning.trial import MOST_STEPS, Trial, TrialStep, libraries_peak, run_trial
-from drafthead.lab.reports.training_plan import (
-    TrainingPlan,
-    print_training_plan,
-    write_training_plan,
-)
+from drafthead.lab.planning.estimate import Place, disk_use, remedies, step_memory
+from drafthead.lab.planning.trial import MOST_STEPS, Trial, TrialStep, run_trial
+from drafthead.lab.reports.training_plan import TrainingPlan, plan_report
 from drafthead.scripts import options
 from drafthead.train.run.config import load_run_config
 
@@ -34,9 +29,6 @@ def main(
     devices: Annotated[
         int, typer.Option(help="Processes that share the run.", callback=options.at_least_one)
     ] = 1,
-    engine: Annotated[
-        Engine, typer.Option(help="How they share it: a file in configs/accelerate/.")
-    ] = "ddp",
     memory: Annotated[
         str | None, typer.Option(help="What a device has, as 80GB; default: what is here.")
     ] = None,
@@ -58,25 +50,27 @@ def main(
     would help are listed, those that cost least first.
     """
     run = load_run_config(config, settings or [])
-    check_engine(run, engine)
     run.train.accumulation(devices)
     if tokens is not None and tokens <= 0:
         raise UserError(f"--tokens must be above 0, got {tokens:g}")
     on_cpu = run.train.cpu or not torch.cuda.is_available()
     room = memory_here(on_cpu) if memory is None else bytes_of(memory)
+    # This process has imported what one that trains imports, and done nothing yet.
+    place = Place(devices, on_cpu, psutil.Process().memory_info().rss if on_cpu else 0)
     setup = dry_setup(run)
-    place = Place(engine, devices, on_cpu, libraries_peak() if on_cpu else 0)
-    found = estimate(setup, place)
-    trial, reason = None, "--no-measure"
-    if measure:
-        trial, reason = tried(config, settings or [], found.total, memory_here(on_cpu))
+    step = step_memory(setup, devices)
     plan = TrainingPlan(
-        run, setup, place, found, disk_use(setup, found.memory), trial, reason, room, tokens
+        run, setup, place, step, disk_use(setup, step), None, "--no-measure", room, tokens
     )
-    helpful = [] if plan.fits else remedies(setup, place)
-    print_training_plan(plan, helpful)
+    if measure:
+        trial, reason = tried(config, settings or [], plan.computed, memory_here(on_cpu))
+        plan = replace(plan, trial=trial, untried=reason)
+    if not plan.fits:
+        plan = replace(plan, remedies=remedies(setup, place))
+    report = plan_report(plan)
+    report.show()
     if output is not None:
-        write_training_plan(plan, helpful, output)
+        report.write(output)
 
 
 def tried(

@@ -14,7 +14,7 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.model_drafter import load_draft_model
 from drafthead.infer.loaded import DEFAULT_CHAIN
 from drafthead.lab.races.record import describe_run, prompt_ids
-from drafthead.lab.reports.theory import print_theory, write_theory
+from drafthead.lab.reports.theory import theory_report
 from drafthead.lab.speedup_model import MAX_CHAIN
 from drafthead.lab.theory.chain_costs import timed_lengths
 from drafthead.lab.theory.chains import Chains, head_chains, lookup_chains, model_chains
@@ -83,8 +83,9 @@ def main(
         **describe_run(target, loaded), "prompts": len(ids), "max_new_tokens": max_new_tokens,
         "top_p": top_p, "draft_tokens": draft_tokens, "seed": seed,
     }  # fmt: skip
-    print_theory(found)
-    write_theory(found, about, output)
+    report = theory_report(found, about)
+    report.show()
+    report.write(output / "theory.json")
 
 
 def refuse_names(names: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from drafthead.lab.exactness.rule_law import fit_of_rule
 from drafthead.lab.exactness.target_law import LENGTH
 from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.races.record import describe_run, prompt_ids
-from drafthead.lab.reports.exactness import report_evidence
+from drafthead.lab.reports.exactness import evidence_report
 from drafthead.scripts import options
 
 PROMPTS = (
@@ -123,7 +123,10 @@ def main(
     evidence = pair.evidence(ids, effort)
     tested = {"prompts": len(ids), "max_new_tokens": max_new_tokens}
     about = {**describe_run(target, pair.reference), **pair.settings, **tested}
-    report_evidence(evidence, pair.sampling, about, output)
+    report = evidence_report(evidence, pair.sampling, about)
+    report.show()
+    if output is not None:
+        report.write(output)
     if evidence.failures():
         raise typer.Exit(1)
 

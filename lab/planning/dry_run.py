@@ -29,33 +29,26 @@ class Ledger:
         self.label = label
         self.live: Counter[str] = Counter()
         self.at_peak: Counter[str] = Counter()
-        self._entries: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def add(self, tensor: torch.Tensor, label: str | None = None) -> None:
-        """Count the storage of a tensor [...], if it is new, under `label` or its own name."""
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor [...], if it is new, under its name."""
         storage = tensor.untyped_storage()
-        if storage in self._entries:
+        if storage in self._known:
             return
-        entry = [self.label(tensor) if label is None else label]
-        self._entries[storage] = entry
-        self.live[entry[0]] += storage.nbytes()
-        weakref.finalize(storage, self._drop, entry, storage.nbytes()).atexit = False
+        self._known.add(storage)
+        name, size = self.label(tensor), storage.nbytes()
+        self.live[name] += size
+        weakref.finalize(storage, self._drop, name, size).atexit = False
         if self.live.total() > self.at_peak.total():
             self.at_peak = Counter(self.live)
-
-    def rename(self, tensor: torch.Tensor, label: str) -> None:
-        """Give the storage of a tensor [...] that is counted another label."""
-        entry, size = self._entries[tensor.untyped_storage()], tensor.untyped_storage().nbytes()
-        self.live[entry[0]] -= size
-        self.live[label] += size
-        entry[0] = label
 
     def begin_peak(self) -> None:
         """Forget the peak so far."""
         self.at_peak = Counter(self.live)
 
-    def _drop(self, entry: Sequence[str], size: int) -> None:
-        self.live[entry[0]] -= size
+    def _drop(self, name: str, size: int) -> None:
+        self.live[name] -= size
 
 
 class DryRun(TorchDispatchMode):

@@ -43,19 +43,25 @@ class DrySetup:
     tokens: TokenBatch  # [B, T]
 
 
-def dry_setup(config: RunConfig) -> DrySetup:
-    """Set up the run of a configuration; UserError for what training would refuse."""
+def dry_setup(config: RunConfig, rows: PackedData | None = None) -> DrySetup:
+    """Set up the run of a configuration; UserError for what training would refuse.
+
+    `rows` were read for another configuration with the same data; longer ones are cut.
+    """
     dry = DryRun(Ledger(lambda tensor: "setup"))
     with dry:
         target = dry_target(config.target, config.train.mixed_precision)
     check_row_length(target, config.target.name, config.data.max_length)
-    rows = read_rows(config, target)
+    if rows is None:
+        rows = read_rows(config, target)
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
     if rows is not None:
         counts = rows.sequences.token_counts(target.vocab_size)
     with dry:
         head = new_head(config.family, config.head, target, counts)
-    tokens = full_rows(config, target) if rows is None else heaviest(rows, config)
+    tokens = full_rows(config) if rows is None else heaviest(rows, config)
+    here = slice(None), slice(config.data.max_length)
+    tokens = TokenBatch(tokens.input_ids[here], tokens.segments[here], tokens.supervised[here])
     return DrySetup(config, dry, target, head.train(), rows, tokens)
 
 
@@ -95,7 +101,7 @@ def read_rows(config: RunConfig, target: Target) -> PackedData | None:
     return training_data(config.data, target.tokenizer, seed, target.vocab_size)[0]
 
 
-def full_rows(config: RunConfig, target: Target) -> TokenBatch:
+def full_rows(config: RunConfig) -> TokenBatch:
     """A micro-batch [B, T] of full rows in which all is learnt: nothing needs more."""
     ids = torch.zeros(config.train.micro_batch_rows, config.data.max_length, dtype=torch.long)
     return TokenBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))

@@ -1,7 +1,7 @@
 """A few real steps in a process of their own: how fast they are, and how much memory they take.
 
-The process sets the run up as training does, in a temporary folder. Started without a
-configuration it trains next to nothing, and tells what that takes.
+The process sets the run up as training does, in a temporary folder, and prints a line of JSON for
+each step.
 """
 
 import json
@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from drafthead.heads.errors import UserError
 from drafthead.train.learning.engines import build_accelerator
@@ -24,7 +22,6 @@ from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.train_heads import build_trainer
 
 MOST_STEPS, MOST_SECONDS = 6, 45
-MODULE = "drafthead.lab.planning.trial"
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Trial:
 
     @property
     def tokens_per_s_kept(self) -> float:
-        """The same where all features are read from a folder in no time."""
+        """Supervised tokens a second where all features are read from a folder in no time."""
         seconds = sum(s.seconds * (1 - s.target_share) for s in self._timed)
         return sum(s.tokens for s in self._timed) / seconds
 
@@ -70,47 +67,35 @@ def run_trial(config: Path, settings: Sequence[str], shown: Callable[[TrialStep]
 
     Raises UserError with the process's own words when it failed.
     """
+    command = [sys.executable, "-m", "drafthead.lab.planning.trial", str(config), *settings]
     steps = []
-    for line in lines_of([str(config), *settings]):
-        steps.append(TrialStep(**json.loads(line)))
-        shown(steps[-1])
-    return Trial(tuple(steps))
-
-
-def libraries_peak() -> int:
-    """The bytes of a process that has all libraries of training in use, and nothing else."""
-    return int(next(iter(lines_of([]))))
-
-
-def lines_of(arguments: list[str]) -> Iterator[str]:
-    """What this module prints when it is started with arguments; UserError when that failed."""
-    command = [sys.executable, "-m", MODULE, *arguments]
     with (
         tempfile.TemporaryFile("w+") as words,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True) as process,
     ):
         assert process.stdout is not None
         try:
-            yield from process.stdout
+            for line in process.stdout:
+                steps.append(TrialStep(**json.loads(line)))
+                shown(steps[-1])
         finally:
             if process.poll() is None:
                 process.terminate()
-        if process.wait() != 0:
+        if process.wait() != 0 or not steps:
             words.seek(0)
             printed = words.read().strip().splitlines() or ["it printed nothing"]
             raise UserError(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}")
+    return Trial(tuple(steps))
 
 
 def as_trial(config: RunConfig, folder: str) -> RunConfig:
     """The configuration with a few micro-batches to a step, and nothing kept."""
     train = config.train
-    micro_batches = min(2, train.accumulation(1))
+    rows = min(2, train.accumulation(1)) * train.micro_batch_rows
     return replace(
         config,
         data=replace(config.data, feature_folder=None, feature_dtype=None, feature_budget_gb=None),
-        train=replace(
-            train, output=folder, batch_rows=micro_batches * train.micro_batch_rows, overwrite=True
-        ),
+        train=replace(train, output=folder, batch_rows=rows, overwrite=True),
     )
 
 
@@ -137,21 +122,6 @@ def trial_steps(config: RunConfig) -> Iterator[TrialStep]:
                 break
 
 
-def step_of_nothing() -> None:
-    """A step of a very small model: libraries import much when they are first used."""
-    with tempfile.TemporaryDirectory() as folder:
-        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=folder)
-        accelerator.init_trackers("train")
-        layer = nn.Linear(2, 2)
-        model, optimizer = accelerator.prepare(layer, torch.optim.AdamW(layer.parameters()))
-        with torch.autocast("cpu", torch.bfloat16):
-            total = model(torch.ones(1, 2)).sum()
-        accelerator.backward(total)
-        optimizer.step()
-        accelerator.save_state(f"{folder}/state")
-        accelerator.end_training()
-
-
 def peak_bytes(device: torch.device) -> int:
     """The most bytes on the device; on a CPU, that this process has had."""
     if device.type == "cuda":
@@ -160,19 +130,9 @@ def peak_bytes(device: torch.device) -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def main(arguments: list[str]) -> None:
-    """Print a line of JSON for each step; or, without arguments, what a process always takes."""
-    if not arguments:
-        step_of_nothing()
-        print(peak_bytes(torch.device("cpu")))
-        return
-    for step in trial_steps(load_run_config(Path(arguments[0]), arguments[1:])):
-        print(json.dumps(vars(step)), flush=True)
-
-
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        for done in trial_steps(load_run_config(Path(sys.argv[1]), sys.argv[2:])):
+            print(json.dumps(vars(done)), flush=True)
     except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(str(error))

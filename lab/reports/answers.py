@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafthead.lab.reports.tables import print_table
+from drafthead.lab.reports.report import Table, print_table
 from drafthead.train.distillation.distilled_file import AnswerStatistics
 
 NAMED = 10  # ids that a note gives; the others are only counted
@@ -39,4 +39,4 @@ def print_answers(
         rows.append(("rows whose ids were made of a server's text", f"{statistics.from_text:,}"))
     if dropped:
         rows.append(("rows left out, as an answer was cut", f"{dropped:,}"))
-    print_table(title, ("of the file", ""), rows, notes)
+    print_table(Table(title, ("of the file", ""), rows), notes)

@@ -1,9 +1,5 @@
-"""A comparison as files: `comparison.json`, `comparison.md`, and a picture for users.
+"""A comparison: tables, notes, and a picture of speeds over `model.generate`."""
 
-`comparison_details.png` is another one, of where the time goes.
-"""
-
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,71 +7,71 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from drafthead.heads.storage.files import write_text
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.contestants import Transformers
 from drafthead.lab.races.divergence import Divergence
-from drafthead.lab.reports.figures import BASELINE, OURS, THEIRS, save_figure
 from drafthead.lab.reports.predictions import prediction_note
-from drafthead.lab.reports.tables import markdown_table, number, print_table
+from drafthead.lab.reports.report import (
+    BASELINE,
+    OURS,
+    THEIRS,
+    Columns,
+    Report,
+    Table,
+    machine_line,
+    number,
+    table_of,
+)
 
 LISTED_DIVERGENCES = 10
-SPEED_COLUMNS = (
-    "tokens/s", "speedup", "over generate", "tau", "c", "bound", "efficiency", "8-grams again",
-)  # fmt: skip
-COLUMNS = ("mode", "T", "nodes", *SPEED_COLUMNS)
 NAMES = {"plain": "plain decoding", "generate": "model.generate"}  # the baselines, in the picture
 TAU_NOTE = (
     "tau is of the trees that the planner chose for this machine (nodes); drafthead evaluate has "
     "that of larger ones, at every step"
 )
+WHO: Columns = {"mode": lambda row: row.mode, "T": lambda row: f"{row.temperature:g}"}
+COLUMNS: Columns = {
+    **WHO,
+    "nodes": lambda row: number(row.tree_nodes or None, 1),
+    "tokens/s": lambda row: number(row.tokens_per_second, 1),
+    "speedup": lambda row: number(row.speedup),
+    "over generate": lambda row: number(row.speedup_hf),
+    "tau": lambda row: number(row.tau),
+    "c": lambda row: number(row.draft_cost),
+    "bound": lambda row: number(row.speedup_bound),
+    "efficiency": lambda row: number(row.efficiency),
+    "8-grams again": lambda row: f"{100 * row.repeated_8gram_share:.0f} %",
+}
 
 
-def speed_cells(row: ComparisonRow, ranges: bool) -> list[str]:
-    """The cells under SPEED_COLUMNS; `ranges` adds the extremes over rounds to the speedup, if they
-    differ.
-    """
+def with_range(row: ComparisonRow) -> str:
+    """The speedup with its extremes over rounds, if they differ."""
     low, high = row.speedup_range
-    return [
-        number(row.tokens_per_second, 1),
-        number(row.speedup) + (f" ({low:.2f} to {high:.2f})" if ranges and low < high else ""),
-        number(row.speedup_hf),
-        number(row.tau),
-        number(row.draft_cost),
-        number(row.speedup_bound),
-        number(row.efficiency),
-        f"{100 * row.repeated_8gram_share:.0f} %",
-    ]
+    return number(row.speedup) + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
-def cells(row: ComparisonRow, ranges: bool) -> list[str]:
-    """One row of the table as text."""
-    nodes = number(row.tree_nodes or None, 1)
-    return [row.mode, f"{row.temperature:g}", nodes, *speed_cells(row, ranges)]
+def race_table(rows: Sequence[ComparisonRow], ranges: bool, title: str = "") -> Table:
+    """Every way of decoding; `ranges` adds the extremes over rounds to the speedup."""
+    return table_of(title, {**COLUMNS, "speedup": with_range} if ranges else COLUMNS, rows)
 
 
-def comparison_table(rows: Sequence[ComparisonRow]) -> str:
-    """The comparison as a Markdown table."""
-    return markdown_table(COLUMNS, [cells(row, ranges=True) for row in rows])
-
-
-def category_tables(rows: Sequence[ComparisonRow]) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Titles, columns and rows of tables by category of prompts; none where prompts have none."""
+def category_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
+    """Tables by category of prompts; none where prompts have none."""
     shown = [row for row in rows if row.categories]
     names = sorted({name for row in shown for name in row.categories})
-    columns = ["mode", "T", *names]
-
-    def table(field: str) -> list[list[str]]:
-        return [
-            [row.mode, f"{row.temperature:g}"]
-            + [number(getattr(row.categories[name], field)) for name in names]
-            for row in shown
-        ]
-
     if len(names) < 2:
-        return {}
-    return {f"{title} by category": (columns, table(title)) for title in ("speedup", "tau")}
+        return []
+
+    def table(figure: str) -> Table:
+        cells = {
+            name: lambda row, name=name: number(getattr(row.categories[name], figure))
+            for name in names
+        }
+        return table_of(f"{figure} by category", {**WHO, **cells}, shown)
+
+    return [table("speedup"), table("tau")]
 
 
 def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -116,16 +112,28 @@ def divergence_notes(
     return [*notes, f"transformers' own: {count} of {total} differ, where torch's kernels round"]
 
 
-def print_report(rows: Sequence[ComparisonRow], notes: Sequence[str]) -> None:
-    """Show the table and the notes in the terminal."""
+def comparison_report(
+    rows: Sequence[ComparisonRow], notes: Sequence[str], about: dict[str, Any]
+) -> Report:
+    """The report of a race; `about` holds machine, versions, command and settings."""
     title = "speedup over plain decoding on the same engine"
-    for name, (columns, table) in category_tables(rows).items():
-        print_table(name, columns, table)
-    notes = [TAU_NOTE, *notes]
-    print_table(title, COLUMNS, [cells(row, ranges=False) for row in rows], notes)
+    by_category, batch = category_tables(rows), about["batch_size"]
+    intro = (
+        f"{machine_line(about)}, up to {about['max_new_tokens']} new tokens, "
+        f"{about['rounds']} rounds" + (f", {batch} at a time." if batch > 1 else "."),
+        f"`{about['command']}`",
+    )
+    return Report(
+        [*by_category, race_table(rows, ranges=False, title=title)],
+        [TAU_NOTE, *notes],
+        {**about, "rows": [asdict(row) for row in rows], "notes": list(notes)},
+        intro,
+        [race_table(rows, ranges=True), *by_category],
+        lambda: draw(rows, f"{Path(about['target']).name}\n{machine_line(about)}"),
+    )
 
 
-def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
+def draw(rows: Sequence[ComparisonRow], title: str) -> Figure:
     """How many times as fast as `model.generate` each way is; one panel per temperature."""
     temperatures = sorted({row.temperature for row in rows})
     height = len(temperatures) + 0.35 * len(rows) + 0.8
@@ -133,22 +141,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     for (speeds,), temperature in zip(axes, temperatures, strict=True):
         _draw_speeds(speeds, [r for r in rows if r.temperature == temperature][::-1], temperature)
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    save_figure(figure, path)
-
-
-def draw_phases_and_bounds(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
-    """The phases of a step, and what they allow beside what was measured; for the curious."""
-    temperatures = sorted({row.temperature for row in rows})
-    height = max(0.7 + 0.5 * len(rows) + len(temperatures), 4.5 * len(temperatures))
-    figure, axes = plt.subplots(len(temperatures), 2, figsize=(13, height), squeeze=False)
-    for (phases, bounds), temperature in zip(axes, temperatures, strict=True):
-        chosen = [row for row in rows if row.temperature == temperature][::-1]
-        _draw_phases(phases, [row for row in chosen if row.phase_seconds])
-        _draw_bounds(bounds, [row for row in chosen if row.speedup_bound is not None])
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    save_figure(figure, path)
+    return figure
 
 
 def _draw_speeds(axes: Axes, rows: Sequence[ComparisonRow], temperature: float) -> None:
@@ -160,66 +153,3 @@ def _draw_speeds(axes: Axes, rows: Sequence[ComparisonRow], temperature: float) 
     axes.axvline(1, color=BASELINE, linewidth=1, linestyle=":")
     axes.margins(x=0.3)  # room for the labels
     axes.set_xlabel(f"times as fast as transformers' model.generate, temperature {temperature:g}")
-
-
-def _draw_phases(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
-    left = [0.0] * len(rows)
-    for phase, colour in (
-        ("draft", "#e09f3e"), ("verify", OURS), ("accept", "#9e2a2b"), ("commit", "#540b0e"),
-    ):  # fmt: skip
-        width = [1000 * row.phase_seconds[phase] / max(1, row.steps or 0) for row in rows]
-        axes.barh([row.mode for row in rows], width, left=left, color=colour, label=phase)
-        left = [a + b for a, b in zip(left, width, strict=True)]
-    axes.set_xlabel("milliseconds per step")
-    axes.legend(fontsize=8)
-
-
-def _draw_bounds(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
-    """Measured speedups against those that the phases of a step allow; grey is up to 10 % less."""
-    bounds = [row.speedup_bound or 0.0 for row in rows]
-    ends = [0.9 * min([1.0, *bounds]), 1.1 * max([1.0, *bounds])]
-    axes.plot(ends, ends, color=BASELINE, linewidth=1)
-    axes.fill_between(ends, [0.9 * end for end in ends], ends, color=BASELINE, alpha=0.15)
-    for place, (row, bound) in enumerate(zip(rows[::-1], bounds[::-1], strict=True), 1):
-        label = f"{place}  {row.mode}"
-        axes.plot(bound, row.speedup, "o", color=OURS, markersize=5, label=label)
-        axes.annotate(
-            str(place),
-            (bound, row.speedup),
-            xytext=(5, -10),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    axes.set_xlabel("speedup that the phases of a step allow")
-    axes.set_ylabel("measured speedup")
-    axes.legend(fontsize=8, handlelength=0, markerscale=0)
-
-
-def write_report(
-    rows: Sequence[ComparisonRow], notes: Sequence[str], about: dict[str, Any], folder: Path
-) -> None:
-    """Write JSON, Markdown and picture; `about` holds machine, versions, command and settings."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {**about, "rows": [asdict(row) for row in rows], "notes": list(notes)}
-    write_text(folder / "comparison.json", json.dumps(content, indent=2) + "\n")
-    machine, batch = about["machine"], about["batch_size"]
-    text = [
-        f"{machine['processor']}, {machine['threads']} threads, {about['dtype']}, "
-        f"{about['prompts']} prompts, up to {about['max_new_tokens']} new tokens, "
-        f"{about['rounds']} rounds" + (f", {batch} at a time." if batch > 1 else "."),
-        f"`{about['command']}`",
-        comparison_table(rows),
-        *(f"{name}:\n\n{markdown_table(*table)}" for name, table in category_tables(rows).items()),
-        *notes,
-    ]
-    write_text(folder / "comparison.md", "\n\n".join(text) + "\n")
-    title = (
-        f"{Path(about['target']).name}, {about['dtype']}, {about['prompts']} prompts\n"
-        f"{machine['processor']}, {machine['threads']} threads"
-    )
-    draw(rows, title, folder / "comparison.png")
-    draw_phases_and_bounds(rows, title, folder / "comparison_details.png")
-    print(
-        f"written: {folder / 'comparison.json'}, comparison.md, comparison.png, "
-        "comparison_details.png"
-    )

@@ -1,17 +1,14 @@
 """The evidence of `verify-exactness`: a table, notes and the verdict, and a JSON file."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.storage.files import write_text
 from drafthead.lab.exactness.exactness import Evidence, LaterTokens, rounding_doubt
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, detectable, freedom
 from drafthead.lab.races.comparison import Divergence
-from drafthead.lab.reports.tables import print_table
+from drafthead.lab.reports.report import Report, Table
 
 POWER = 0.9
 SMALL_DOUBT = 1e-3  # total variation per token below which rounding is not mentioned
@@ -20,43 +17,50 @@ FOUND = f"found in {POWER:.0%}"
 COLUMNS = ("test", "samples", "cells", "p-value", "total variation", "by chance", FOUND)
 
 
-def report_evidence(
-    evidence: Evidence, sampling: SamplingConfig, about: dict[str, Any], output: Path | None
-) -> None:
-    """Print table, notes and verdict, and write them as JSON if there is an `output`.
-
-    `about` holds machine, versions, command and settings.
-    """
-    notes = notes_on(evidence, sampling, about["prompts"])
-    last = verdict(evidence, about["verifier"])
-    title = "decoded answers and the target's distribution"
-    print_table(title, COLUMNS, table_rows(evidence), [*notes, last])
-    if output is not None:
-        write_evidence(evidence, notes, about, output)
-
-
-def fit_cells(name: str, fits: list[Fit], false_alarm: float) -> list[str]:
-    """One line of the table: all experiments of a test, total variations as means over them."""
-    samples = sum(each.samples for each in fits)
-
-    def mean(values: list[float]) -> str:
-        weighted = zip(values, fits, strict=True)
-        return f"{sum(value * each.samples for value, each in weighted) / samples:.4f}"
-
-    return [
-        name,
-        str(samples),
-        str(freedom(fits) + len(fits)),
-        f"{chance_of_worse(fits):.3g}",
-        mean([each.total_variation for each in fits]),
-        mean([each.expected_total_variation for each in fits]),
-        f"{detectable(fits, false_alarm, POWER):.4f}",
+def evidence_report(evidence: Evidence, sampling: SamplingConfig, about: dict[str, Any]) -> Report:
+    """Table, notes and verdict; `about` holds machine, versions, command and settings."""
+    parts = {part: fits for part, fits in evidence.parts.items() if fits}
+    found = {part: detectable(fits, evidence.level, POWER) for part, fits in parts.items()}
+    rows = [
+        [
+            part,
+            str(sum(each.samples for each in fits)),
+            str(freedom(fits) + len(fits)),
+            f"{chance_of_worse(fits):.3g}",
+            mean_over_samples(fits, "total_variation"),
+            mean_over_samples(fits, "expected_total_variation"),
+            f"{found[part]:.4f}",
+        ]
+        for part, fits in parts.items()
     ]
+    notes, failures = notes_on(evidence, sampling, about["prompts"]), evidence.failures()
+    content = {
+        **about,
+        "verdict": "FAIL" if failures else "PASS",
+        "failures": failures,
+        "false_alarm": evidence.false_alarm,
+        "power": POWER,
+        "parts": {
+            part: {
+                "p_value": chance_of_worse(fits),
+                "detectable": min(1.0, found[part]),
+                "experiments": [asdict(each) for each in fits],
+            }
+            for part, fits in parts.items()
+        },
+        "greedy": [asdict(each) for each in evidence.greedy],
+        "same_bits": evidence.same_bits,
+        "drawn": None if evidence.drawn is None else [asdict(each) for each in evidence.drawn],
+        "notes": notes,
+    }
+    table = Table("decoded answers and the target's distribution", COLUMNS, rows)
+    return Report([table], [*notes, verdict(evidence, about["verifier"])], content)
 
 
-def table_rows(evidence: Evidence) -> list[list[str]]:
-    """The statistical tests, one line each."""
-    return [fit_cells(part, fits, evidence.level) for part, fits in evidence.parts.items() if fits]
+def mean_over_samples(fits: Sequence[Fit], figure: str) -> str:
+    """The mean of a figure of experiments, each as often as it has samples."""
+    total = sum(each.samples * getattr(each, figure) for each in fits)
+    return f"{total / sum(each.samples for each in fits):.4f}"
 
 
 def notes_on(evidence: Evidence, sampling: SamplingConfig, answers: int) -> list[str]:
@@ -122,32 +126,3 @@ def verdict(evidence: Evidence, verifier: str) -> str:
         f"{deviations} would have been found in {POWER:.0%} of runs, and exact decoding fails in "
         f"1 of {1 / evidence.false_alarm:g}"
     )
-
-
-def write_evidence(
-    evidence: Evidence, notes: Sequence[str], about: dict[str, Any], path: Path
-) -> None:
-    """Write all measurements as JSON."""
-    failures = evidence.failures()
-    content = {
-        **about,
-        "verdict": "FAIL" if failures else "PASS",
-        "failures": failures,
-        "false_alarm": evidence.false_alarm,
-        "power": POWER,
-        "parts": {
-            part: {
-                "p_value": chance_of_worse(fits),
-                "detectable": min(1.0, detectable(fits, evidence.level, POWER)),
-                "experiments": [asdict(each) for each in fits],
-            }
-            for part, fits in evidence.parts.items()
-            if fits
-        },
-        "greedy": [asdict(each) for each in evidence.greedy],
-        "same_bits": evidence.same_bits,
-        "drawn": None if evidence.drawn is None else [asdict(each) for each in evidence.drawn],
-        "notes": notes,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=2) + "\n")

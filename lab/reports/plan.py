@@ -1,52 +1,40 @@
 """The plan of `plan-tree`: a table, a JSON file and a picture."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
-from drafthead.heads.storage.files import write_text
 from drafthead.lab.profiling.plan_table import PlanRow
-from drafthead.lab.reports.figures import BASELINE, OURS, save_figure
-from drafthead.lab.reports.tables import print_table
+from drafthead.lab.reports.report import BASELINE, OURS, Columns, Report, table_of
 
-COLUMNS = ("nodes", "depth", "step ms", "tokens a step", "tokens/s", "speedup", "choice")
-
-
-def print_plan(rows: Sequence[PlanRow], notes: Sequence[str], title: str) -> None:
-    """Show the plan in the terminal."""
-    print_table(title, COLUMNS, [cells(row) for row in rows], notes)
-
-
-def cells(row: PlanRow) -> list[str]:
-    """One size as text."""
-    return [
-        str(row.nodes),
-        str(row.depth),
-        f"{1000 * row.step_seconds:.2f}",
-        f"{row.tokens:.2f}",
-        f"{row.tokens_per_second:.1f}",
-        f"{row.speedup:.2f}",
-        ("none: plain decoding" if row.depth == 0 else "<--") if row.chosen else "",
-    ]
+COLUMNS: Columns = {
+    "nodes": lambda row: str(row.nodes),
+    "depth": lambda row: str(row.depth),
+    "step ms": lambda row: f"{1000 * row.step_seconds:.2f}",
+    "tokens a step": lambda row: f"{row.tokens:.2f}",
+    "tokens/s": lambda row: f"{row.tokens_per_second:.1f}",
+    "speedup": lambda row: f"{row.speedup:.2f}",
+    "choice": lambda row: "" if not row.chosen else "<--" if row.depth else "none: plain decoding",
+}
 
 
-def write_plan(rows: Sequence[PlanRow], why: str, about: dict[str, Any], output: Path) -> None:
-    """Write the plan as JSON, and tokens/s against nodes as a picture next to it."""
+def plan_report(rows: Sequence[PlanRow], notes: Sequence[str], about: dict[str, Any]) -> Report:
+    """The plan of a head; the first note is the reason of the choice."""
     chosen = next(row for row in rows if row.chosen)
     choice = {"nodes": chosen.nodes, "depth": chosen.depth} if chosen.depth else None
-    content = {**about, "choice": choice, "reason": why, "sizes": [asdict(row) for row in rows]}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, json.dumps(content, indent=2) + "\n")
-    picture = output.with_suffix(".png")
-    draw(rows, f"{about['head']} on {about['target']}, {about['dtype']}", picture)
-    print(f"written: {output}, {picture.name}")
+    sizes = [asdict(row) for row in rows]
+    return Report(
+        [table_of(f"{about['head']} on {about['target']}", COLUMNS, rows)],
+        notes,
+        {**about, "choice": choice, "reason": notes[0], "sizes": sizes},
+        draw=lambda: draw(rows, f"{about['head']} on {about['target']}, {about['dtype']}"),
+    )
 
 
-def draw(rows: Sequence[PlanRow], title: str, path: Path) -> None:
+def draw(rows: Sequence[PlanRow], title: str) -> Figure:
     """Expected tokens/s against nodes, the choice marked, plain decoding as a line."""
     plain = rows[0]
     chosen = next(row for row in rows if row.chosen)
@@ -64,5 +52,4 @@ def draw(rows: Sequence[PlanRow], title: str, path: Path) -> None:
     axes.set_xlabel("nodes of the tree (1: plain decoding)")
     axes.set_ylabel("expected tokens/s per row")
     axes.set_title(title, fontsize=9)
-    figure.tight_layout()
-    save_figure(figure, path)
+    return figure

@@ -1,16 +1,13 @@
-"""A profile as tables in the terminal and as `profile.json`."""
+"""A profile: where a step's time goes, its passes alone, and what memory allows."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from drafthead.heads.storage.files import write_text
 from drafthead.lab.profiling.bandwidth import BandwidthBound
 from drafthead.lab.profiling.ledger import HOST, STEP_PHASES, StepLedger
 from drafthead.lab.profiling.pass_times import PassTimes, StepOverhead
-from drafthead.lab.reports.tables import print_table
+from drafthead.lab.reports.report import Report, Table
 
 
 @dataclass(frozen=True)
@@ -32,18 +29,42 @@ class Profile:
         return None if self.on_gpu else self.weight_bytes[name] / verify
 
 
-def print_profile(profile: Profile) -> None:
-    """Show the ledger, the passes alone, and what memory allows."""
+def profile_report(profile: Profile, about: Mapping[str, Any]) -> Report:
+    """The ledger, the passes alone, and what memory allows; in seconds and bytes as JSON."""
+    passes, bound, overhead = profile.passes, profile.bandwidth, profile.overhead
     columns = ["of an average step"]
     for name in profile.ledgers:
         columns += [f"{name}, ms", "share"]
-    print_table("where a step's time goes", columns, ledger_rows(profile), ledger_notes(profile))
-    passes = profile.passes
-    print_table(
-        f"passes alone, {passes.batch} x {passes.columns} committed tokens",
-        ("nodes", "target ms", "over 1 node", "weights GB/s", "draft ms"),
-        pass_rows(passes, profile.bandwidth.weight_bytes),
-        [*overhead_notes(profile.overhead), *bandwidth_notes(profile.bandwidth)],
+    content = {
+        **about,
+        "ledgers": {
+            name: ledger.as_fields()
+            | {"weight_bytes": profile.weight_bytes[name]}
+            | {"weight_bytes_per_second": profile.weight_rate(name)}
+            for name, ledger in profile.ledgers.items()
+        },
+        "passes_alone": {
+            "columns": passes.columns,
+            "verify": [{"nodes": n, "seconds": seconds} for n, seconds in passes.verify.items()],
+            "draft": [asdict(b) | {"seconds": seconds} for b, seconds in passes.draft.items()],
+        },
+        "overhead": overhead and {**asdict(overhead), "share": overhead.share},
+        "bandwidth": {**asdict(bound), "seconds": bound.seconds, "reached": bound.reached},
+        "warm_up_seconds": profile.warm_up_seconds,
+        "compile_seconds": profile.compile_seconds,
+    }
+    alone = f"passes alone, {passes.batch} x {passes.columns} committed tokens"
+    return Report(
+        [
+            Table("where a step's time goes", columns, ledger_rows(profile)),
+            Table(
+                alone,
+                ("nodes", "target ms", "over 1 node", "weights GB/s", "draft ms"),
+                pass_rows(passes, bound.weight_bytes),
+            ),
+        ],
+        [*ledger_notes(profile), *overhead_notes(overhead), *bandwidth_notes(bound)],
+        content,
     )
 
 
@@ -132,29 +153,3 @@ def bandwidth_notes(bound: BandwidthBound) -> list[str]:
 def ms(seconds: float) -> str:
     """Milliseconds as text, with more digits below 1 ms."""
     return f"{1000 * seconds:.2f}" if seconds >= 1e-3 else f"{1000 * seconds:.3f}"
-
-
-def write_profile(profile: Profile, about: Mapping[str, Any], folder: Path) -> None:
-    """Write `profile.json`: all that was printed, in seconds and bytes."""
-    passes, bound, overhead = profile.passes, profile.bandwidth, profile.overhead
-    content = {
-        **about,
-        "ledgers": {
-            name: ledger.as_fields()
-            | {"weight_bytes": profile.weight_bytes[name]}
-            | {"weight_bytes_per_second": profile.weight_rate(name)}
-            for name, ledger in profile.ledgers.items()
-        },
-        "passes_alone": {
-            "columns": passes.columns,
-            "verify": [{"nodes": n, "seconds": seconds} for n, seconds in passes.verify.items()],
-            "draft": [asdict(b) | {"seconds": seconds} for b, seconds in passes.draft.items()],
-        },
-        "overhead": overhead and {**asdict(overhead), "share": overhead.share},
-        "bandwidth": {**asdict(bound), "seconds": bound.seconds, "reached": bound.reached},
-        "warm_up_seconds": profile.warm_up_seconds,
-        "compile_seconds": profile.compile_seconds,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "profile.json", json.dumps(content, indent=2) + "\n")
-    print(f"written: {folder / 'profile.json'}")

@@ -20,22 +20,11 @@ from drafthead.heads.formats.files import read_json
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.diagnosis.checks import Finding, faults_first
 from drafthead.lab.races.comparison import PLAIN, ComparisonRow
-from drafthead.lab.reports.comparison import COLUMNS, NAMES, category_tables, cells
-from drafthead.lab.reports.figures import OURS, THEIRS
-from drafthead.lab.reports.tables import number
+from drafthead.lab.reports.comparison import NAMES, category_tables, race_table
+from drafthead.lab.reports.report import OURS, THEIRS, Table, number
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
 
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table of the page; with `words` its cells are text and stand on the left."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    title: str = ""
-    words: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class Section:
 
     title: str
     notes: Sequence[str] = ()
-    tables: Sequence[PageTable] = ()
+    tables: Sequence[Table] = ()
     pictures: Sequence[str] = ()  # PNG files in base64
     pages: Sequence[str] = ()  # whole pages, each in a frame
     summary: str = ""
@@ -101,11 +90,11 @@ def held_out_section(last: dict[str, Any]) -> Section:
         "On held-out answers",
         notes=[f"{last['anchors']} tokens, after step {last['step']}."],
         tables=[
-            PageTable(["chain", *(f"{size} nodes" for size in sizes)], [taus], "tokens a pass"),
-            PageTable(
+            Table("tokens a pass", ["chain", *(f"{size} nodes" for size in sizes)], [taus]),
+            Table(
+                "first guesses that are right, where all before them were",
                 depths,
                 [list(map(number, last["alpha"]))],
-                "first guesses that are right, where all before them were",
             ),
         ],
     )
@@ -121,14 +110,11 @@ def comparison_section(folder: Path) -> Section:
     except (KeyError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{file} is not a race of `drafthead compare`: {reason}") from error
-    tables = [PageTable(COLUMNS, [cells(row, ranges=True) for row in rows])]
-    for name, (columns, lines) in category_tables(rows).items():
-        tables.append(PageTable(columns, lines, name))
     picture = folder / "comparison.png"
     return Section(
         "Race",
         notes=[f"{machine['processor']}, {machine['threads']} threads, {dtype}, {prompts} prompts"],
-        tables=tables,
+        tables=[race_table(rows, ranges=True), *category_tables(rows)],
         pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
         summary="notes of the race",
         text="\n".join(content.get("notes", [])),
@@ -163,7 +149,7 @@ def doctor_section(file: Path) -> Section:
         for name, found in faults_first(findings).items()
     ]
     columns = ["fault", "found", "what was seen", "what to do"]
-    return Section("Doctor", tables=[PageTable(columns, rows, words=True)])
+    return Section("Doctor", tables=[Table("", columns, rows, words=True)])
 
 
 def trace_section(file: Path) -> Section:

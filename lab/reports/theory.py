@@ -1,21 +1,45 @@
-"""Theory and measurement as tables, and as `theory.json`, `theory.md` and `theory.png`."""
+"""Theory and measurement as tables, and a picture of speedups by the length of chains."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from drafthead.heads.storage.files import write_text
-from drafthead.lab.reports.figures import BASELINE, save_figure
 from drafthead.lab.reports.predictions import prediction_note
-from drafthead.lab.reports.tables import markdown_table, number, print_table
+from drafthead.lab.reports.report import (
+    BASELINE,
+    Columns,
+    Report,
+    Table,
+    machine_line,
+    number,
+    table_of,
+)
 from drafthead.lab.theory.acceptance import Share
 from drafthead.lab.theory.theory import Theory
 
+PLACE: Columns = {
+    "drafter": lambda theory: theory.drafter, "T": lambda theory: f"{theory.temperature:g}",
+}  # fmt: skip
+SPEEDS: Columns = {
+    **PLACE,
+    "K": lambda theory: str(theory.prediction.length),
+    "c": lambda theory: number(theory.prediction.cost, 3),
+    "c^": lambda theory: number(theory.operations_cost, 3),
+    "verify": lambda theory: number(theory.step.verify),
+    "host": lambda theory: number(theory.step.host),
+    "tokens": lambda theory: number(theory.run_length.tokens),
+    "tau": lambda theory: number(theory.tau),
+    "formula": lambda theory: number(theory.run_length.speedup),
+    "at cost": lambda theory: number(theory.run_length.speedup_at_cost),
+    "measured": lambda theory: number(theory.speedup),
+    "operations": lambda theory: number(theory.run_length.operations),
+    "best K": lambda t: f"{t.prediction.best_length} ({t.prediction.best_speedup:.2f}x)",
+    "best K at cost": lambda t: f"{t.best_at_cost} ({t.speedup_at_cost(t.best_at_cost):.2f}x)",
+}
 # Lines of the table by K, and the fields of `LengthRow` that they show.
 QUANTITIES = {
     "tokens": "tokens", "formula": "speedup", "at cost": "speedup_at_cost",
@@ -23,17 +47,29 @@ QUANTITIES = {
 }  # fmt: skip
 
 
-class Table(NamedTuple):
-    """A table with its title."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-def tables(found: Sequence[Theory]) -> list[Table]:
-    """Those that the terminal shows, the shortest first."""
-    return [alpha_table(found), depth_table(found), speed_table(found)]
+def theory_report(found: Sequence[Theory], about: Mapping[str, Any]) -> Report:
+    """All that was found; `about` holds machine, versions, command and settings."""
+    speeds = table_of("a chain of K tokens: theory and measurement", SPEEDS, found)
+    tables = [alpha_table(found), depth_table(found), speeds]
+    notes = [
+        prediction_note(
+            f"{each.drafter}, T {each.temperature:g}", each.prediction, each.speedup, each.factors
+        )
+        for each in found
+    ]
+    rows = [asdict(each) | {"speedup": each.speedup, "factors": each.factors} for each in found]
+    intro = (
+        f"{about['target']} on {machine_line(about)}, up to {about['max_new_tokens']} new tokens.",
+        f"`{about['command']}`",
+    )
+    return Report(
+        tables,
+        notes,
+        {**about, "rows": rows, "notes": notes},
+        intro,
+        [*tables, length_table(found)],
+        lambda: draw(found, f"{about['target']} on {machine_line(about)}"),
+    )
 
 
 def alpha_table(found: Sequence[Theory]) -> Table:
@@ -49,73 +85,27 @@ def alpha_table(found: Sequence[Theory]) -> Table:
 def depth_table(found: Sequence[Theory]) -> Table:
     """alpha by depth as counted, and computed for depth 1."""
     deepest = max(len(theory.by_depth) for theory in found)
-    columns = ["drafter", "T", "beta", "beta at steps"]
-    rows = [
-        [
-            *place(theory),
-            share(theory.chances),
-            number(theory.chances_at_steps),
-            *(share(depth) if depth.tries else "-" for depth in theory.by_depth),
-            *["-"] * (deepest - len(theory.by_depth)),
-        ]
-        for theory in found
-    ]
-    depths = [f"depth {k}" for k in range(1, deepest + 1)]
-    return Table("alpha computed from distributions, and counted by depth", columns + depths, rows)
-
-
-def speed_table(found: Sequence[Theory]) -> Table:
-    """Costs, predicted and measured speedup for the chains that were decoded, and the best K."""
-    columns = [
-        "drafter", "T", "K", "c", "c^", "verify", "host", "tokens", "tau", "formula", "at cost",
-        "measured", "operations", "best K", "best K at cost",
-    ]  # fmt: skip
+    columns = ["drafter", "T", "beta", "beta at steps", *(f"depth {k + 1}" for k in range(deepest))]
     rows = []
     for theory in found:
-        prediction = theory.prediction
-        row = theory.row(prediction.length)
-        best, at_cost = prediction.best_length, theory.best_at_cost
-        rows.append(
-            [
-                *place(theory),
-                str(prediction.length),
-                number(prediction.cost, 3),
-                number(theory.operations_cost, 3),
-                number(theory.step.verify),
-                number(theory.step.host),
-                number(row.tokens),
-                number(theory.tau),
-                number(row.speedup),
-                number(row.speedup_at_cost),
-                number(theory.speedup),
-                number(row.operations),
-                f"{best} ({prediction.best_speedup:.2f}x)",
-                f"{at_cost} ({theory.row(at_cost).speedup_at_cost if at_cost else 1:.2f}x)",
-            ]
-        )
-    return Table("a chain of K tokens: theory and measurement", columns, rows)
+        depths = [share(depth) if depth.tries else "-" for depth in theory.by_depth]
+        cells = [share(theory.chances), number(theory.chances_at_steps), *depths]
+        cells += ["-"] * (deepest - len(depths))
+        rows.append([theory.drafter, f"{theory.temperature:g}", *cells])
+    return Table("alpha computed from distributions, and counted by depth", columns, rows)
 
 
 def length_table(found: Sequence[Theory]) -> Table:
     """What the theory says of every K; a line for each quantity."""
     longest = max(len(theory.lengths) for theory in found)
-    rows = [
-        [
-            *place(theory),
-            name,
-            *(number(getattr(row, field)) for row in theory.lengths),
-            *["-"] * (longest - len(theory.lengths)),
-        ]
-        for theory in found
-        for name, field in QUANTITIES.items()
-    ]
-    lengths = [str(k) for k in range(1, longest + 1)]
-    return Table("theory by K", ["drafter", "T", "K", *lengths], rows)
-
-
-def place(theory: Theory) -> list[str]:
-    """The first two cells of a row."""
-    return [theory.drafter, f"{theory.temperature:g}"]
+    columns = ["drafter", "T", "K", *(str(k) for k in range(1, longest + 1))]
+    rows = []
+    for theory in found:
+        for name, field in QUANTITIES.items():
+            cells = [number(getattr(row, field)) for row in theory.lengths]
+            cells += ["-"] * (longest - len(cells))
+            rows.append([theory.drafter, f"{theory.temperature:g}", name, *cells])
+    return Table("theory by K", columns, rows)
 
 
 def share(found: Share) -> str:
@@ -123,53 +113,7 @@ def share(found: Share) -> str:
     return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
-def notes(found: Sequence[Theory]) -> list[str]:
-    """A sentence for each row: prediction and measurement, and why they differ if they do."""
-    return [
-        prediction_note(
-            f"{theory.drafter}, T {theory.temperature:g}",
-            theory.prediction,
-            theory.speedup,
-            theory.factors,
-        )
-        for theory in found
-    ]
-
-
-def print_theory(found: Sequence[Theory]) -> None:
-    """Show tables and sentences in the terminal."""
-    *first, last = tables(found)
-    for table in first:
-        print_table(*table)
-    print_table(*last, notes(found))
-
-
-def write_theory(found: Sequence[Theory], about: Mapping[str, Any], folder: Path) -> None:
-    """Write JSON, Markdown and picture; `about` holds machine, versions, command and settings."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        asdict(theory) | {"speedup": theory.speedup, "factors": theory.factors} for theory in found
-    ]
-    content = {**about, "rows": rows, "notes": notes(found)}
-    write_text(folder / "theory.json", json.dumps(content, indent=2) + "\n")
-    machine = about["machine"]
-    text = [
-        f"{about['target']} on {machine['processor']}, {machine['threads']} threads, "
-        f"{about['dtype']}, {about['prompts']} prompts, up to {about['max_new_tokens']} new "
-        "tokens.",
-        f"`{about['command']}`",
-        *(
-            f"{table.title}:\n\n{markdown_table(table.columns, table.rows)}"
-            for table in (*tables(found), length_table(found))
-        ),
-        *notes(found),
-    ]
-    write_text(folder / "theory.md", "\n\n".join(text) + "\n")
-    draw(found, f"{about['target']} on {machine['processor']}, {about['dtype']}", folder)
-    print(f"written: {folder / 'theory.json'}, theory.md, theory.png")
-
-
-def draw(found: Sequence[Theory], title: str, folder: Path) -> None:
+def draw(found: Sequence[Theory], title: str) -> Figure:
     """Expected speedups against K, with the measured points; an axis for each temperature."""
     temperatures = list(dict.fromkeys(theory.temperature for theory in found))
     size = 6 * len(temperatures), 4.5
@@ -179,8 +123,7 @@ def draw(found: Sequence[Theory], title: str, folder: Path) -> None:
         axes.set_title(f"temperature {temperature:g}", fontsize=10)
     all_axes[0, 0].set_ylabel("speedup over plain decoding")
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    save_figure(figure, folder / "theory.png")
+    return figure
 
 
 def _draw_temperature(axes: Axes, found: Sequence[Theory]) -> None:

@@ -86,14 +86,19 @@ class Theory:
         measured = self.speedup, self.tau, self.step, self.costs.plain
         return deviation_factors(self.prediction, *measured)
 
-    def row(self, length: int) -> LengthRow:
-        """What the theory says of a length from 1 on."""
-        return self.lengths[length - 1]
+    @property
+    def run_length(self) -> LengthRow:
+        """What the theory says of the chains that were decoded."""
+        return self.lengths[self.prediction.length - 1]
+
+    def speedup_at_cost(self, length: int) -> float:
+        """The speedup of a length by what it costs; 0 is plain decoding."""
+        return self.lengths[length - 1].speedup_at_cost if length else 1.0
 
     @property
     def best_at_cost(self) -> int:
         """The best K by the costs of each length; 0 is plain decoding."""
-        return best_length(lambda k: self.row(k).speedup_at_cost if k else 1.0, len(self.lengths))
+        return best_length(self.speedup_at_cost, len(self.lengths))
 
 
 @dataclass(frozen=True)

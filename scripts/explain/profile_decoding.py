@@ -26,7 +26,7 @@ from drafthead.lab.profiling.pass_times import (
     time_passes,
 )
 from drafthead.lab.races.record import describe_run, prompt_ids
-from drafthead.lab.reports.profiling import Profile, print_profile, write_profile
+from drafthead.lab.reports.profiling import Profile, profile_report
 from drafthead.scripts import options
 
 # Decoded when no prompts are given.
@@ -84,10 +84,11 @@ def main(
     ids = profiled_prompts(prompts, limit, decoder, max_new_tokens)
     workload = Workload(ids, batch, max_new_tokens, temperature, seed)
     profile = measured_profile(decoder, name, workload, size_of_interest(decoder, tree_nodes))
-    print_profile(profile)
+    about = {**describe_run(target, decoder.target), **workload.settings, "compiled": compile}
+    report = profile_report(profile, about)
+    report.show()
     if output is not None:
-        about = {**describe_run(target, decoder.target), **workload.settings, "compiled": compile}
-        write_profile(profile, about, output)
+        report.write(output / "profile.json")
 
 
 @dataclass(frozen=True)

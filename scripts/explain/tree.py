@@ -14,7 +14,7 @@ from drafthead.infer.timing.stored_costs import StepKind, rows_that_share
 from drafthead.infer.verifiers import verifier_for
 from drafthead.lab.profiling.plan_table import PlanRow, plan_rows, reason
 from drafthead.lab.races.record import describe_run
-from drafthead.lab.reports.plan import print_plan, write_plan
+from drafthead.lab.reports.plan import plan_report
 from drafthead.scripts import options
 
 logger = logging.getLogger(__name__)
@@ -56,13 +56,14 @@ def main(
             "expected tokens are those of greedy decoding; above temperature 0 fewer are accepted, "
             "and the choice follows the measured acceptance"
         )
-    print_plan(plan.rows, plan.notes, f"{head} on {target}")
+    about = {
+        **describe_run(target, decoder.target), "head": str(head), "batch": batch,
+        "rows_timed": plan.rows_timed, "temperature": temperature, "compiled": compile,
+    }  # fmt: skip
+    report = plan_report(plan.rows, plan.notes, about)
+    report.show()
     if output is not None:
-        about = {
-            **describe_run(target, decoder.target), "head": str(head), "batch": batch,
-            "rows_timed": plan.rows_timed, "temperature": temperature, "compiled": compile,
-        }  # fmt: skip
-        write_plan(plan.rows, plan.notes[0], about, output)
+        report.write(output)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 from drafthead.lab.races.record import ROW, describe_run, read_answers
-from drafthead.lab.reports.tables import number, print_table
+from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.scripts import options
 from drafthead.train.data.packing import pack_sequences
 from drafthead.train.data.token_table import Reading, TokenTable
@@ -134,8 +134,8 @@ def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable
         for source, evaluation in found.items()
     ]
     columns = ["tau", "conversations", "tokens", "chain", *sizes]
-    print_table("tokens a pass of the target", columns, taus, [TAU_NOTE])
+    print_table(Table("tokens a pass of the target", columns, taus), [TAU_NOTE])
     depths = [f"depth {k}" for k in range(1, 1 + max(len(e.alpha) for e in found.values()))]
     for title, corner, name in BY_DEPTH:
         rows = [[Path(source).name, *map(number, getattr(e, name))] for source, e in found.items()]
-        print_table(title, [corner, *depths], rows)
+        print_table(Table(title, [corner, *depths], rows))

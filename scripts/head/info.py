@@ -11,7 +11,7 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import Foreign, Format, TargetFacts
 from drafthead.heads.formats.printing import printable
 from drafthead.heads.target.gguf_files import ACCOUNT_FILE, model_folder
-from drafthead.lab.reports.tables import print_table
+from drafthead.lab.reports.report import Table, print_table
 from drafthead.scripts import options
 
 UNKNOWN = "not recorded"
@@ -32,14 +32,14 @@ def main(
     account = Path(model_folder(path)) / ACCOUNT_FILE
     if account.exists():
         rows = rows_of_copy(json.loads(account.read_text(encoding="utf-8")), account.parent)
-        print_table(escape(printable(str(path))), ("", "value"), rows, ())
+        print_table(Table(escape(printable(str(path))), ("", "value"), rows))
         return
     known, foreign = read_foreign(path, TargetFacts())
     if not foreign.needs_target:
         build_head(foreign, path)
     rows = [(escape(name), escape(value)) for name, value in rows_of(known, foreign)]
     notes = [printable(note) for note in foreign.notes]
-    print_table(escape(printable(str(path))), ("", "value"), rows, notes)
+    print_table(Table(escape(printable(str(path))), ("", "value"), rows), notes)
 
 
 def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:

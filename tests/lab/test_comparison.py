@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
 
 from drafthead.backends.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
@@ -23,13 +24,13 @@ from drafthead.lab.races.comparison import (
 from drafthead.lab.races.contestants import Answers, Contestant, Ours, Transformers, up_to_end
 from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.races.race import prepare, race
-from drafthead.lab.reports import comparison
 from drafthead.lab.reports.comparison import (
     category_tables,
-    comparison_table,
+    comparison_report,
     divergence_notes,
+    draw,
     predictions,
-    write_report,
+    race_table,
 )
 from drafthead.lab.speedup_model import chain_speedup, predict_chain, speedup_bound
 
@@ -187,10 +188,10 @@ def test_categories_of_prompts_are_counted_apart(small_race) -> None:
     assert head.categories["prose"].tau == stats.tau and head.categories["prose"].prompts == 1
     speedups = sorted(figures.speedup for figures in head.categories.values())
     assert speedups[0] <= head.speedup_range[1] and speedups[1] >= head.speedup_range[0]
-    tables = category_tables(rows)
-    columns, cells = tables["tau by category"]
-    assert columns == ["mode", "T", "maths", "prose"] and len(cells) == len(rows)
-    assert cells[1][2:] == ["-", "-"], "of another engine nothing is known"
+    _, tau = category_tables(rows)
+    assert tau.title == "tau by category" and tau.columns == ["mode", "T", "maths", "prose"]
+    assert len(tau.rows) == len(rows)
+    assert tau.rows[1][2:] == ["-", "-"], "of another engine nothing is known"
 
 
 def test_one_category_is_no_table_and_answers_of_one_token_have_no_speed(small_race) -> None:
@@ -240,7 +241,7 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
         "dtype": "float32", "prompts": len(prompts), "max_new_tokens": 24, "rounds": 2,
         "batch_size": 1,
     }  # fmt: skip
-    write_report(rows, ["a note"], about, tmp_path / "out")
+    comparison_report(rows, ["a note"], about).write(tmp_path / "out" / "comparison.json")
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
     wanted = {
         "mode", "drafter", "verifier", "tree_nodes", "temperature", "tokens", "seconds",
@@ -248,12 +249,12 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
         "speedup_bound", "efficiency", "repeated_8gram_share", "peak_memory_bytes",
     }  # fmt: skip
     assert all(wanted <= set(row) for row in content["rows"])
-    assert comparison_table(rows) in (tmp_path / "out" / "comparison.md").read_text()
-    for picture in ("comparison.png", "comparison_details.png"):
-        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "out" / "comparison.md").read_text()
+    assert race_table(rows, ranges=True).markdown() in text and text.endswith("a note\n")
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_begins_with_model_generate_as_one(monkeypatch, tmp_path) -> None:
+def test_the_picture_begins_with_model_generate_as_one() -> None:
     row = dict.fromkeys([field.name for field in fields(ComparisonRow)])
     row |= {"temperature": 0.0, "tokens_per_second": 20.0}
     ways = (("plain", 1.0, 5.0), ("generate", None, 1.0), ("head", 2.0, 8.0))
@@ -261,10 +262,9 @@ def test_the_picture_begins_with_model_generate_as_one(monkeypatch, tmp_path) ->
         ComparisonRow(**row | {"mode": mode, "tau": tau, "speedup_hf": over})
         for mode, tau, over in ways
     ]
-    figures = []
-    monkeypatch.setattr(comparison, "save_figure", lambda figure, path: figures.append(figure))
-    comparison.draw(rows, "a title", tmp_path / "comparison.png")
-    (axes,) = figures[0].axes
+    figure = draw(rows, "a title")
+    plt.close(figure)
+    (axes,) = figure.axes
     widths = {
         label.get_text(): bar.get_width()
         for label, bar in zip(axes.get_yticklabels(), axes.patches, strict=True)

@@ -25,7 +25,7 @@ from drafthead.lab.profiling.bandwidth import (
 from drafthead.lab.profiling.ledger import HOST, ledger_of, measure_ledgers
 from drafthead.lab.profiling.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
-from drafthead.lab.reports.plan import write_plan
+from drafthead.lab.reports.plan import plan_report
 from drafthead.scripts.explain import profile_decoding
 
 PROMPTS = [[9, 10, 11], [20, 21]]
@@ -168,7 +168,7 @@ def test_the_last_batch_is_filled_from_the_start() -> None:
 def test_a_plan_is_written_as_json_and_picture(tmp_path) -> None:
     rows = plan_rows(plan(0.004, 0.005, 0.0051))
     about = {"head": "h", "target": "t", "dtype": "float32"}
-    write_plan(rows, "because", about, tmp_path / "new" / "plan.json")
+    plan_report(rows, ["because"], about).write(tmp_path / "new" / "plan.json")
     content = json.loads((tmp_path / "new" / "plan.json").read_text())
     assert content["choice"] == {"nodes": 8, "depth": 3} and content["reason"] == "because"
     assert [size["nodes"] for size in content["sizes"] if size["chosen"]] == [8]

@@ -24,7 +24,6 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 def plan(config: Path, tmp_path: Path, monkeypatch, capsys):
     """The verb in this process: status, output, errors, and the JSON file if it was written."""
-    monkeypatch.setattr(plan_training, "libraries_peak", lambda: 10**8)
 
     def plan(*arguments: str) -> tuple[int, str, str, dict]:
         file = tmp_path / "plan.json"
@@ -44,7 +43,7 @@ def test_a_plan_adds_up_and_writes_nothing_of_the_run(plan, config: Path) -> Non
     assert status == 0 and "it fits: the run needs about" in out and "not measured" in out
     memory = record["memory"]
     assert sum(memory["parts_at_peak"].values()) == memory["computed"] == memory["needed"]
-    assert memory["parts_at_peak"]["Python and libraries"] == 10**8 and memory["fits"]
+    assert memory["parts_at_peak"]["Python and libraries"] > 10**8 and memory["fits"]
     assert not config.with_suffix("").exists()
 
 
@@ -90,7 +89,6 @@ def test_a_trial_that_fails_is_reported_and_the_plan_stands(plan, monkeypatch) -
         (("--tokens", "-3"), "--tokens must be above 0"),
         (("--devices", "0"), "--devices must be at least 1"),
         (("--devices", "3"), "use a multiple of 6"),
-        (("--engine", "zero3"), "Muon needs whole matrices"),
         (("train.micro_batch_row=1",), "did you mean train.micro_batch_rows"),
         (("target.name=./nowhere",), "this folder does not exist"),
         (("data.train=nowhere.jsonl",), "nowhere.jsonl"),

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from drafthead.lab.theory import chain_costs
 from drafthead.scripts import cli
 
-ASSETS = Path(__file__).parents[3] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 
 
 @pytest.fixture

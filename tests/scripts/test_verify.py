@@ -7,7 +7,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
-from drafthead.lab.reports.exactness import report_evidence
+from drafthead.lab.reports.exactness import evidence_report
 from drafthead.scripts import verify
 
 LOSSLESS = sorted(v.name for v in VERIFIERS.values() if v.lossless and not v.greedy)
@@ -36,6 +36,6 @@ def test_every_family_is_exact(flat, make_drafter, family, temperature, rule, mo
     pair = verify.TestedPair(decoder, VERIFIERS[rule], sampling, seed=0, repetition_penalty=1.2)
     evidence = pair.evidence(PROMPTS, EFFORT)
     about = {"verifier": f"{rule}, {family}, T = {temperature}", "prompts": len(PROMPTS)}
-    report_evidence(evidence, sampling, about, output=None)
+    evidence_report(evidence, sampling, about).show()
     assert evidence.failures() == []
     assert evidence.later is not None and evidence.later.accepted > 0.02

@@ -4,7 +4,6 @@ conftest.py runs what asks for a `family` once for each head family.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,25 +14,26 @@ from runs import run, write_inputs, write_run
 from torch import nn
 
 from drafthead.heads.errors import UserError
-from drafthead.lab.planning.disk import disk_use
 from drafthead.lab.planning.dry_setup import dry_setup
-from drafthead.lab.planning.estimate import Place, estimate, remedies
-from drafthead.lab.planning.shares import check_engine, shared
-from drafthead.lab.planning.step_memory import (
+from drafthead.lab.planning.estimate import (
     AVERAGE,
+    BUFFERS,
     GRADIENTS,
     HEAD,
     OPTIMISER,
     TARGET,
-    DryStep,
-    StepMemory,
+    Place,
+    disk_use,
+    process_memory,
+    remedies,
+    step_memory,
 )
 from drafthead.train.draft_models.student import FAMILY
 from drafthead.train.learning.engines import build_accelerator
 from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.train_heads import build_trainer
 
-ALONE = Place("ddp", 1, on_cpu=True, libraries=0)
+ALONE = Place(1, on_cpu=True, libraries=0)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 def check_held(config: RunConfig) -> None:
     """Compare what a planned step holds with a run that was set up, after its first step."""
-    held = DryStep(dry_setup(config)).run().held
+    held = step_memory(dry_setup(config)).held
     trainer = build_trainer(build_accelerator(config), config, config.folder())
     trainer.runner.run(0, 0.5, trainer.order.rows_of_step(0))
     head, states = trainer.task.head, [o.optimizer.state for o in trainer.runner.optimizers]
@@ -113,7 +113,7 @@ def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str, 
         *("head.draft_vocab_size=20", "train.max_steps=null", "train.epochs=1"),
     )
     setup = dry_setup(configure(trained, *settings))
-    memory = DryStep(setup).run()
+    memory = step_memory(setup)
     disk = disk_use(setup, memory)
     assert not features.exists()
     output = run(tmp_path / "run.yaml", *settings)
@@ -133,7 +133,7 @@ def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str, 
 def test_a_budget_of_features_is_kept_to(configure, tmp_path: Path) -> None:
     folder = f"data.feature_folder={tmp_path / 'features'}"
     setup = dry_setup(configure("medusa", folder))
-    every = disk_use(setup, memory := DryStep(setup).run())
+    every = disk_use(setup, memory := step_memory(setup))
     budget = 0.5e-9 * every.features
     some_setup = dry_setup(configure("medusa", folder, f"data.feature_budget_gb={budget}"))
     some = disk_use(some_setup, memory)
@@ -144,7 +144,7 @@ def test_a_larger_micro_batch_needs_more_and_leaves_the_rest_alone(
     configure, trainable_family: str
 ) -> None:
     small, large = (
-        DryStep(dry_setup(configure(trainable_family, f"train.micro_batch_rows={n}"))).run()
+        step_memory(dry_setup(configure(trainable_family, f"train.micro_batch_rows={n}")))
         for n in (1, 4)
     )
     assert small.held == large.held
@@ -152,14 +152,14 @@ def test_a_larger_micro_batch_needs_more_and_leaves_the_rest_alone(
 
 
 def test_the_weights_of_the_target_are_not_needed(inputs: Path, configure, tmp_path: Path) -> None:
-    whole = DryStep(dry_setup(configure("parallel"))).run()
+    whole = step_memory(dry_setup(configure("parallel")))
     for kept in (("config.json", "token*", "chat*"), ("config.json",)):
         bare = tmp_path / f"bare{len(kept)}"
         bare.mkdir()
         for path in (p for pattern in kept for p in (inputs / "target").glob(pattern)):
             (bare / path.name).write_bytes(path.read_bytes())
         setup = dry_setup(configure("parallel", f"target.name={bare}"))
-        memory = DryStep(setup).run()
+        memory = step_memory(setup)
         assert memory.held == whole.held
     assert setup.rows is None and memory.peak.total() > whole.peak.total()  # full rows
 
@@ -191,44 +191,27 @@ def test_a_target_in_pieces_or_in_bytes_is_refused(configure, settings: tuple[st
         dry_setup(configure("medusa", *settings))
 
 
-MEMORY = StepMemory({TARGET: 500, HEAD: 80, GRADIENTS: 60, OPTIMISER: 120}, {}, [], None)
-
-
-def test_engines_share_the_head_and_never_the_target() -> None:
-    peak = Counter({TARGET: 500, HEAD: 80, OPTIMISER: 120, "activations": 7})
-    of_engine = {
-        engine: shared(MEMORY, peak, engine, 4, "no")
-        for engine in ("ddp", "fsdp2", "zero2", "zero3")
-    }
-    for parts in of_engine.values():
-        assert parts[TARGET] == 500 and parts["activations"] == 7
-    assert [of_engine[engine][HEAD] for engine in of_engine] == [80, 20, 80, 20]
-    assert [of_engine[engine][OPTIMISER] for engine in of_engine] == [120, 30, 30, 30]
-    assert [of_engine[engine][GRADIENTS] for engine in of_engine] == [60, 75, 60, 15]
-    assert shared(MEMORY, peak, "zero2", 4, "bf16")[HEAD] == 40
-
-
-@pytest.mark.parametrize(
-    ("engine", "setting"), [("zero2", "optimizer.name=muon"), ("fsdp2", "train.ema=0.9")]
-)
-def test_what_an_engine_refuses_is_refused_in_the_plan(configure, engine, setting) -> None:
-    adamw = [] if setting.startswith("optimizer") else ["optimizer.name=adamw"]
-    with pytest.raises(UserError, match="Muon needs whole|train.ema needs whole"):
-        check_engine(configure("medusa", setting, *adamw), engine)
-
-
 def test_remedies_save_what_they_say(configure) -> None:
     settings = ("head.output=own", "optimizer.name=adamw", "train.ema=0.9", "train.batch_rows=4")
     setup = dry_setup(configure("medusa", *settings, "train.micro_batch_rows=4"))
-    before = estimate(setup, ALONE).total
+    before = process_memory(step_memory(setup), ALONE).total()
     found = {remedy.setting: remedy.total for remedy in remedies(setup, ALONE)}
     assert [setting.split("=")[0] for setting in found] == [
         *("train.micro_batch_rows", "train.micro_batch_rows", "data.max_length", "head.output"),
         *("train.mixed_precision", "train.ema", "optimizer.name"),
     ]
     assert found["train.micro_batch_rows=1"] < found["train.micro_batch_rows=2"] < before
-    again = estimate(dry_setup(configure("medusa", *settings, "head.output=shared")), ALONE)
-    shared_output = dry_setup(
+    shared = dry_setup(
         configure("medusa", *settings, "train.micro_batch_rows=4", "head.output=shared")
     )
-    assert found["head.output=shared"] == estimate(shared_output, ALONE).total > again.total
+    assert found["head.output=shared"] == process_memory(step_memory(shared), ALONE).total()
+
+
+def test_what_passes_through_a_step_and_what_processes_exchange_count(configure) -> None:
+    memory = step_memory(dry_setup(configure("medusa")))
+    on_gpu = process_memory(memory, Place(1, on_cpu=False, libraries=0))
+    assert on_gpu == memory.peak
+    two = process_memory(memory, Place(2, on_cpu=False, libraries=0))
+    assert two - on_gpu == {BUFFERS: memory.held[GRADIENTS]}
+    here = process_memory(memory, Place(1, on_cpu=True, libraries=7))
+    assert here.total() > on_gpu.total() + 7

@@ -1,0 +1,123 @@
+"""A report: tables and notes, shown in the terminal and written as JSON, Markdown and a picture."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import matplotlib
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from drafthead.heads.storage.files import write_text
+
+matplotlib.use("agg")
+
+Columns: TypeAlias = Mapping[str, Callable[[Any], str]]
+
+WIDE = 250  # characters in a line, at most, when the output is not a terminal
+OURS, THEIRS, BASELINE = "#2a6f97", "#b08968", "#6c757d"  # colours that all pictures share
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text. On a page, cells of `words` stand on the left."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: bool = False
+
+    def markdown(self) -> str:
+        """The table as Markdown, without its title."""
+        lines = ["| " + " | ".join(self.columns) + " |", "|---" * len(self.columns) + "|"]
+        return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in self.rows])
+
+
+def table_of(title: str, columns: Columns, rows: Iterable[Any]) -> Table:
+    """A table of rows of any kind; each column is a title and what makes its cells."""
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    return Table(title, list(columns), cells)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verb found: tables and notes for the terminal, `content` for JSON.
+
+    With an `intro`, its first lines, there is a Markdown file: of the `written` tables if there are
+    any, else of all. `draw` makes the picture, if there is one.
+    """
+
+    tables: Sequence[Table]
+    notes: Sequence[str]
+    content: Mapping[str, Any]
+    intro: Sequence[str] = ()
+    written: Sequence[Table] = ()
+    draw: Callable[[], Figure] | None = None
+
+    def show(self) -> None:
+        """Print the tables, and the notes below the last one."""
+        *first, last = self.tables
+        for table in first:
+            print_table(table)
+        print_table(last, self.notes)
+
+    def write(self, file: Path) -> None:
+        """Write the JSON file, and the others beside it; a crash leaves the old or the new one."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(self.content, indent=2) + "\n")
+        names = [str(file)]
+        if self.intro:
+            parts = [*self.intro]
+            for table in self.written or self.tables:
+                parts += [f"{table.title}:" if table.title else "", table.markdown()]
+            text = "\n\n".join(part for part in (*parts, *self.notes) if part)
+            write_text(file.with_suffix(".md"), text + "\n")
+            names.append(file.with_suffix(".md").name)
+        if self.draw is not None:
+            save_figure(self.draw(), file.with_suffix(".png"))
+            names.append(file.with_suffix(".png").name)
+        print(f"written: {', '.join(names)}")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number as text; a dash for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def print_table(table: Table, notes: Sequence[str] = ()) -> None:
+    """Print a table, if it has rows, and notes below it."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    if table.rows:
+        shown = RichTable(title=table.title, box=SIMPLE_HEAD)
+        for index, column in enumerate(table.columns):
+            shown.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True, markup=False)
+
+
+def machine_line(about: Mapping[str, Any]) -> str:
+    """The machine, number type and prompts of a race, as a report begins with them."""
+    machine = about["machine"]
+    return (
+        f"{machine['processor']}, {machine['threads']} threads, {about['dtype']}, "
+        f"{about['prompts']} prompts"
+    )
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture and free its memory; after a crash the old or the new one is there."""
+    temporary = path.with_name(path.name + ".tmp")
+    figure.tight_layout()
+    figure.savefig(temporary, dpi=130, format="png")
+    plt.close(figure)
+    temporary.replace(path)
