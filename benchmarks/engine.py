@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.loading import device_named

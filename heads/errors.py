@@ -3,3 +3,8 @@
 
 class UserError(ValueError):
     """Input that cannot be used. The command line prints its message alone and exits with 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind where there is none."""
+    return str(error).strip().partition("\n")[0] or repr(error)

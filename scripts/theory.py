@@ -8,7 +8,7 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.model_drafter import load_draft_model

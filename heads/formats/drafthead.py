@@ -1,24 +1,42 @@
-"""Our own format, as `heads.formats.checkpoint.save_head` writes it."""
+"""Our own format: `config.json`, `model.safetensors` and `acceptance.json` in one folder.
 
-from typing import Annotated, Any, ClassVar, Literal
+Every file is written under a temporary name and renamed, so no file is ever half written. What a
+head needs of its target is stored and checked when it is loaded.
 
-from pydantic import Field
+The types and bounds of a head's own keys follow from its family's configuration class. They hold
+for heads of every format, see `check_head_config`.
+"""
 
-from drafthead.heads.base import MAX_RANK, head_family
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+
+import torch
+from pydantic import ConfigDict, Field, create_model
+from safetensors.torch import save_file
+
+from drafthead.heads.base import MAX_RANK, DraftHead, head_family
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.base import Foreign, Format, TargetFacts, register_format
-from drafthead.heads.formats.files import Checkpoint, read_json
-from drafthead.heads.formats.head_keys import keys_of, read_head_config
+from drafthead.heads.formats.base import WEIGHTS, Foreign, Format, TargetFacts, register_format
+from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
 from drafthead.heads.formats.keys import (
     MOST_PARTS,
+    MOST_SIZE,
+    MOST_TOKENS,
     Keys,
+    LayerId,
     LayerIds,
     Reasons,
     Size,
     TargetLayers,
     Vocabulary,
 )
-from drafthead.heads.formats.rope import RopeKeys
+from drafthead.heads.formats.rope import RopeKeys, known_rope
+from drafthead.heads.storage.files import let_others_read, write_text
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 
 VERSION = 1
@@ -111,3 +129,136 @@ def read_acceptance(checkpoint: Checkpoint) -> dict[TreePath, int] | None:
         return None
     counts = AcceptanceKeys.of(read_json(file), file).path_counts
     return {tuple(ranks): times for ranks, times in counts}
+
+
+# A head's own keys
+
+
+# Fields of the families' configurations; a size of 0 is filled in from the target.
+LIMITS = {
+    "num_attention_heads": (0, 2**14),
+    "num_key_value_heads": (0, 2**14),
+    "head_dim": (0, 2**16),
+    "vocab_size": (0, MOST_TOKENS),
+    "draft_vocab_size": (0, MOST_TOKENS),
+    "mask_token": (0, MOST_TOKENS),
+    "max_position_embeddings": (0, 2**31),
+    "rms_norm_eps": (0, 1),
+    "block_size": (1, 256),
+    "depth": (1, MOST_PARTS),
+    "ttt_steps": (1, MOST_PARTS),
+}
+
+
+def limits(name: str) -> tuple[int, int]:
+    """The least and the largest number that the field `name` may be."""
+    return LIMITS.get(name, (0, MOST_PARTS if name.startswith("num_") else MOST_SIZE))
+
+
+def bounded(name: str, kind: Any) -> Any:
+    """The type `kind` of the field `name`, with bounds if it is a number."""
+    least, most = limits(name)
+    if kind in (int, float):
+        return Annotated[kind, Field(ge=least, le=most)]
+    if set(get_args(kind)) == {int, type(None)}:
+        return Annotated[int, Field(ge=least, le=most)] | None
+    return tuple[LayerId, ...] if kind == tuple[int, ...] else kind
+
+
+@cache
+def keys_of(config_class: type) -> type[Keys]:
+    """The keys of a head's configuration: the fields of its class and nothing else."""
+    kinds = get_type_hints(config_class)
+    declared: dict[str, Any] = {}
+    for field in fields(config_class):
+        required = field.default is MISSING and field.default_factory is MISSING
+        # What is left out gets its default from the class itself.
+        declared[field.name] = (bounded(field.name, kinds[field.name]), ... if required else None)
+    return create_model(config_class.__name__, __base__=HeadKeys, **declared)
+
+
+class HeadKeys(Keys):
+    """The keys of a head's configuration; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    knows_null = True
+
+
+def read_head_config(config_class: type, content: dict[str, Any], file: Path) -> Any:
+    """An instance of a family's configuration class from an object in `file`.
+
+    Raises UserError naming what is unknown, of the wrong type or out of bounds, and ValueError for
+    what the class itself refuses.
+    """
+    keys = keys_of(config_class).of(content, file, "head")
+    values = {name: getattr(keys, name) for name in content}
+    if values.get("rope_parameters") is not None:
+        rope, head_dim = values["rope_parameters"], values.get("head_dim", 0)
+        values["rope_parameters"] = known_rope(rope, head_dim, file, "head.rope_parameters")
+    return config_class(**values)
+
+
+def check_head_config(config: Any, file: Path) -> None:
+    """Raise UserError when a configuration that a reader made is out of bounds."""
+    read_head_config(type(config), asdict(config), file)
+
+
+# Writing
+
+
+def save_head(
+    head: DraftHead,
+    folder: Path,
+    target: Target | TargetFacts,
+    target_name: str | None,
+    provenance: dict[str, Any],
+    dtype: torch.dtype | None = torch.bfloat16,
+) -> None:
+    """Write a head, the facts about its target and its provenance.
+
+    `provenance` is anything JSON can hold: the run's configuration, data, versions. `dtype` None
+    keeps the head's own types.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: t.detach()
+        .to("cpu", dtype if t.is_floating_point() and dtype else t.dtype)
+        .contiguous()
+        for name, t in head.state_dict().items()
+    }
+    temporary = folder / (WEIGHTS + ".tmp")
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    let_others_read(temporary)
+    temporary.replace(folder / WEIGHTS)
+    if head.path_counts is not None:
+        write_acceptance(folder, head.path_counts)
+    description = {
+        "drafthead_format": VERSION,
+        "family": head.family,
+        "head": asdict(head.config),
+        "target": {
+            "name": target_name,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "num_layers": target.num_layers,
+        },
+        "features": {
+            "layers": list(head.features_needed.layers),
+            "layer_convention": TAP_CONVENTION,
+            "last": head.features_needed.last,
+        },
+        "provenance": provenance,
+    }
+    write_text(folder / CONFIG_FILE, json.dumps(description, indent=2) + "\n")
+
+
+def write_acceptance(folder: Path, path_counts: Mapping[TreePath, int]) -> None:
+    """Write how often each path of guesses was right; see `heads.trees.static.grow_tree`."""
+    counts = [[list(path), count] for path, count in path_counts.items()]
+    write_text(folder / ACCEPTANCE_FILE, json.dumps({"path_counts": counts}) + "\n")
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether a path is a folder on this machine that holds a head of our format."""
+    config = path / CONFIG_FILE
+    return config.is_file() and "drafthead_format" in read_json(config)

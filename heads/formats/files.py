@@ -215,7 +215,7 @@ class PickledFile(TensorFile):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch.load raises many kinds for a damaged file
-            raise UserError(f"{path} is damaged or truncated: {first_line(error)}") from error
+            raise UserError(f"{path} is damaged or truncated: {reason_of(error)}") from error
         if not isinstance(content, dict):
             raise UserError(f"{path} holds {type(content).__name__}, not tensors by name")
         self.check_number(len(content))
@@ -495,10 +495,10 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in ordered]
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message.
+def reason_of(error: Exception) -> str:
+    """Why torch does not load a pickle, on one line.
 
-    Where torch refuses a pickle that line advises to load it with its code; the reason comes later.
+    Its first line may advise to load the pickle with its code; the reason comes later.
     """
     message = str(error).strip() or repr(error)
     return message.rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0]

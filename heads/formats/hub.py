@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 
-from drafthead.heads.errors import UserError
+from drafthead.heads.errors import UserError, first_line
 
 SAFE_FILES = ["*.json", "*.safetensors"]
 PICKLED_FILES = ["*.json", "*.bin", "*.pt", "*.pth"]  # scanned before they are loaded
@@ -36,7 +36,7 @@ def local_copy(path: Path) -> Path:
             "login: hf auth login)"
         ) from error
     except (HTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"{path} does not exist here, nor can the hub be asked: {reason}"
         ) from error

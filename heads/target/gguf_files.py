@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from drafthead.heads.errors import UserError
+from drafthead.heads.errors import UserError, first_line
 from drafthead.heads.storage.disk_cache import cache_folder, cache_or_scratch
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.gguf_account import (
@@ -232,11 +232,6 @@ def only_errors_logged() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(before)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its kind where there is none."""
-    return str(error).strip().partition("\n")[0] or repr(error)
 
 
 def check_weights(

@@ -20,7 +20,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.heads.errors import UserError, first_line
 from drafthead.heads.target.adapters import add_adapter, base_of_adapter
 from drafthead.heads.target.placement import Placement
 
@@ -218,8 +218,7 @@ def load_model(
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds for a bad folder
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(f"cannot load the model {name}: {reason}") from error
+        raise UserError(f"cannot load the model {name}: {first_line(error)}") from error
     if quantisation_of(model) in BITSANDBYTES:  # it would warn of a cast in every product
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return model, tokenizer

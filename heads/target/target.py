@@ -20,7 +20,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.backend import EAGER, Backend, TreeKernels, compiled_target
 from drafthead.heads.dims import Spec
-from drafthead.heads.errors import UserError
+from drafthead.heads.errors import UserError, first_line
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.architecture import (
     LAYER_NAMES,
@@ -145,7 +145,7 @@ class Target:
         try:
             hidden, logits = self.sample_pass()
         except Exception as error:  # models raise many kinds
-            reason = str(error).strip().partition("\n")[0] or repr(error)
+            reason = first_line(error)
             raise UserError(f"{name} cannot read {SAMPLED} tokens: {reason}") from error
         self.finish = Finish()
         outputs = self.project(hidden)

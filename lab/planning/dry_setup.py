@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
+from drafthead.heads.errors import UserError, first_line
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.loading import (
     BITSANDBYTES,
@@ -117,9 +117,3 @@ def heaviest(rows: PackedData, config: RunConfig) -> TokenBatch:
     size = train.micro_batch_rows
     batches = [read[i : i + size] for i in range(0, len(read), size)]
     return rows.batch(max(batches, key=rows.supervised_in))
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else repr(error)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for

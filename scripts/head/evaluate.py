@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.checkpoint import is_own_folder, load_head, write_acceptance
+from drafthead.heads.formats.drafthead import is_own_folder, write_acceptance
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath

@@ -9,7 +9,7 @@ import typer
 
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.checkpoint import save_head
+from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.printing import printable
 from drafthead.heads.storage.files import fresh_folder
 from drafthead.heads.target.target import Target

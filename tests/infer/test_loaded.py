@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_llama
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.checkpoint import save_head
+from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel

@@ -12,7 +12,8 @@ from tiny import SPECIALS, byte_tokenizer
 
 import drafthead
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.formats.checkpoint import load_head, save_head
+from drafthead.heads.formats.drafthead import save_head
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner_settings import PlannerSettings

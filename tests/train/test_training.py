@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.layers import tiled_attention
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target

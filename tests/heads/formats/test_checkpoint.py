@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.checkpoint import load_head, save_head
+from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.exporting import export_head
+from drafthead.heads.formats.loading import load_head
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats import build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.checkpoint import save_head
+from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder

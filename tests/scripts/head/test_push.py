@@ -12,7 +12,7 @@ from fake_hub import Hub, serving
 from tiny import tiny_llama
 from written import random_head
 
-from drafthead.heads.formats.checkpoint import save_head
+from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.target.target import Target
 
 NAME = "me/small-medusa"

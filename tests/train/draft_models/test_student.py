@@ -10,7 +10,7 @@ from tiny import VOCAB, llama_config, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.checkpoint import load_head
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
