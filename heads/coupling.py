@@ -26,11 +26,11 @@ class NextDraws(NamedTuple):
     settings: torch.Tensor  # [4] of the draft's law, see `SamplingConfig.settings`
 
     def padded(self, depths: int) -> "NextDraws":
-        """The same with keys for as many depths, of which the last are no races at all."""
+        """These draws with keys for `depths` depths, of which the added ones are no races at all."""
         return self._replace(keys=pad(self.keys, (0, depths - self.keys.shape[1])))
 
     def at(self, depth: int) -> "NextDraws":
-        """The same for the children of nodes of one depth alone, at place 0."""
+        """The draws for children of nodes of one depth alone, at place 0."""
         return self._replace(keys=self.keys[:, depth, None])
 
     def scores(

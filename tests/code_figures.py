@@ -147,7 +147,7 @@ def import_circles(modules: list[Module]) -> list[list[str]]:
 
 
 def room_circles(modules: list[Module]) -> list[list[str]]:
-    """The same of rooms, the folders in a layer; modules that are in none are not counted."""
+    """Names of rooms, the folders in a layer, that import each other; a room holds modules."""
     names = {module.name for module in modules}
     rooms = {module.name: module.room for module in modules if module.room}
     reached: dict[str, set[str]] = {room: set() for room in rooms.values()}

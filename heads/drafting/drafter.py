@@ -98,7 +98,7 @@ class Committed:
         )
 
     def cut(self) -> "Committed":
-        """The same without the positions that are padding in every row."""
+        """These positions without those that are padding in every row."""
         if self.width in (None, self.tokens.shape[1]):
             return self
 
@@ -111,7 +111,7 @@ class Committed:
         return Committed(tokens, features, self.lengths, None, self.known_ends, self.host_tokens)
 
     def padded(self, positions: int | None = None) -> "Committed":
-        """The same with padding up to so many positions, or else up to a power of two of them."""
+        """These positions padded to so many, or else to a power of two of them."""
         missing = (positions or power_of_two(self.tokens.shape[1])) - self.tokens.shape[1]
         if missing <= 0:
             return self
@@ -120,7 +120,7 @@ class Committed:
         return replace(self, tokens=tokens, features=features)
 
     def chunks(self, size: int = READ_CHUNK) -> Iterator["Committed"]:
-        """The same in parts of at most `size` positions, the last of which every row is part of.
+        """These positions in parts of at most `size`, the last of which every row is part of.
 
         In parts of 2, rows ``a b c`` and ``d`` are ``a`` and nothing, then ``b c`` and ``d``.
         """
@@ -204,7 +204,7 @@ class Drafter(ABC):
 
     @property
     def main_budgets(self) -> tuple[Budget, ...]:
-        """Those of its main source of trees, the only one under rules that draw children."""
+        """The budgets of its main source of trees, the only one under rules that draw children."""
         return tuple(budget for budget in self.budgets if not budget.source)
 
     def chances(self, budget: Budget) -> tuple[float, ...]:

@@ -125,7 +125,7 @@ class BlockKeys(Keys):
 
 
 class IdKeys(BlockKeys):
-    """The same with the tapped layers, as `hidden_states[id + 1]` of so many layers."""
+    """DFlash's and DSpark's keys with the tapped layers, as `hidden_states[id + 1]`."""
 
     target_layer_ids: LayerIds | None = None
     num_target_layers: TargetLayers | None = None

@@ -153,7 +153,7 @@ def refuse_windows(file: Path, keys: LayerKeys, num_layers: int) -> None:
 
 
 class FullLayerKeys(LayerKeys):
-    """The same where the vocabulary cannot be read from the tensors."""
+    """Keys of layers where the vocabulary cannot be read from the tensors."""
 
     vocab_size: Vocabulary
     draft_vocab_size: Vocabulary | None = None

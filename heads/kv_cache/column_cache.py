@@ -62,7 +62,7 @@ class Growing(NamedTuple):
     pending: int  # nodes in the cache, which the new ones follow
 
     def to(self, device: torch.device) -> "Growing":
-        """The same on a device, for models whose layers share keys and may be on several."""
+        """These columns on a device, for models whose layers share keys and may be on several."""
         return Growing(self.cache.to(device), self.new.to(device), self.pending)
 
 

@@ -41,7 +41,7 @@ class LayerConfig:
     rope_parameters: dict[str, Any] | None = None  # transformers 5: rope_type, rope_theta
 
     def like(self, target: Target) -> Self:
-        """The same shape with the sizes that it leaves open taken from the target's layers."""
+        """This shape with the sizes that it leaves open taken from the target's layers."""
         config, hidden = target.config, self.hidden_size or target.hidden_size
         num_heads = int(config.num_attention_heads)
         inner = getattr(config, "intermediate_size", None)

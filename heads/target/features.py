@@ -23,7 +23,7 @@ class FeatureSpec:
     last: bool = True
 
     def with_last(self) -> "FeatureSpec":
-        """The same layers and the last hidden state."""
+        """These layers and the last hidden state."""
         return FeatureSpec(self.layers, last=True)
 
 
@@ -38,6 +38,6 @@ class Features:
     taps: tuple[torch.Tensor, ...] = ()  # one [B, T, D] for each of FeatureSpec.layers
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Features":
-        """The same features with `function` applied to each tensor [B, T, D]."""
+        """These features with `function` applied to each tensor [B, T, D]."""
         last = None if self.last is None else function(self.last)
         return Features(last, tuple(function(tap) for tap in self.taps))

@@ -70,7 +70,7 @@ class TreeRecipe:
         return self.parents.shape[1]
 
     def padded(self, nodes: int) -> "TreeRecipe":
-        """The same tree filled up to `nodes` nodes by such as see only themselves.
+        """This tree padded to `nodes` nodes. Padding nodes attend only to themselves.
 
         Tables of two nodes, padded to four::
 

@@ -132,7 +132,7 @@ class TreeShape:
 
     @cached_property
     def gapless(self) -> "TreeShape":
-        """The same tree with every node's children ranked 0, 1, ..., as children are drawn.
+        """This tree with every node's children ranked 0, 1, ..., as children are drawn.
 
         Drawn children come in the order of the draws, and no draw may be left out. The paths
         (0,) (2,) (2, 1) become (0,) (1,) (1, 0).

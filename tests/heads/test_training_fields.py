@@ -32,7 +32,7 @@ def another(config: Any, name: str, annotation: Any) -> Any:
 
 
 def trained_differently(head: DraftHead) -> DraftHead:
-    """The same weights, with another value in every field that only training reads."""
+    """A head with these weights and another value in every field that only training reads."""
     config = head.config
     other = {
         field.name: another(config, field.name, field.type)

@@ -68,7 +68,7 @@ class Drafted(NamedTuple):
 
     @property
     def tables(self) -> TreeTables:
-        """Those of the tree."""
+        """Tables of the drafted tree, without what was read for it."""
         return TreeTables(*self[:5])
 
 
@@ -271,7 +271,7 @@ class ParallelSession(LateReader):
         draws: NextDraws | None,
         growing: Growing,
     ) -> TreeTables:
-        """The same in one call with what is to be read before."""
+        """A tree of N nodes, for `slots` [N], in one call that reads unread positions first."""
         drafter, cache = self.drafter, self.cache
         if drafter.is_compiled:
             unread = unread.padded(2)  # one position would be a graph of its own

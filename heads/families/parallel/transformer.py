@@ -55,7 +55,7 @@ class BlockConfig(LayerConfig):
         return self.block_size if self.root_predicts else self.block_size - 1
 
     def like(self, target: Target) -> Self:
-        """The same with everything that it leaves open taken from the target.
+        """This configuration with everything that it leaves open taken from the target.
 
         Raises UserError for taps or a mask token that the target does not have.
         """

@@ -169,7 +169,7 @@ class RecurrentSession(LateReader):
         return tables.tree(budget.depth, drafter.width)
 
     def _grown_blindly(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
-        """The same of a head whose guesses at a depth are the same after any tokens."""
+        """A grown tree of a head whose guesses at a depth are equal after any tokens."""
         assert self.roots is not None and self.root_guess is not None
         width = self.drafter.width
         guesses = self._guesses_ahead(budget.depth)

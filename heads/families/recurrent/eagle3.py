@@ -137,7 +137,7 @@ class Eagle3Head(RecurrentHead):
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:
-        """As for any recurrent head; the width may be another than the target's."""
+        """The configuration with the target's sizes, but for the width, which may be another."""
         filled = super().sized(replace(config, hidden_size=0, output="own"), target)
         return replace(
             filled,
@@ -199,7 +199,7 @@ class Eagle3Head(RecurrentHead):
     def draft_inputs(
         self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As for any recurrent head; in P-EAGLE the mask token and the learnt taps, [..., D]."""
+        """What drafted nodes are read from, [..., D]: in P-EAGLE mask token and learnt taps."""
         if self.mask_hidden is None:
             return super().draft_inputs(token_ids, outputs, target)
         mask = torch.full_like(token_ids, self.config.mask_token)

@@ -94,7 +94,7 @@ class Guess(NamedTuple):
         return log_probs, self.ids.gather(-1, places)
 
     def at_all(self, count: int) -> "Guess":
-        """That of one node, n = 1, as the guess at `count` nodes."""
+        """The guess of one node, n = 1, as the guess at each of `count` nodes."""
         return Guess(*(part.expand(-1, count, -1) for part in self))
 
 

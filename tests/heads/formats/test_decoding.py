@@ -147,7 +147,7 @@ def in_their_order(tree: TokenTree, rows: list[list[int]]) -> list[int]:
 
 
 def certain_draft(tree: TokenTree, num_tokens: int) -> TokenTree:
-    """The same tree as if its draft had been sure of each child in turn."""
+    """A tree as if its draft had been sure of each child in turn."""
     parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
     ids = torch.zeros(1, tree.num_nodes, num_tokens, dtype=torch.long)
     for node in range(tree.num_nodes):
@@ -230,7 +230,7 @@ def expected_answers(case: Case, run: dict) -> Answers:
 
 
 def assert_same_answers(found: Answers, expected: Answers) -> None:
-    """The same tokens in the same steps; the official code may take one step more.
+    """Tokens and steps agree; the official code may take one step more.
 
     Our first token comes with the prompt's pass, theirs with the first step: if the answer ends
     between two steps, they need another.

@@ -61,7 +61,7 @@ def drafted(family: str, depth: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(head: DraftHead, again: DraftHead, target: Target) -> None:
-    """The same tensors, and the same drafts."""
+    """Tensors and drafts of two heads are equal."""
     assert again.depth == head.depth
     ours = head.state_dict()
     for key, tensor in again.state_dict().items():  # without copies of the target's weights

@@ -55,7 +55,7 @@ def test_changing_frequencies_are_refused_with_custom_generate(prompt) -> None:
 
 
 def test_parameters_for_each_kind_of_layer_are_not_stretched_again() -> None:
-    """Those of Gemma 3 have a factor, and max_position_embeddings counts it already."""
+    """Gemma 3's parameters have a factor, and max_position_embeddings counts it already."""
     config = llama_config(max_position_embeddings=TRAINED)
     config.rope_parameters = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
