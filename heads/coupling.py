@@ -26,7 +26,7 @@ class NextDraws(NamedTuple):
     settings: torch.Tensor  # [4] of the draft's law, see `SamplingConfig.settings`
 
     def padded(self, depths: int) -> "NextDraws":
-        """These draws with keys for `depths` depths, of which the added ones are no races at all."""
+        """These draws with keys for `depths` depths; those that are added are no races at all."""
         return self._replace(keys=pad(self.keys, (0, depths - self.keys.shape[1])))
 
     def at(self, depth: int) -> "NextDraws":
