@@ -2,14 +2,16 @@
 
 A description is made of JSON's values: a model is described by its classes, by its modules' plain
 attributes, and by the form of its weights. Their values are no part of it: a graph that comes from
-the disk takes them from the model at hand.
+the disk takes them from the model at hand. Of our own code a graph depends on the files of the
+functions and classes that are described, on all that these import, and on the backends.
 """
 
+import ast
 import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -21,9 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafthead.heads.target import weight_state
 from drafthead.heads.target.weight_state import COMMON, PLAIN, weights_of
 from drafthead.heads.training_fields import drafting_fields
 
+OURS = Path(inspect.getfile(weight_state)).parents[2]  # the folder of the package
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 NAMED = torch.dtype, torch.device, torch.layout, torch.memory_format, Enum
 CODE = type, FunctionType, BuiltinFunctionType
@@ -108,35 +112,70 @@ def code(thing: Any, unknown: Callable[[object], Any]) -> str:
 
 @cache
 def source_version(name: str, unknown: Callable[[object], Any]) -> str:
-    """A version of the code of a module: its package's, or a digest of our own and of others'."""
+    """A version of the code of a module: its package's, or a digest of its `sources`."""
     package = name.partition(".")[0]
     if package in ("torch", "transformers", "peft"):
         return version(package)
     if package == "builtins":
         return sys.version
-    if package == "drafthead":
-        return digest_of_folder(".".join(name.split(".")[:2]))
     try:
-        return hashlib.sha256(Path(inspect.getfile(sys.modules[name])).read_bytes()).hexdigest()
+        return digest_of(sources(Path(inspect.getfile(sys.modules[name]))))
     except (OSError, TypeError, KeyError):  # typed into an interpreter
         return unknown(name)
 
 
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest of the contents of files, whatever their order."""
+    return digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files))
+
+
+def sources(*files: Path) -> set[Path]:
+    """Files of Python, and those of ours that they import, or that these import in turn.
+
+    What is traced into a graph comes from these, its constants too. An import within a function
+    counts, and what is found by name does not: it is described by itself, or is a backend.
+    """
+    found: set[Path] = set()
+    waiting = [*files]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += imported_by(path)
+    return found
+
+
 @cache
-def digest_of_folder(package: str) -> str:
-    """A digest of our own sources, those in C++ included."""
-    folder = Path(inspect.getfile(sys.modules[package])).parent
-    found = hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.h")]):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+def imported_by(path: Path) -> list[Path]:
+    """The files of ours that a file of Python imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:  # a module's name, or a module
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    ours = (name.split(".")[1:] for name in names if name.startswith("drafthead."))
+    places = (place for parts in ours for place in possible_files(OURS.joinpath(*parts)))
+    return [place for place in places if place.is_file()]
+
+
+def possible_files(module: Path) -> tuple[Path, Path]:
+    """Where the code of a module is, or of a package."""
+    return module.with_suffix(".py"), module / "__init__.py"
+
+
+@cache
+def version_of_backends() -> str:
+    """A digest of all that makes graphs, kernels in C++ included."""
+    folder = OURS / "backends"
+    return digest_of([*sources(*folder.rglob("*.py")), *folder.rglob("*.h")])
 
 
 def surroundings() -> list[Any]:
     """What else a graph for CPUs depends on: versions, the processor, torch's settings."""
     return [
         [sys.version, torch.__version__, version("transformers")],
-        digest_of_folder("drafthead.heads"),
+        version_of_backends(),
         sorted(torch.cpu.get_capabilities().items(), key=str),
         torch.get_num_threads(),
         [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],

@@ -1,15 +1,22 @@
 """Graphs on the disk: another process calls them without tracing, and with its own weights."""
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from drafthead.backends.compiled import Compiled, tell_of_each_process
+from drafthead.backends.compiled import Compiled, Made, tell_of_each_process, with_own_code
+from drafthead.backends.cpu import fingerprint
+from drafthead.backends.cpu.fingerprint import OURS
 from drafthead.backends.cpu.graph_record import GraphRecord
+from drafthead.backends.cpu.substitutions import CpuKernels
+from drafthead.infer import Decoder
+from drafthead.infer.engine.graph_step import GraphStep
 
 
 class Scaled(nn.Module):
@@ -135,3 +142,67 @@ def test_a_damaged_file_is_replaced_with_one_warning(damage, traces, tmp_path, c
     assert [str(path) in message for message in messages] == [True]
     assert len(traces) == 2
     assert GraphRecord.of_text(path.read_text()).inputs == record.inputs
+
+
+@pytest.mark.parametrize(
+    ("edited", "is_other"),
+    [
+        ("heads/formats/eagle3.py", False),
+        ("lab/tracing.py", False),
+        ("heads/target/masks.py", True),  # of the pass
+        ("heads/sampling.py", True),
+        ("backends/cpu/kernels/source/attention.h", True),
+    ],
+)
+def test_an_edit_discards_the_graphs_that_it_may_be_part_of(edited, is_other, monkeypatch) -> None:
+    def key() -> list[Any]:
+        for kept in (fingerprint.source_version, fingerprint.version_of_backends):
+            kept.cache_clear()
+        return [fingerprint.surroundings(), fingerprint.code(GraphStep, fingerprint.as_config)]
+
+    before, read = key(), Path.read_bytes
+    more = {OURS / edited: b"# edited"}
+    assert (OURS / edited).is_file()
+    with monkeypatch.context() as there:
+        there.setattr(Path, "read_bytes", lambda path: read(path) + more.get(path, b""))
+        after = key()
+    assert (after != before) == is_other
+    assert key() == before
+
+
+@pytest.mark.parametrize("name", ["medusa:own", "eagle3:own", "parallel:own"])
+def test_a_key_depends_on_every_file_whose_code_is_traced(
+    name, target, make_drafter, monkeypatch
+) -> None:
+    described: set[Path] = set()
+    traced: set[Path] = set()
+    sources = fingerprint.sources
+
+    def noted(*files: Path) -> set[Path]:
+        described.update(found := sources(*files))
+        return found
+
+    def trace(self: Compiled, key: str, reads: object, arguments: Sequence[Any]) -> Made:
+        def backend(graph: torch.fx.GraphModule, _examples: object) -> Any:
+            lines = "\n".join(node.stack_trace or "" for node in graph.graph.nodes)
+            traced.update(map(Path, re.findall(r'File "([^"]+)"', lines)))
+            return graph.forward
+
+        assert key is not None
+        code = torch.compile(with_own_code(self.function), fullgraph=True, backend=backend)
+        with self.around, CpuKernels(False, False):
+            return Made(self.function, code(*arguments), None)
+
+    monkeypatch.setattr(fingerprint, "sources", noted)
+    monkeypatch.setattr(Compiled, "_compiled", trace)
+    monkeypatch.setattr(Compiled, "_stored", lambda *_: None)
+    for kept in (fingerprint.source_version, fingerprint.version_of_backends):
+        kept.cache_clear()
+    compiled = target.compiled()
+    drafter = make_drafter(name, compiled)
+    drafter.compile(compiled)
+    Decoder(compiled, drafter).generate([9, 10, 11], max_new_tokens=4, temperature=1.0)
+    ours = {path for path in traced if path.is_relative_to(OURS)}
+    assert OURS / "heads/target/target.py" in ours
+    assert ours <= described
+    assert not any("formats" in path.parts for path in described)
