@@ -11,7 +11,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -39,11 +38,10 @@ from drafthead.infer.loaded import head_drafter
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes
-from drafthead.lab.profiling.pass_times import step_overhead, time_passes
+from drafthead.lab.profiling.pass_times import time_passes
 from drafthead.lab.races.contestants import Transformers
 from drafthead.train.data.conversations import read_conversations
 
-OVERHEAD_BUDGET = Budget(16, 4)
 PASSES = (1, 16, 64)  # nodes of the passes that are timed alone
 TURN = 16  # tokens per row that are decoded in one turn
 RULES = ("match", "rejection", "traversal")  # the lossless ones above temperature 0
@@ -316,11 +314,8 @@ def passes(target: Target, copied: float) -> dict[str, Any]:
 
 def measure(bench: Bench, head: Drafter | None, report: dict[str, Any]) -> None:
     """Measure everything but the sampling rules on one target, and add it to `report`."""
-    drafter = head or ScriptedByPrompt(bench, 0.8)
     report["plain"] = bench.plain_against_generate()
     report["passes"] = passes(bench.target, report["plain"]["copy_bytes_per_second"])
-    overhead = step_overhead(bench.target, drafter, OVERHEAD_BUDGET, bench.prompts[:1])
-    report["overhead"] = asdict(overhead) | {"share": overhead.share}
     if head is not None:
         report["head"] = bench.against_plain({"head": head})
         report["head, answers to their ends"] = bench.against_plain({"head": head}, ends=True)

@@ -99,14 +99,14 @@ class StepParts:
 
 
 def deviation_factors(
-    prediction: ChainPrediction, speedup: float, tau: float, step: StepParts, plain: StepParts
+    prediction: ChainPrediction, tau: float, step: StepParts, plain: StepParts
 ) -> dict[str, float]:
     """Why a predicted speedup is not the measured one: factors whose product is their quotient.
 
     The formula predicts expected tokens / (1 + K c). A factor above 1 made the prediction too high:
     `tokens` are expected ones / `tau` (acceptance that changes with depth, answers that end inside
     a step), `verify` what the pass takes beyond a plain one, `host` what the code around it takes
-    beyond a plain step's. `rest` is between tau / `step.total` and the measured speedup.
+    beyond a plain step's. The measured speedup is tau / `step.total`.
     """
     assumed = 1 + prediction.length * prediction.cost
     verified = assumed + step.verify - plain.verify
@@ -114,5 +114,4 @@ def deviation_factors(
         "tokens": expected_tokens(prediction.alpha, prediction.length) / tau,
         "verify": verified / assumed,
         "host": step.total / verified,
-        "rest": tau / step.total / speedup,
     }

@@ -17,7 +17,6 @@ from drafthead.lab.races.unfinished_race import UnfinishedRace
 from drafthead.lab.reports.comparison import (
     comparison_report,
     divergence_notes,
-    predictions,
 )
 from drafthead.scripts import options
 from drafthead.train.jobs.weights import weights_fingerprint
@@ -87,9 +86,7 @@ def main(
     models = [loaded, *([assistant] if assistant else [])]
     unfinished = begun_race(output / UNFINISHED, run, questions, models, files)
     rows, differing = run_races(racers, questions, terms, unfinished)
-    notes = predictions(rows)
-    if 0 in temperatures:
-        notes += divergence_notes(differing, rows, len(questions))
+    notes = divergence_notes(differing, rows, len(questions)) if 0 in temperatures else []
     about = {
         **run, "prompts": len(questions), "max_new_tokens": max_new_tokens,
         "rounds": rounds, "batch_size": batch_size, "top_p": top_p, "template_arguments": arguments,

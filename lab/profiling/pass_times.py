@@ -11,17 +11,14 @@ from typing import TypeVar
 
 import torch
 
-from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.trees.recipe import Proposal, known
+from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.graph_stepper import stepper_for
-from drafthead.infer.engine.loop import decode
-from drafthead.infer.engine.planner import FixedPlan
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS
@@ -159,93 +156,3 @@ def pass_alone(stepper: Stepper, nodes: int) -> Callable[[], TargetOutput]:
 def medians(taken: dict[Key, list[float]]) -> dict[Key, float]:
     """Median of each list of seconds, without the warm-up."""
     return {key: median(seconds[WARM_UP:]) for key, seconds in taken.items()}
-
-
-@dataclass(frozen=True)
-class StepOverhead:
-    """What the engine adds to its two passes: median seconds of one interleaved run."""
-
-    nodes: float  # of a row's tree, on average
-    step_seconds: float
-    verify_seconds: float  # of the target's pass over the same nodes, alone
-    draft_seconds: float  # of a proposal, alone
-
-    @property
-    def seconds(self) -> float:
-        """Time of a step beyond its passes."""
-        return self.step_seconds - self.verify_seconds - self.draft_seconds
-
-    @property
-    def share(self) -> float:
-        """The part of the step's time that is neither pass."""
-        return self.seconds / self.step_seconds
-
-
-@torch.no_grad()
-def step_overhead(
-    target: Target,
-    drafter: Drafter,
-    budget: Budget,
-    prompts: Sequence[Sequence[int]],
-    steps: int = STEPS,
-    on_step: Callable[[], object] = lambda: None,
-) -> StepOverhead:
-    """Decode a batch greedily, timing before each step its proposal and its pass alone.
-
-    All three follow the same committed text, and the proposal alone is the very one that the engine
-    makes next: a second session receives the commits of the engine's own. `on_step` is called
-    `WARM_UP + steps` times.
-    """
-    recorder = CommitRecorder(drafter)
-    limit = (WARM_UP + steps) * (budget.depth + 1) + 2
-    stepper = greedy_stepper(target, endless(prompts, limit), drafter.features, budget.nodes)
-    engine = decode(stepper, recorder, FixedPlan(budget))
-    next(engine)  # the prompt
-    twin = drafter.start(stepper.prompt_ids, stepper.prompt_lengths)
-    taken: dict[str, list[float]] = {"draft": [], "verify": [], "step": []}
-    trees: list[TokenTree] = []
-    for _ in range(WARM_UP + steps):
-        twin.commit(recorder.commits.pop())
-        taken["draft"].append(
-            seconds_of(lambda: trees.append(proposed(twin, budget)), target.device)
-        )
-        alone = pass_alone(stepper, trees[-1].num_nodes)
-        taken["verify"].append(seconds_of(alone, target.device))
-        taken["step"].append(seconds_of(lambda: next(engine), target.device))
-        on_step()
-    middle = medians(taken)
-    nodes = sum(tree.num_nodes for tree in trees) / len(trees)
-    return StepOverhead(nodes, middle["step"], middle["verify"], middle["draft"])
-
-
-class CommitRecorder(Drafter):
-    """A drafter whose sessions record their commits, so that another session can receive them."""
-
-    def __init__(self, drafter: Drafter):
-        self.drafter = drafter
-        self.features, self.budgets = drafter.features, drafter.budgets
-        self.commits: list[Committed] = []
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session for prompts [B, T] of lengths [B]."""
-        return RecordingSession(self.drafter.start(prompts, lengths), self.commits)
-
-
-class RecordingSession(DraftSession):
-    """A session that records each commit."""
-
-    def __init__(self, session: DraftSession, commits: list[Committed]):
-        self.session, self.commits = session, commits
-
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
-        """The session's own proposal."""
-        return self.session.propose(budget, sampling, random)
-
-    def commit(self, committed: Committed) -> None:
-        """Record and pass on."""
-        self.commits.append(committed)
-        self.session.commit(committed)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Pass on rows [B] unrecorded: those of an endless request never leave."""
-        self.session.keep_rows(rows)

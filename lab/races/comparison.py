@@ -5,20 +5,14 @@ prompt pass is reported separately.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
-from drafthead.lab.races.contestants import Contestant
 from drafthead.lab.races.divergence import Divergence, divergence
 from drafthead.lab.races.race import Record
-from drafthead.lab.speedup_model import (
-    ChainPrediction,
-    deviation_factors,
-    predict_chain,
-    speedup_bound,
-)
+from drafthead.lab.speedup_model import speedup_bound
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
 
@@ -65,14 +59,10 @@ class ComparisonRow:
     speedup_hf_range: tuple[float, float]
     speedup_bound: float | None
     efficiency: float | None  # speedup / tau
-    chain_prediction: ChainPrediction | None
     repeated_8gram_share: float
     answers_ended: float
     peak_memory_bytes: int
     categories: dict[str, CategoryFigures]  # where prompts say what kind of request they are
-    # Why the prediction is not `speedup`, see `deviation_factors`; files of older versions have
-    # none.
-    prediction_factors: dict[str, float] = field(default_factory=dict)
 
 
 def rows_of(
@@ -106,7 +96,6 @@ def _row(
     stats, drafted = record.stats(), record.stats() if record is not plain else None
     t_1 = _plain_step_seconds(plain)
     contestant = record.contestant
-    prediction = _prediction(contestant, drafted, t_1) if drafted else None
     return ComparisonRow(
         mode=contestant.mode,
         drafter=contestant.drafter,
@@ -129,8 +118,6 @@ def _row(
         speedup_hf_range=(min(speedups_hf), max(speedups_hf)),
         speedup_bound=_bound(drafted, t_1) if drafted else None,
         efficiency=median(speedups) / drafted.tau if drafted else None,
-        chain_prediction=prediction,
-        prediction_factors=_factors(prediction, record, plain) if prediction else {},
         repeated_8gram_share=repeated_ngram_share(sequences),
         answers_ended=sum(bool(end_ids & {*s[-1:]}) for s in sequences) / len(sequences),
         peak_memory_bytes=record.peak_memory_bytes,
@@ -178,22 +165,6 @@ def _bound(stats: DecodeStats, t_1: float) -> float:
         host_seconds=(stats.seconds["accept"] + stats.seconds["commit"]) / steps,
         t_1=t_1,
     )
-
-
-def _prediction(contestant: Contestant, stats: DecodeStats, t_1: float) -> ChainPrediction | None:
-    length = round(stats.nodes_per_step) - 1
-    # The formula is for chains of one length; the planner may have drafted none.
-    if not contestant.is_chain or length < 1 or length + 1 != stats.nodes_per_step:
-        return None
-    lengths = [n for row in stats.accept_lengths for n in row]
-    return predict_chain(lengths, length, _draft_cost(stats, t_1) / length)
-
-
-def _factors(prediction: ChainPrediction, record: Record, plain: Record) -> dict[str, float]:
-    """Why a prediction is not the measured speedup."""
-    ledger, plain_ledger = record.ledger(), plain.ledger()
-    parts = ledger.parts(plain_ledger), plain_ledger.parts(plain_ledger)
-    return deviation_factors(prediction, median(_ratios(record, plain)), ledger.tau, *parts)
 
 
 def divergences(

@@ -38,7 +38,6 @@ class Contestant(ABC):
     drafter: str
     sampling: SamplingConfig
     verifier: str = field(default="auto", kw_only=True)
-    is_chain: bool = field(default=False, kw_only=True)  # drafts token by token
 
     def prepare(self, batch_size: int) -> None:  # noqa: B027  (nothing is a good default)
         """What must not happen while answers to so many prompts at a time are timed."""

@@ -143,7 +143,6 @@ def entrants(
         drafters.append(NamedDrafter(DRAFT_MODEL, DRAFT_MODEL, drafts))
     if own_layers:
         drafters.append(NamedDrafter(OWN_LAYERS, OWN_LAYERS, OwnLayers(ours, own_layers, chain)))
-    by_levels = {each.mode for each in drafters if size is not None and size <= chain + 1}
     for folder in heads:
         head = head_drafter(load_head(folder, ours), ours)
         drafters.append(NamedDrafter(f"head {folder.name}", folder.name, head))
@@ -152,7 +151,7 @@ def entrants(
     found = [Ours(PLAIN, "none", GREEDY, plain)]
     for mode, name, drafter in drafters:
         alone = decoder_for(ours, drafter, size, options.compile)
-        found.append(Ours(mode, name, GREEDY, alone, is_chain=mode in by_levels))
+        found.append(Ours(mode, name, GREEDY, alone))
         for kind, lookup in lookups.items():  # the drafter is compiled already
             both = decoder_for(ours, WithLookup(drafter, lookup), size, False)
             found.append(Ours(f"{mode} + {kind}", name, GREEDY, both))

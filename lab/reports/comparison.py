@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.contestants import Transformers
 from drafthead.lab.races.divergence import Divergence
-from drafthead.lab.reports.predictions import prediction_note
 from drafthead.lab.reports.report import (
     BASELINE,
     OURS,
@@ -72,20 +71,6 @@ def category_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
         return table_of(f"{figure} by category", {**WHO, **cells}, shown)
 
     return [table("speedup"), table("tau")]
-
-
-def predictions(rows: Sequence[ComparisonRow]) -> list[str]:
-    """A sentence for each chain: what Leviathan et al. predict, and why that is not measured."""
-    return [
-        prediction_note(
-            f"{row.mode}, T {row.temperature:g}",
-            row.chain_prediction,
-            row.speedup,
-            row.prediction_factors,
-        )
-        for row in rows
-        if row.chain_prediction is not None
-    ]
 
 
 def divergence_notes(

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafthead.lab.profiling.bandwidth import BandwidthBound
 from drafthead.lab.profiling.ledger import HOST, STEP_PHASES, StepLedger
-from drafthead.lab.profiling.pass_times import PassTimes, StepOverhead
+from drafthead.lab.profiling.pass_times import PassTimes
 from drafthead.lab.reports.report import Report, Table
 
 
@@ -16,7 +16,6 @@ class Profile:
 
     ledgers: Mapping[str, StepLedger]  # by decoder; "plain" is one of them
     passes: PassTimes
-    overhead: StepOverhead | None  # None without a drafter
     bandwidth: BandwidthBound
     weight_bytes: Mapping[str, int]  # read by a verify pass, by decoder
     warm_up_seconds: float
@@ -31,7 +30,7 @@ class Profile:
 
 def profile_report(profile: Profile, about: Mapping[str, Any]) -> Report:
     """The ledger, the passes alone, and what memory allows; in seconds and bytes as JSON."""
-    passes, bound, overhead = profile.passes, profile.bandwidth, profile.overhead
+    passes, bound = profile.passes, profile.bandwidth
     columns = ["of an average step"]
     for name in profile.ledgers:
         columns += [f"{name}, ms", "share"]
@@ -48,7 +47,6 @@ def profile_report(profile: Profile, about: Mapping[str, Any]) -> Report:
             "verify": [{"nodes": n, "seconds": seconds} for n, seconds in passes.verify.items()],
             "draft": [asdict(b) | {"seconds": seconds} for b, seconds in passes.draft.items()],
         },
-        "overhead": overhead and {**asdict(overhead), "share": overhead.share},
         "bandwidth": {**asdict(bound), "seconds": bound.seconds, "reached": bound.reached},
         "warm_up_seconds": profile.warm_up_seconds,
         "compile_seconds": profile.compile_seconds,
@@ -63,7 +61,7 @@ def profile_report(profile: Profile, about: Mapping[str, Any]) -> Report:
                 pass_rows(passes, bound.weight_bytes),
             ),
         ],
-        [*ledger_notes(profile), *overhead_notes(overhead), *bandwidth_notes(bound)],
+        [*ledger_notes(profile), *bandwidth_notes(bound)],
         content,
     )
 
@@ -124,17 +122,6 @@ def pass_rows(passes: PassTimes, weight_bytes: int) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def overhead_notes(overhead: StepOverhead | None) -> list[str]:
-    """What the engine adds to its passes, if there is a drafter."""
-    if overhead is None:
-        return []
-    return [
-        f"a step of {overhead.nodes:.4g} nodes takes {ms(overhead.step_seconds)} ms: verify pass "
-        f"alone {ms(overhead.verify_seconds)} ms, draft alone {ms(overhead.draft_seconds)} ms, all "
-        f"else {ms(overhead.seconds)} ms or {100 * overhead.share:.1f} % (medians, timed in turns)"
-    ]
 
 
 def bandwidth_notes(bound: BandwidthBound) -> list[str]:

@@ -1,5 +1,6 @@
 """Theory and measurement as tables, and a picture of speedups by the length of chains."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -8,7 +9,6 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from drafthead.lab.reports.predictions import prediction_note
 from drafthead.lab.reports.report import (
     BASELINE,
     Columns,
@@ -18,6 +18,7 @@ from drafthead.lab.reports.report import (
     number,
     table_of,
 )
+from drafthead.lab.speedup_model import ChainPrediction
 from drafthead.lab.theory.acceptance import Share
 from drafthead.lab.theory.theory import Theory
 
@@ -46,6 +47,24 @@ QUANTITIES = {
     "operations": "operations",
 }  # fmt: skip
 
+NOTICEABLE = 0.1  # a prediction that is further off gets a reason
+LEAST = 0.03  # reasons that change the prediction by less are left out
+# Of each factor: why a prediction is too high, and why it is too low.
+REASONS = {
+    "tokens": (
+        "steps bring fewer tokens than one alpha for all depths gives",
+        "steps bring more tokens than one alpha for all depths gives",
+    ),
+    "verify": (
+        "the pass over a chain takes longer than a plain one",
+        "the pass over a chain took less time than a plain one",
+    ),
+    "host": (
+        "the code around the passes takes longer than in a plain step",
+        "the code around the passes takes less time than in a plain step",
+    ),
+}
+
 
 def theory_report(found: Sequence[Theory], about: Mapping[str, Any]) -> Report:
     """All that was found; `about` holds machine, versions, command and settings."""
@@ -70,6 +89,31 @@ def theory_report(found: Sequence[Theory], about: Mapping[str, Any]) -> Report:
         [*tables, length_table(found)],
         lambda: draw(found, f"{about['target']} on {machine_line(about)}"),
     )
+
+
+def prediction_note(
+    name: str, prediction: ChainPrediction, speedup: float, factors: Mapping[str, float]
+) -> str:
+    """What the formula predicts for a chain, beside what was measured.
+
+    `factors` are those of `deviation_factors`; they give the reason where the two differ much.
+    """
+    p = prediction
+    note = (
+        f"{name}: alpha {p.alpha:.2f}, c {p.cost:.3f} per token, K {p.length}; the formula "
+        f"predicts {p.speedup:.2f}x (measured {speedup:.2f}x), and {p.best_speedup:.2f}x for its "
+        f"best K, {p.best_length}"
+    )
+    off = p.speedup / speedup - 1
+    if abs(off) <= NOTICEABLE:
+        return note
+    ordered = sorted(factors, key=lambda reason: -abs(math.log(factors[reason])))
+    named = [
+        f"{REASONS[reason][factors[reason] < 1]} ({100 * (factors[reason] - 1):+.0f} %)"
+        for reason in ordered
+        if abs(math.log(factors[reason])) > LEAST
+    ]
+    return f"{note}. The prediction is {100 * off:+.0f} % off: {'; '.join(named)}"
 
 
 def alpha_table(found: Sequence[Theory]) -> Table:

@@ -83,8 +83,7 @@ class Theory:
     @property
     def factors(self) -> dict[str, float]:
         """Why that is not what was predicted, see `deviation_factors`."""
-        measured = self.speedup, self.tau, self.step, self.costs.plain
-        return deviation_factors(self.prediction, *measured)
+        return deviation_factors(self.prediction, self.tau, self.step, self.costs.plain)
 
     @property
     def run_length(self) -> LengthRow:

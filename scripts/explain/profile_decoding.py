@@ -11,18 +11,14 @@ import typer
 from tqdm import tqdm
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.profiling.bandwidth import bandwidth_bound, weight_bytes
 from drafthead.lab.profiling.ledger import measure_ledgers
 from drafthead.lab.profiling.pass_times import (
     ROUNDS,
-    STEPS,
     WARM_UP,
     PassTimes,
-    StepOverhead,
-    step_overhead,
     time_passes,
 )
 from drafthead.lab.races.record import describe_run, prompt_ids
@@ -37,7 +33,6 @@ PROMPTS = (
     "Write a short letter that asks a landlord to repair the heating.",
 )
 WARM_UP_TOKENS = 16
-SIZE_OF_INTEREST = 16  # nodes of the tree whose step is split when no size is given
 
 
 def main(
@@ -83,7 +78,7 @@ def main(
     name = head.name if head else next((kind for kind, given in kinds.items() if given), "none")
     ids = profiled_prompts(prompts, limit, decoder, max_new_tokens)
     workload = Workload(ids, batch, max_new_tokens, temperature, seed)
-    profile = measured_profile(decoder, name, workload, size_of_interest(decoder, tree_nodes))
+    profile = measured_profile(decoder, name, workload)
     about = {**describe_run(target, decoder.target), **workload.settings, "compiled": compile}
     report = profile_report(profile, about)
     report.show()
@@ -121,17 +116,7 @@ def profiled_prompts(
     return prompt_ids(source, limit, decoder, max_new_tokens)
 
 
-def size_of_interest(decoder: Decoder, tree_nodes: int | None) -> Budget | None:
-    """The tree size whose step is split: the user's, or near 16 nodes; None without a drafter."""
-    if decoder.drafter is None or tree_nodes:
-        return decoder.budget
-    budgets = decoder.drafter.main_budgets
-    return min(budgets, key=lambda budget: abs(budget.nodes - SIZE_OF_INTEREST))
-
-
-def measured_profile(
-    decoder: Decoder, name: str, workload: Workload, budget: Budget | None
-) -> Profile:
+def measured_profile(decoder: Decoder, name: str, workload: Workload) -> Profile:
     """Everything that is measured of plain decoding and, as `name`, of the drafter."""
     target, batch = decoder.target, workload.batch
     decoders = {"plain": Decoder(target)}
@@ -145,7 +130,6 @@ def measured_profile(
     return Profile(
         ledgers,
         passes_alone(decoder, batch),
-        overhead_of(decoder, batches[0], budget),
         bandwidth_bound(target, batch, ledgers["plain"].step_seconds),
         {n: weight_bytes(target, round(batch * ledger.nodes)) for n, ledger in ledgers.items()},
         warm_up_seconds,
@@ -184,13 +168,3 @@ def passes_alone(decoder: Decoder, batch: int) -> PassTimes:
     """Target and drafter outside the engine, with a progress bar."""
     with tqdm(total=WARM_UP + ROUNDS, desc="passes alone", unit="round") as bar:
         return time_passes(decoder.target, decoder.drafter, batch, on_round=bar.update)
-
-
-def overhead_of(
-    decoder: Decoder, prompts: list[list[int]], budget: Budget | None
-) -> StepOverhead | None:
-    """A step of one size, split into its passes and the rest; None without a drafter."""
-    if decoder.drafter is None or budget is None:
-        return None
-    with tqdm(total=WARM_UP + STEPS, desc="step and its passes", unit="step") as bar:
-        return step_overhead(decoder.target, decoder.drafter, budget, prompts, on_step=bar.update)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from math import prod
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from matplotlib import pyplot as plt
 
 from drafthead.backends.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.lab.races.comparison import (
@@ -29,7 +27,6 @@ from drafthead.lab.reports.comparison import (
     comparison_report,
     divergence_notes,
     draw,
-    predictions,
     race_table,
 )
 from drafthead.lab.speedup_model import chain_speedup, predict_chain, speedup_bound
@@ -100,24 +97,6 @@ def test_all_contestants_are_counted_alike(small_race) -> None:
             assert batch.decoded_tokens == len(batch.sequences[0]) - 1
     for batch in records[2].answers[0]:  # the assistant's first tokens come several at a time
         assert 1 <= len(batch.sequences[0]) - batch.decoded_tokens <= 4
-
-
-def test_the_prediction_for_a_chain_comes_with_its_reasons(target, make_drafter) -> None:
-    greedy = SamplingConfig()
-    drafted = Decoder(target, make_drafter("draft-model", target), Budget(4, 3))
-    contestants = [
-        Ours("plain", "none", greedy, Decoder(target)),
-        Transformers("generate", "none", greedy, target),
-        Ours("draft model", "draft model", greedy, drafted, is_chain=True),
-    ]
-    records = race(contestants, [[[9, 10, 11]], [[20, 21]]], 2, 24, 0, lambda count: None)
-    plain, generate, row = rows_of(records, 0.0, frozenset({7}))
-    prediction = row.chain_prediction
-    assert prediction.length == 3 and prediction.cost == pytest.approx(row.draft_cost / 3)
-    assert prod(row.prediction_factors.values()) == pytest.approx(prediction.speedup / row.speedup)
-    assert plain.prediction_factors == generate.prediction_factors == {}
-    (sentence,) = predictions([plain, generate, row])
-    assert sentence.startswith("draft model, T 0: alpha ")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from drafthead.lab.profiling.bandwidth import (
     weight_bytes,
 )
 from drafthead.lab.profiling.ledger import HOST, ledger_of, measure_ledgers
-from drafthead.lab.profiling.pass_times import WARM_UP, StepOverhead, step_overhead, time_passes
+from drafthead.lab.profiling.pass_times import time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
 from drafthead.lab.reports.plan import plan_report
 from drafthead.scripts.explain import profile_decoding
@@ -61,45 +61,12 @@ def test_answers_of_one_token_have_no_step(target) -> None:
         measure_ledgers({"plain": Decoder(target)}, [PROMPTS], 1, 0.0, 0, lambda: None)
 
 
-def test_every_drafter_is_timed_alone_and_in_its_step(drafter_name, target, make_drafter) -> None:
+def test_every_drafter_is_timed_alone(drafter_name, target, make_drafter) -> None:
     drafter = make_drafter(drafter_name, target)
     passes = time_passes(target, drafter, batch=2, sizes=(1, 4), rounds=1)
     assert passes.columns == 256 and list(passes.verify) == [1, 4]
     assert list(passes.draft) == list(drafter.main_budgets)
     assert min(*passes.verify.values(), *passes.draft.values()) > 0
-    overhead = step_overhead(target, drafter, drafter.budgets[-1], PROMPTS, steps=2)
-    assert 1 <= overhead.nodes <= drafter.budgets[-1].nodes
-    assert min(overhead.step_seconds, overhead.verify_seconds, overhead.draft_seconds) > 0
-
-
-def test_the_proposal_alone_is_the_one_that_the_engine_makes(
-    drafter_name, target, make_drafter, monkeypatch
-) -> None:
-    drafter = make_drafter(drafter_name, target)
-    proposed = []
-    start = drafter.start
-
-    def watched(prompts, lengths):
-        session = start(prompts, lengths)
-        propose = session.propose
-
-        def keep(*arguments):
-            tree = propose(*arguments)
-            proposed.append(tree.tokens.tolist())
-            return tree
-
-        monkeypatch.setattr(session, "propose", keep)
-        return session
-
-    monkeypatch.setattr(drafter, "start", watched)
-    step_overhead(target, drafter, drafter.budgets[-1], PROMPTS, steps=3)
-    assert len(proposed) == 2 * (WARM_UP + 3)
-    assert proposed[0::2] == proposed[1::2]
-
-
-def test_the_engines_share_is_what_its_passes_leave() -> None:
-    overhead = StepOverhead(16, step_seconds=10.0, verify_seconds=7.0, draft_seconds=2.0)
-    assert (overhead.seconds, overhead.share) == (1.0, 0.1)
 
 
 def test_copying_is_as_fast_as_memory_can_be(monkeypatch) -> None:

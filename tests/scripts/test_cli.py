@@ -391,9 +391,8 @@ def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatc
     assert list(content["ledgers"]) == ["plain", "head"]
     assert content["bandwidth"]["copy_bytes_per_second"] > 1e8
     assert [entry["nodes"] for entry in content["passes_alone"]["verify"]][:3] == [1, 2, 4]
-    assert content["overhead"]["nodes"] == 4
     status, out, _ = run(*task)
-    assert status == 0 and "all else" not in out, "plainly, there is no draft to set apart"
+    assert status == 0 and "passes alone" in out
 
 
 def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
