@@ -59,6 +59,17 @@ class Recorder:
         """Compile the graph; what is returned notes the outputs of its calls."""
         from torch._inductor.compile_fx import compile_fx  # takes seconds
 
+        self.note_inputs(graph)
+        with self.recipes.watch():
+            generate: Any = self._generated
+            run: Any = compile_fx(
+                graph, list(examples), inner_compile=generate, config_patches=self.options
+            )
+            self.run = run
+        return self._noted
+
+    def note_inputs(self, graph: torch.fx.GraphModule) -> None:
+        """Note what a traced graph takes; raises TypeError for what is no argument."""
         nodes = graph.graph.find_nodes(op="placeholder")
         names = [node.meta["grapharg"].source.name for node in nodes]
         self.inputs = [name() if callable(name) else name for name in names]  # older torch: methods
@@ -67,13 +78,6 @@ class Recorder:
                 f"it reads {', '.join(strange)}, which is no argument, parameter or buffer"
             )
         self.examples = [node.meta["example_value"] for node in nodes]
-        with self.recipes.watch():
-            generate: Any = self._generated
-            run: Any = compile_fx(
-                graph, list(examples), inner_compile=generate, config_patches=self.options
-            )
-            self.run = run
-        return self._noted
 
     def _generated(
         self, graph: torch.fx.GraphModule, examples: Sequence[Any], **options: Any

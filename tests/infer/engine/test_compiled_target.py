@@ -1,11 +1,13 @@
 """Compiled passes: the output of the eager ones, and no graph made twice."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from traced import graphs_are_traced
 from transformers import LogitsProcessorList
 
 from drafthead.backends.compiled import Compiled
@@ -22,8 +24,20 @@ from drafthead.infer.serving.serve_request import ServeRequest
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 
+@pytest.fixture(
+    scope="module", params=["traced", pytest.param("compiled", marks=pytest.mark.thorough)]
+)
+def code(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What graphs are made of: what torch traces, or all that it compiles from that."""
+    with graphs_are_traced() if request.param == "traced" else nullcontext():
+        yield request.param
+
+
+pytestmark = pytest.mark.usefixtures("code")
+
+
 @pytest.fixture(scope="module")
-def compiled(make_target) -> CompiledTarget:
+def compiled(make_target, code) -> CompiledTarget:
     return CompiledTarget(make_target(seed=0))
 
 
@@ -101,7 +115,7 @@ def test_requests_that_come_and_go_get_the_eager_answers(compiled, target, make_
     "kinds", [((1, 0.0), (3, 1.0)), pytest.param(((3, 0.0), (1, 1.0)), marks=pytest.mark.slow)]
 )
 def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
-    target, make_drafter, head, kinds, monkeypatch
+    target, make_drafter, head, kinds, code, monkeypatch
 ) -> None:
     """Trees of the head's own choice, and static ones where children are drawn.
 
@@ -131,6 +145,8 @@ def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
             assert steps[0] == steps[1], "the same proposals are accepted"
     assert before > 0 and graphs() == before
 
+    if code == "traced":
+        return  # of which the disk has nothing
     monkeypatch.setattr(Compiled, "_compiled", not_again)
     another = make_drafter(f"{head}:own", target)
     another.compile()
