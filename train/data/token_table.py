@@ -1,8 +1,9 @@
 """Conversations as tokens: read, rendered and tokenised once, then mapped from an Arrow file.
 
 A million conversations are some gigabytes of Python objects, or one file that all processes and
-later runs share. A file is known by what it was made of: the content of the source, the tokenizer
-and the settings.
+later runs share. `datasets` keeps it by a key of what it was made of: the content of the source,
+the tokenizer and the settings. One process writes, the others wait; a file appears whole or not at
+all.
 """
 
 import hashlib
@@ -11,21 +12,19 @@ import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
-import pyarrow as pa
 import torch
-from datasets import Dataset, concatenate_datasets
-from filelock import FileLock
-from tqdm import tqdm
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.storage.disk_cache import cache_or_scratch
-from drafthead.heads.storage.files import fresh_folder, write_text
+from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.chat_template import (
     TemplateArguments,
     check_template_arguments,
@@ -39,19 +38,18 @@ from drafthead.train.data.supervision import SupervisedTokens
 
 logger = logging.getLogger(__name__)
 
-ROWS, RECORD = "rows.arrow", "record.json"
 BATCH = 1024  # sequences that are written at a time
-# Of the files; raise it when other tokens are made of a conversation, or the record has other
+# Of the files; raise it when other tokens are made of a conversation, or the notes have other
 # fields.
-VERSION = 5
-SCHEMA = pa.schema(
+VERSION = 6
+COLUMNS = Features(
     {
-        "input_ids": pa.list_(pa.int32()),
-        "supervised": pa.list_(pa.bool_()),
-        "length": pa.int32(),
-        "num_supervised": pa.int32(),
-        "digest": pa.uint64(),  # of the tokens
-        "prompt_digest": pa.uint64(),  # of those before the first supervised one
+        "input_ids": List(Value("int32")),
+        "supervised": List(Value("bool")),
+        "length": Value("int32"),
+        "num_supervised": Value("int32"),
+        "digest": Value("int64"),  # of the tokens
+        "prompt_digest": Value("int64"),  # of those before the first supervised one
     }
 )
 
@@ -105,8 +103,9 @@ class TokenTable(Sequence[TokenSequence]):
     def of(cls, sequences: Iterable[TokenSequence]) -> "TokenTable":
         """A table in memory."""
         parts = [SupervisedTokens(s.input_ids.tolist(), s.supervised.tolist()) for s in sequences]
-        batch = record_batch(parts)
-        return cls(Dataset(pa.Table.from_batches([batch])), digest_of([batch]))
+        columns, digest = columns_of(parts), hashlib.sha256()
+        add_to_digest(digest, columns)
+        return cls(Dataset.from_dict(columns, COLUMNS), digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -143,7 +142,7 @@ class TokenTable(Sequence[TokenSequence]):
     @cached_property
     def prompt_digests(self) -> np.ndarray:
         """A hash of the tokens before the first supervised one, [n]."""
-        return self._column("prompt_digest")
+        return self._column("prompt_digest").view(np.uint64)
 
     def _column(self, name: str) -> np.ndarray:
         return self.data.data.column(name).to_numpy()[self.chosen]
@@ -166,17 +165,23 @@ class TokenTable(Sequence[TokenSequence]):
         digest = hashlib.sha256(self.digest.encode() + chosen.astype("<i8").tobytes()).hexdigest()
         return TokenTable(self.data, digest, self.writers, chosen)
 
+    def _batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Some sequences after the other: tokens, masks and how often each is chosen, [T], and the
+        lengths of the sequences, [n].
+        """
+        times, first = np.bincount(self.chosen, minlength=len(self.data)), 0
+        for batch in self.data.data.to_batches():
+            lengths = batch.column("length").to_numpy()
+            weights = times[first : first + len(batch)].repeat(lengths)
+            first += len(batch)
+            ids, learnt = (batch.column(name).flatten() for name in ("input_ids", "supervised"))
+            yield ids.to_numpy(), learnt.to_numpy(zero_copy_only=False), weights, lengths
+
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """How often each token is supervised, [V]."""
         counts = np.zeros(vocab_size)
-        times, first = np.bincount(self.chosen, minlength=len(self.data)), 0
-        for batch in self.data.data.to_batches():
-            # Each token counts as often as its sequence was chosen.
-            weights = times[first : first + len(batch)].repeat(batch.column("num_supervised"))
-            first += len(batch)
-            ids, learnt = (batch.column(name).flatten() for name in ("input_ids", "supervised"))
-            kept = ids.to_numpy()[learnt.to_numpy(zero_copy_only=False)]
-            counts += np.bincount(kept, weights, vocab_size)
+        for ids, learnt, weights, _ in self._batches():
+            counts += np.bincount(ids[learnt], weights[learnt], vocab_size)
         return torch.from_numpy(counts.astype(np.int64))
 
     def most_frequent(self) -> tuple[int, int, int]:
@@ -184,20 +189,13 @@ class TokenTable(Sequence[TokenSequence]):
 
         Whoever always guesses it is right so often.
         """
-        times, first, found = np.bincount(self.chosen, minlength=len(self.data)), 0, []
-        for batch in self.data.data.to_batches():
-            lengths = batch.column("length").to_numpy()
-            weights = times[first : first + len(batch)].repeat(lengths)
-            first += len(batch)
-            ids, learnt = (batch.column(name).flatten() for name in ("input_ids", "supervised"))
-            mask = learnt.to_numpy(zero_copy_only=False)
-            guessed = mask & np.roll(mask, 1)
+        counts = np.zeros(1)
+        for ids, learnt, weights, lengths in self._batches():
+            guessed = learnt & np.roll(learnt, 1)
             guessed[np.cumsum(lengths) - lengths] = False  # what begins a sequence follows nothing
-            found.append((ids.to_numpy()[guessed], weights[guessed]))
-        tokens, weights = (np.concatenate(part) for part in zip(*found, strict=True))
-        if not len(tokens):
-            return 0, 0, 0
-        counts = np.bincount(tokens, weights)
+            found = np.bincount(ids[guessed], weights[guessed], len(counts))
+            found[: len(counts)] += counts
+            counts = found
         return int(counts.argmax()), int(counts.max()), int(counts.sum())
 
 
@@ -230,12 +228,14 @@ def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTa
     arguments that the tokenizer's chat template does not read.
     """
     check_template_arguments(tokenizer, reading.template_arguments)
-    folder = cache_or_scratch("tokens") / key_of(reading, tokenizer)
-    # One process reads; the others of a run wait, and find what it has made.
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            make(folder, reading, tokenizer)
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    folder, key = cache_or_scratch("tokens"), key_of(reading, tokenizer)
+    notes = folder / f"{key}.json"
+    rows = partial(rows_of_source, reading, tokenizer, notes)
+    try:
+        data = Dataset.from_generator(rows, COLUMNS, cache_dir=str(folder), fingerprint=key)
+    except DatasetGenerationError as error:  # of `datasets`, around that of the rows
+        raise error.__cause__ or error from None
+    record = json.loads(notes.read_text(encoding="utf-8"))
     if reading.strict and record["problems"]:  # it was read by a run that is not strict
         LeftOut(strict=True).leave(UnusableRowError(record["problems"][0]))
     for sentence in record["left_out"]:
@@ -243,7 +243,7 @@ def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTa
         here = sentence.replace(record["source"], reading.source)
         logger.warning("%s: %s", reading.source, here)
     writers = frozenset(None if writer is None else Writer(*writer) for writer in record["writers"])
-    return TokenTable(Dataset.from_file(str(folder / ROWS)), record["digest"], writers)
+    return TokenTable(data, record["digest"], writers)
 
 
 def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -261,53 +261,44 @@ def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()[:32]
 
 
-def make(folder: Path, reading: Reading, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Read the source into a folder, which appears whole or not at all."""
+def rows_of_source(
+    reading: Reading, tokenizer: PreTrainedTokenizerBase, notes: Path
+) -> Iterator[dict[str, Any]]:
+    """The sequences of a source as rows of COLUMNS; `notes` is written when all were read."""
     writers: set[Writer | None] = set()
+    left_out, digest = LeftOut(strict=reading.strict), hashlib.sha256()
 
     def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-        """The same, with a bar; notes who answered."""
-        with tqdm(desc=f"reading {Path(reading.source).name}", unit="row") as bar:
-            for conversation in conversations:
-                writers.add(conversation.writer)
-                bar.update()
-                yield conversation
+        """The same, while it is noted who answered."""
+        for conversation in conversations:
+            writers.add(conversation.writer)
+            yield conversation
 
-    with fresh_folder(folder) as temporary:
-        left_out = LeftOut(strict=reading.strict)
-        conversations = iter_conversations(
-            reading.source, reading.prompt_column, reading.limit, left_out
-        )
-        rows = fitted_rows(tokenizer, noted(conversations), reading.fit, left_out)
-        record = {
-            "source": reading.source,
-            "digest": write_rows(temporary / ROWS, rows),
-            "writers": sorted((w and (w.name, w.weights) for w in writers), key=repr),
-            "problems": left_out.problems[:1],
-            "left_out": left_out.sentences(reading.max_length),
-        }
-        write_text(temporary / RECORD, json.dumps(record))
-
-
-def write_rows(path: Path, rows: Iterator[SupervisedTokens]) -> str:
-    """Write sequences as they come; returns the digest of all."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-
-        def written() -> Iterator[pa.RecordBatch]:
-            while part := list(islice(rows, BATCH)):
-                batch = record_batch(part)
-                writer.write_batch(batch)
-                yield batch
-
-        return digest_of(written())
+    conversations = iter_conversations(
+        reading.source, reading.prompt_column, reading.limit, left_out
+    )
+    rows = fitted_rows(tokenizer, noted(conversations), reading.fit, left_out)
+    while part := list(islice(rows, BATCH)):
+        columns = columns_of(part)
+        add_to_digest(digest, columns)
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
+    record = {
+        "source": reading.source,
+        "digest": digest.hexdigest(),
+        "writers": sorted((w and (w.name, w.weights) for w in writers), key=repr),
+        "problems": left_out.problems[:1],
+        "left_out": left_out.sentences(reading.max_length),
+    }
+    write_text(notes, json.dumps(record))
 
 
-def record_batch(rows: Sequence[SupervisedTokens]) -> pa.RecordBatch:
-    """Sequences as Arrow has them."""
+def columns_of(rows: Sequence[SupervisedTokens]) -> dict[str, Any]:
+    """Sequences as COLUMNS."""
     ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
     masks = [np.asarray(row.mask, dtype=bool) for row in rows]
     prompts = [tokens[: int(mask.argmax())] for tokens, mask in zip(ids, masks, strict=True)]
-    columns = {
+    return {
         "input_ids": ids,
         "supervised": masks,
         "length": [len(tokens) for tokens in ids],
@@ -315,21 +306,16 @@ def record_batch(rows: Sequence[SupervisedTokens]) -> pa.RecordBatch:
         "digest": hashes(ids),
         "prompt_digest": hashes(prompts),
     }
-    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
 
 
 def hashes(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """A hash of each sequence of tokens, [n] uint64."""
+    """A hash of each sequence of tokens, [n] int64."""
     digests = [hashlib.blake2b(tokens.tobytes(), digest_size=8).digest() for tokens in sequences]
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+    return np.frombuffer(b"".join(digests), dtype=np.int64)
 
 
-def digest_of(batches: Iterable[pa.RecordBatch]) -> str:
-    """A hash of the tokens and masks of all sequences."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        for name in ("digest", "length"):
-            digest.update(batch.column(name).to_numpy().tobytes())
-        masks = batch.column("supervised").flatten().to_numpy(zero_copy_only=False)
-        digest.update(np.packbits(masks).tobytes())
-    return digest.hexdigest()
+def add_to_digest(digest: "hashlib._Hash", columns: dict[str, Any]) -> None:
+    """Add the tokens and masks of some sequences to the hash of all."""
+    digest.update(columns["digest"].tobytes())
+    digest.update(np.asarray(columns["length"], dtype=np.int32).tobytes())
+    digest.update(np.packbits(np.concatenate(columns["supervised"])).tobytes())

@@ -8,7 +8,6 @@ while the server is busy or away.
 import logging
 import math
 import os
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from requests.exceptions import InvalidSchema, InvalidURL, MissingSchema
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from urllib3 import BaseHTTPResponse, Retry
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.gguf_files import model_folder
@@ -33,7 +33,7 @@ from drafthead.train.distillation.distilled_file import DistillSettings
 logger = logging.getLogger(__name__)
 
 AGAIN = (408, 429, 500, 502, 503, 504)  # statuses that may be gone soon
-PAUSES = (1, 2, 4, 8, 15, 30, 60, 60)  # seconds until a request is sent again, with some chance
+TIMES, BACKOFF, MOST = 8, 1.0, 60  # requests are sent again; seconds: see urllib3's Retry
 SECONDS = (10, 3600)  # to connect, and for an answer: a busy server lets requests wait
 KEY = "OPENAI_API_KEY"
 
@@ -42,13 +42,22 @@ class RefusedRequestError(UserError):
     """A request that the server can never answer."""
 
 
-class BusyError(UserError):
-    """No answer this time, which may be another one later."""
+class Patience(Retry):
+    """Sends requests again for about three minutes, or when the server asks for it."""
 
-    def __init__(self, message: str, seconds: float = 0.0):
-        """`seconds`: after which the server wants to be asked again."""
-        super().__init__(message)
-        self.seconds = seconds
+    warned = -math.inf  # when the log last said so: many requests find out at the same time
+    closed = Event()  # nobody waits for answers any more
+
+    def sleep(self, response: BaseHTTPResponse | None = None) -> None:
+        """As urllib3's; a warning once a minute."""
+        if time.monotonic() > Patience.warned + 60:
+            Patience.warned = time.monotonic()
+            last = self.history[-1]
+            reason = f"status {last.status}" if last.error is None else reason_of(last.error)
+            logger.warning("%s is busy or away (%s); trying for some minutes", last.url, reason)
+        super().sleep(response)
+        if self.closed.is_set():
+            raise UserError(f"the answer of {self.history[-1].url} is no longer wanted")
 
 
 class Connection:
@@ -58,36 +67,30 @@ class Connection:
         """`url` with or without /v1 at its end. Nothing is sent yet."""
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.session = requests.Session()
-        self.closed = Event()  # nothing is sent again from then on
-        self._logged = -math.inf  # when the log last warned of a busy server
         if key := os.environ.get(KEY):
             self.session.headers["Authorization"] = f"Bearer {key}"
+        # Of each request that is sent again.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
     def allow(self, at_once: int) -> None:
-        """Prepare for so many requests at a time."""
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(pool_maxsize=at_once))
-
-    def send_until_answered(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """As `send`, but again after each of PAUSES while the server is busy or away."""
-        for pause in PAUSES:
-            try:
-                return self.send(path, body)
-            except BusyError as error:
-                if time.monotonic() > self._logged + 60:  # many requests find out at the same time
-                    self._logged = time.monotonic()
-                    logger.warning("%s; trying again for some minutes", error)
-                # Not all of them at the same moment.
-                self.closed.wait(max(error.seconds, pause * random.uniform(0.5, 1.5)))
-                if self.closed.is_set():
-                    raise
-        return self.send(path, body)
+        """Prepare for so many completions at a time, and send them again as `Patience` does."""
+        patience = Patience(
+            TIMES,
+            allowed_methods=None,
+            status_forcelist=AGAIN,
+            backoff_factor=BACKOFF,
+            backoff_jitter=5 * BACKOFF,  # not all of them at the same moment
+            backoff_max=MOST,
+            retry_after_max=MOST,
+            raise_on_status=False,
+        )
+        adapter = HTTPAdapter(pool_maxsize=at_once, max_retries=patience)
+        self.session.mount(f"{self.url}/completions", adapter)
 
     def send(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object that the server answers to a GET, or to a POST of `body`.
 
-        Raises BusyError where it may answer later, RefusedRequestError for a request that is wrong
-        in itself, and UserError for all else.
+        Raises RefusedRequestError for a request that is wrong in itself, UserError for all else.
         """
         method, url = "GET" if body is None else "POST", f"{self.url}/{path}"
         try:
@@ -97,7 +100,7 @@ class Connection:
                 f"{self.url} is no address of a server: write --server http://HOST:PORT"
             ) from error
         except requests.RequestException as error:
-            raise BusyError(
+            raise UserError(
                 f"no answer from {url} ({reason_of(error)}): start the server, or correct --server"
             ) from error
         if not response.ok:
@@ -119,13 +122,11 @@ def refusal(response: requests.Response) -> UserError:
     if status == 404:
         return UserError(f"{url} was not found ({message}): correct --server or --server-model")
     if status in AGAIN:
-        wait = response.headers.get("Retry-After", "")
-        sentence = f"{url} is busy ({status}: {message}): give the same command again later"
-        return BusyError(sentence, min(float(wait), PAUSES[-1]) if wait.isdigit() else 0.0)
+        return UserError(f"{url} is busy ({status}: {message}): give the same command again later")
     return RefusedRequestError(f"{url} refuses the request ({status}: {message})")
 
 
-def reason_of(error: requests.RequestException) -> str:
+def reason_of(error: Exception) -> str:
     """Why there was no answer, in few words."""
     text = str(error)
     known = (
@@ -239,9 +240,9 @@ class ServerSource:
     def answers(self, questions: Questions, settings: DistillSettings) -> Iterator[Answer]:
         """The answers, in the order in which they come."""
         self.connection.allow(settings.batch_size)
-        self.connection.closed.clear()
         given: Queue[Answer | Exception | None] = Queue()
-        closed = self.connection.closed
+        closed = Patience.closed
+        closed.clear()
 
         def work() -> None:
             """Ask one question after the other, until there are no more."""
@@ -289,7 +290,7 @@ class ServerSource:
             **UNFILTERED,
         }
         try:
-            content = self.connection.send_until_answered("completions", body)
+            content = self.connection.send("completions", body)
         except RefusedRequestError as error:
             return Answer(question.id, error=str(error))
         return self._read(question, prompt, content, settings)

@@ -50,7 +50,7 @@ def completions(decoder: Decoder) -> Iterator[Completions]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch) -> None:
     """Requests are sent again at once."""
-    monkeypatch.setattr(connection_module, "PAUSES", [0] * 8)
+    monkeypatch.setattr(connection_module, "BACKOFF", 0)
 
 
 def from_server(
