@@ -19,7 +19,8 @@ from drafthead.infer.drafters.past import LONGEST, Past
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.scripts.data.inspect_data import load_tokenizer
-from drafthead.train.data.token_table import Reading, TokenTable, token_table
+from drafthead.train.data.fitted_rows import Reading
+from drafthead.train.data.token_table import TokenTable, token_table
 
 ROW = 1 << 20  # tokens of a conversation: nothing is cut
 

@@ -18,8 +18,9 @@ from drafthead.heads.target.loading import LOSSY
 from drafthead.infer.engine.results import repeated_ngram_share
 from drafthead.lab.diagnosis.examination import Authorship, Examination
 from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.supervision import encode_prompt, special_ids
-from drafthead.train.data.token_table import Reading, token_table
+from drafthead.train.data.token_table import token_table
 from drafthead.train.jobs.weights import weights_fingerprint
 
 # Where a fault begins. The shipped head for SmolLM2-135M has, on 15 greedy answers to questions of

@@ -16,13 +16,14 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (
     encode_prompt,
     refuse_missing_tokens,
     unread_by_template,
 )
-from drafthead.train.data.token_table import Reading, TokenTable, token_table
+from drafthead.train.data.token_table import TokenTable, token_table
 
 ROW = 1024  # tokens of given answers; longer conversations are cut
 

@@ -26,7 +26,8 @@ from drafthead.infer.drafters.stored import Record
 from drafthead.lab.theory.replayed_lookup import reached
 from drafthead.scripts import options
 from drafthead.scripts.data.inspect_data import load_tokenizer
-from drafthead.train.data.token_table import Reading, TokenSequence, token_table
+from drafthead.train.data.fitted_rows import Reading
+from drafthead.train.data.token_table import TokenSequence, token_table
 
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
 HELD_OUT = 0.02  # share of the conversations that is left out, to measure on

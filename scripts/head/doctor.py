@@ -23,8 +23,8 @@ from drafthead.lab.races.record import ROW, describe_run, read_answers
 from drafthead.scripts import options
 from drafthead.scripts.explain.tree import measured_plan
 from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut
-from drafthead.train.data.token_table import Reading
 
 PLANNER = "plain decoding is faster"
 

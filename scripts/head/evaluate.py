@@ -19,8 +19,9 @@ from drafthead.heads.trees.tree import Path as TreePath
 from drafthead.lab.races.record import ROW, describe_run, read_answers
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.scripts import options
+from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import pack_sequences
-from drafthead.train.data.token_table import Reading, TokenTable
+from drafthead.train.data.token_table import TokenTable
 from drafthead.train.data.training_rows import check_writers
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.evaluation import TREE_SIZES, Evaluation, evaluate

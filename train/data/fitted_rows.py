@@ -45,7 +45,7 @@ def turn_starts(messages: list[Message]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class Turns:
     """The turns of one conversation, and the sequences that some of them make."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,8 +61,8 @@ class Dialogue:
         conversation: Conversation,
         starts: list[int],
         template_arguments: TemplateArguments = NO_ARGUMENTS,
-    ) -> "Dialogue | None":
-        """The dialogue of a conversation whose turns start at the messages `starts`.
+    ) -> "Turns | None":
+        """The turns of a conversation whose turns start at the messages `starts`.
 
         `template_arguments` are those of rows that do not say otherwise.
 
@@ -126,7 +126,7 @@ class Dialogue:
         return messages[: self.starts[0]] + messages[self.starts[first] : end]
 
 
-def split(dialogue: Dialogue, max_length: int) -> Iterator[SupervisedTokens]:
+def split(turns: Turns, max_length: int) -> Iterator[SupervisedTokens]:
     """Sequences of at most `max_length` tokens that learn every turn once.
 
     A sequence learns as many turns as fill half of its tokens, or one; the turns before them are
@@ -135,36 +135,41 @@ def split(dialogue: Dialogue, max_length: int) -> Iterator[SupervisedTokens]:
     AB, bC, cD, dE. A turn that is longer alone is a sequence of that length.
     """
     learnt = 0
-    while learnt < len(dialogue):
+    while learnt < len(turns):
         room = max_length // 2 if learnt else max_length
         end = learnt + 1
-        while end < len(dialogue) and dialogue.length(learnt, learnt, end + 1) <= room:
+        while end < len(turns) and turns.length(learnt, learnt, end + 1) <= room:
             end += 1
         first = learnt
-        while first > 0 and dialogue.length(first - 1, learnt, end) <= max_length:
+        while first > 0 and turns.length(first - 1, learnt, end) <= max_length:
             first -= 1
-        yield from dialogue.sequences(first, learnt, end)
+        yield from turns.sequences(first, learnt, end)
         learnt = end
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What sequences must fit, and how rows are rendered that do not say it themselves."""
+class Reading:
+    """What is read of a source, and how."""
 
+    source: str
+    prompt_column: str | None
     max_length: int  # tokens; longer conversations are split at turns
+    limit: int | None  # conversations, from the first
     vocab_size: int | None = None  # tokens that the target has embeddings for; None: not known
+    # Of the chat template, for rows that do not say otherwise.
     template_arguments: TemplateArguments = field(default_factory=dict)
+    strict: bool = False  # a row that cannot be used is an error
 
 
 def fitted_rows(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Iterable[Conversation],
-    fit: Fit,
+    reading: Reading,
     left_out: LeftOut,
 ) -> Iterator[SupervisedTokens]:
-    """The sequences of all conversations, of at most `fit.max_length` tokens, as they come.
+    """The sequences of all conversations, of at most `reading.max_length` tokens, as they come.
 
-    A longer conversation is split at its turns (`splitting`); a turn that is longer alone is cut.
+    A longer conversation is split at its turns; a turn that is longer alone is cut.
     What has nothing to learn is added to `left_out`. Raises UserError if nothing else was there,
     and for a tokenizer that cannot be used.
     """
@@ -172,16 +177,16 @@ def fitted_rows(
     for conversation in conversations:
         count += 1
         try:
-            sequences = sequences_of(tokenizer, conversation, fit, left_out)
+            sequences = sequences_of(tokenizer, conversation, reading, left_out)
         except UnusableRowError as error:
             left_out.leave(error)
             continue
         left_out.note_unread(unread_by_template(tokenizer, conversation))
         for marked in sequences:
-            is_cut = len(marked.input_ids) > fit.max_length
+            is_cut = len(marked.input_ids) > reading.max_length
             left_out.cut += is_cut
             kept = SupervisedTokens(
-                marked.input_ids[: fit.max_length], marked.mask[: fit.max_length]
+                marked.input_ids[: reading.max_length], marked.mask[: reading.max_length]
             )
             if kept.teaches:
                 found = True
@@ -194,37 +199,34 @@ def fitted_rows(
     if left_out.problems and not left_out.too_late:
         raise UserError(f"no row can be used; the first: {left_out.problems[0]}")
     raise UserError(
-        f"no answer of {count} rows begins within {fit.max_length} tokens: raise the maximum length"
+        f"no answer of {count} rows begins within {reading.max_length} tokens: raise the maximum "
+        "length"
     )
 
 
 def sequences_of(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, fit: Fit, left_out: LeftOut
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    reading: Reading,
+    left_out: LeftOut,
 ) -> list[SupervisedTokens]:
-    """The sequences of one conversation, split if it is too long.
+    """The sequences of one conversation, split if it is too long and has turns to split at.
 
     Raises UnusableRowError, also for a token that the target has no embedding for.
     """
-    made = supervised_sequences(tokenizer, conversation, fit.template_arguments)
+    made = supervised_sequences(tokenizer, conversation, reading.template_arguments)
     for one in made:
-        refuse_missing_tokens(one.input_ids, fit.vocab_size, tokenizer, conversation.where)
-    if any(len(one.input_ids) > fit.max_length for one in made):
-        return parts(tokenizer, conversation, fit, left_out) or made
-    return made
-
-
-def parts(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, fit: Fit, left_out: LeftOut
-) -> list[SupervisedTokens]:
-    """The sequences that a conversation is split into; none when it has no turns to split at."""
+        refuse_missing_tokens(one.input_ids, reading.vocab_size, tokenizer, conversation.where)
+    if all(len(one.input_ids) <= reading.max_length for one in made):
+        return made
     starts = turn_starts(conversation.messages)
     if len(starts) < 3:
-        return []
-    dialogue = Dialogue.of(tokenizer, conversation, starts, fit.template_arguments)
-    if dialogue is None:
+        return made
+    turns = Turns.of(tokenizer, conversation, starts, reading.template_arguments)
+    if turns is None:
         left_out.fixed += 1
-        return []
-    made = [one for one in split(dialogue, fit.max_length) if any(one.mask)]
+        return made
+    parts = [one for one in split(turns, reading.max_length) if any(one.mask)]
     left_out.split += 1
-    left_out.parts += len(made)
-    return made
+    left_out.parts += len(parts)
+    return parts or made

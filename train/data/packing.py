@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.train.data.token_table import Reading, TokenSequence, TokenTable, mixed, token_table
+from drafthead.train.data.fitted_rows import Reading
+from drafthead.train.data.token_table import TokenSequence, TokenTable, mixed, token_table
 
 PACKING_WINDOW = 1024  # conversations that are packed together
 
@@ -84,13 +85,13 @@ class TokenBatch:
     supervised: torch.Tensor  # [B, T] bool
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """The same rows on `device`."""
+        """These rows on `device`."""
         return TokenBatch(
             self.input_ids.to(device), self.segments.to(device), self.supervised.to(device)
         )
 
     def unsupervised(self) -> "TokenBatch":
-        """The same rows with nothing to learn."""
+        """These rows with nothing to learn."""
         return TokenBatch(self.input_ids, self.segments, torch.zeros_like(self.supervised))
 
 

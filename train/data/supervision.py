@@ -243,7 +243,7 @@ def supervise(
     where: str = "the conversation",
     template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> SupervisedTokens:
-    """As `mark_answers`, but a conversation without a supervised token is an UnusableRowError."""
+    """What `mark_answers` finds; UnusableRowError where it is no token."""
     _refuse_hidden_calls(_Rendering(tokenizer, where, template_arguments), messages)
     marked = mark_answers(tokenizer, messages, where, 0, template_arguments)
     if not any(marked.mask):

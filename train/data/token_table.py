@@ -11,7 +11,7 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -26,12 +26,11 @@ from transformers import PreTrainedTokenizerBase
 from drafthead.heads.storage.disk_cache import cache_or_scratch
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.chat_template import (
-    TemplateArguments,
     check_template_arguments,
 )
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.conversations import Conversation, Writer, iter_conversations
-from drafthead.train.data.fitted_rows import Fit, fitted_rows
+from drafthead.train.data.fitted_rows import Reading, fitted_rows
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.row_sources import source_digest
 from drafthead.train.data.supervision import SupervisedTokens
@@ -60,25 +59,6 @@ class TokenSequence:
 
     input_ids: torch.Tensor  # [T] int32
     supervised: torch.Tensor  # [T] bool: which tokens are learnt
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What is read of a source, and how."""
-
-    source: str
-    prompt_column: str | None
-    max_length: int  # tokens; longer conversations are split at turns
-    limit: int | None  # conversations, from the first
-    vocab_size: int | None = None  # tokens that the target has embeddings for; None: not known
-    # Of the chat template, for rows that do not say otherwise.
-    template_arguments: TemplateArguments = field(default_factory=dict)
-    strict: bool = False  # a row that cannot be used is an error
-
-    @property
-    def fit(self) -> Fit:
-        """What its sequences must fit."""
-        return Fit(self.max_length, self.vocab_size, self.template_arguments)
 
 
 class TokenTable(Sequence[TokenSequence]):
@@ -269,7 +249,7 @@ def rows_of_source(
     left_out, digest = LeftOut(strict=reading.strict), hashlib.sha256()
 
     def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-        """The same, while it is noted who answered."""
+        """The conversations, while it is noted who answered."""
         for conversation in conversations:
             writers.add(conversation.writer)
             yield conversation
@@ -277,7 +257,7 @@ def rows_of_source(
     conversations = iter_conversations(
         reading.source, reading.prompt_column, reading.limit, left_out
     )
-    rows = fitted_rows(tokenizer, noted(conversations), reading.fit, left_out)
+    rows = fitted_rows(tokenizer, noted(conversations), reading, left_out)
     while part := list(islice(rows, BATCH)):
         columns = columns_of(part)
         add_to_digest(digest, columns)

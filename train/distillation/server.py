@@ -49,7 +49,7 @@ class Patience(Retry):
     closed = Event()  # nobody waits for answers any more
 
     def sleep(self, response: BaseHTTPResponse | None = None) -> None:
-        """As urllib3's; a warning once a minute."""
+        """Wait as urllib3 does; a warning once a minute."""
         if time.monotonic() > Patience.warned + 60:
             Patience.warned = time.monotonic()
             last = self.history[-1]

@@ -34,7 +34,7 @@ class RankedAnchors:
 
     @classmethod
     def joined(cls, parts: Sequence["RankedAnchors"]) -> "RankedAnchors":
-        """Those of all parts, in their order."""
+        """The anchors of all parts, in their order."""
         return cls(
             torch.cat([part.ranks for part in parts]).long(),
             [key for part in parts for key in part.conversations],

@@ -56,7 +56,7 @@ def invent(
 
 
 def _invent(source: MessageSource, output: Path, number: int, overwrite: bool) -> InventReport:
-    """As `invent`, for the only process that writes the file."""
+    """`invent` in the only process that writes the file."""
     progress = begin(output, source.settings, overwrite)
     texts = texts_written(output)
     if len(texts) >= number:

@@ -38,7 +38,7 @@ class BestEvaluation(NamedTuple):
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "BestEvaluation":
-        """That of a line of the log."""
+        """The evaluation of a line of the log."""
         return cls(record["step"], record["tau_tree"][str(BEST_BY)])
 
 

@@ -18,9 +18,10 @@ from drafthead.lab.diagnosis.checks import CHECKS
 from drafthead.lab.diagnosis.examination import Examination, Patient, examine
 from drafthead.scripts.head.doctor import planner_of
 from drafthead.train.data.conversations import read_conversations
+from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import collate
 from drafthead.train.data.supervision import encode_prompt
-from drafthead.train.data.token_table import Reading, token_table
+from drafthead.train.data.token_table import token_table
 from drafthead.train.features.reading import read_features
 from drafthead.train.jobs.weights import weights_fingerprint
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafthead.heads.errors import UserError
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.data.fitted_rows import Fit, fitted_rows
+from drafthead.train.data.fitted_rows import Reading, fitted_rows
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.supervision import special_ids
 
@@ -248,7 +248,9 @@ def check(row: Any, is_sound: bool, name: str) -> None:
         path.write_text(json.dumps(row) + "\n")
         try:
             conversations = read_conversations(path, left_out=left_out)
-            learnt = list(fitted_rows(tokenizer, conversations, Fit(LONGEST), left_out))
+            learnt = list(
+                fitted_rows(tokenizer, conversations, Reading("", None, LONGEST, None), left_out)
+            )
         except UserError as error:
             assert left_out.unusable == 1 and left_out.problems[0] in str(error)
             assert not (is_sound and name == "whole")

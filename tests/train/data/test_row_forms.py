@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafthead.heads.errors import UserError
 from drafthead.train.data.conversations import Conversation, read_conversations
-from drafthead.train.data.fitted_rows import Fit, fitted_rows
+from drafthead.train.data.fitted_rows import Reading, fitted_rows
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.packing import DataConfig, load_packed
 from drafthead.train.data.supervision import supervised_sequences
@@ -112,7 +112,7 @@ def test_arguments_of_a_row_go_before_those_of_the_reader(tmp_path: Path) -> Non
     quick, slow = read(tmp_path / "a.jsonl", *rows)[0]
     assert quick.template_arguments == {"quick": True}
     left_out = LeftOut()
-    fit = Fit(64, template_arguments={"quick": True})
+    fit = Reading("", None, 64, None, template_arguments={"quick": True})
     found = fitted_rows(tokenizer("{{ quick }}" + TEMPLATE), [quick, slow], fit, left_out)
     texts = [tokenizer().decode(row.input_ids) for row in found]
     assert [text.partition("<")[0] for text in texts] == ["True", "False"]
@@ -255,24 +255,27 @@ def test_tokens_that_the_model_lacks_are_left_out_and_named() -> None:
         for name in ("x", "<tool>")
     ]
     left_out = LeftOut(rows=2)
-    assert len(list(fitted_rows(extended, rows, Fit(64, size), left_out))) == 1
+    assert len(list(fitted_rows(extended, rows, Reading("", None, 64, None, size), left_out))) == 1
     assert left_out.problems == [
         f"row <tool> of f holds token {size} <tool>, and the model has only {size} tokens: resize "
         "the model, or take its own tokenizer"
     ]
-    assert len(list(fitted_rows(extended, rows, Fit(64, size + 1), LeftOut()))) == 2
+    assert (
+        len(list(fitted_rows(extended, rows, Reading("", None, 64, None, size + 1), LeftOut())))
+        == 2
+    )
 
 
 def test_answers_of_one_token_teach_nothing() -> None:
     one = Conversation("a", [ASKED, {**ANSWER, "content": "b", "finished": False}], "f:1")
     two = Conversation("b", [ASKED, {**ANSWER, "content": "b"}], "f:2")
     left_out = LeftOut(rows=2)
-    [kept] = fitted_rows(byte_tokenizer(), [one, two], Fit(64), left_out)
+    [kept] = fitted_rows(byte_tokenizer(), [one, two], Reading("", None, 64, None), left_out)
     assert sum(kept.mask) == 2 and "row 1 of f teaches nothing" in left_out.problems[0]
     with pytest.raises(
         UserError, match="no row can be used; the first: row 1 of f teaches nothing"
     ):
-        list(fitted_rows(byte_tokenizer(), [one], Fit(64), LeftOut()))
+        list(fitted_rows(byte_tokenizer(), [one], Reading("", None, 64, None), LeftOut()))
 
 
 def test_a_template_that_writes_messages_as_a_whole_hides_no_calls() -> None:

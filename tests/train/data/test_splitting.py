@@ -10,7 +10,7 @@ from tiny import byte_tokenizer
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.conversations import AnswerTokens, Conversation, StoredTokens
-from drafthead.train.data.fitted_rows import Fit, fitted_rows, turn_starts
+from drafthead.train.data.fitted_rows import Reading, fitted_rows, turn_starts
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import SupervisedTokens, encode_prompt
@@ -51,7 +51,9 @@ def fitted(
 ) -> tuple[list[SupervisedTokens], list[str]]:
     """The sequences, and what a user is told."""
     left_out = LeftOut(rows=1)
-    rows = list(fitted_rows(tokenizer, [conversation], Fit(max_length), left_out))
+    rows = list(
+        fitted_rows(tokenizer, [conversation], Reading("", None, max_length, None), left_out)
+    )
     return rows, left_out.sentences(max_length)
 
 

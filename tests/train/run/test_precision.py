@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from drafthead.train.run import precision
+from drafthead.train.run import config
 
 CPU = torch.device("cpu")
 
 
 def warning(monkeypatch, caplog, seconds: dict[torch.dtype, float], mixed: str = "bf16") -> str:
-    monkeypatch.setattr(precision, "product_seconds", seconds.__getitem__)
-    precision.warn_of_slow_bfloat16(CPU, mixed)
+    monkeypatch.setattr(config, "product_seconds", seconds.__getitem__)
+    config.warn_of_slow_bfloat16(CPU, mixed)
     return caplog.text
 
 
@@ -26,7 +26,7 @@ def test_nothing_is_said_where_it_would_not_help(monkeypatch, caplog, bfloat16: 
 
 
 def test_a_product_takes_time():
-    assert 0 < precision.product_seconds(torch.float32) < 60
+    assert 0 < config.product_seconds(torch.float32) < 60
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_auto_is_bf16_on_processors_that_have_instructions_for_it(
     monkeypatch, instructions: dict[str, bool], chosen: str
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-    assert precision.precision_here(cpu=True) == chosen
+    assert config.precision_here(cpu=True) == chosen
 
 
 def test_auto_is_bf16_on_gpus_unless_none_is_to_be_used(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    assert precision.precision_here(cpu=False) == "bf16"
-    assert precision.precision_here(cpu=True) == "no"
+    assert config.precision_here(cpu=False) == "bf16"
+    assert config.precision_here(cpu=True) == "no"
