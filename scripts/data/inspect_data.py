@@ -21,6 +21,7 @@ from drafthead.scripts import options
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (
+    Rendering,
     SupervisedTokens,
     mark_answers,
     special_ids,
@@ -195,9 +196,8 @@ def sequences_to_show(
 ) -> list[SupervisedTokens]:
     """What training reads of a conversation; of a text also when there is nothing to learn."""
     if conversation.tokens is None:
-        arguments = {**template_arguments, **conversation.template_arguments}
-        where = conversation.where
-        return [mark_answers(tokenizer, conversation.messages, where, 0, arguments)]
+        rendering = Rendering.of(tokenizer, conversation, template_arguments)
+        return [mark_answers(rendering, conversation.messages)]
     return supervised_sequences(tokenizer, conversation)
 
 

@@ -30,16 +30,9 @@ from drafthead.heads.formats.loading import load_head
 from drafthead.heads.layers import tiled_attention
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.data.packing import (
-    DataConfig,
-    RowOrder,
-    TokenBatch,
-    collate,
-    load_packed,
-    pack,
-    pack_sequences,
-)
+from drafthead.train.data.packing import RowOrder, TokenBatch, collate, pack, pack_sequences
 from drafthead.train.data.token_table import TokenSequence, TokenTable
+from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.features.reading import check_row_length, positions_in_segments, read_features
 from drafthead.train.learning import loop
 from drafthead.train.learning.evaluation import Evaluation, evaluate, measure

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import NO_ARGUMENTS, TemplateArguments
+from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.train.data.conversations import AnswerTokens, Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import (
+    Rendering,
     SupervisedTokens,
-    encode_prompt,
-    encoded,
     join_turns,
     mark_answers,
     refuse_missing_tokens,
@@ -48,43 +47,32 @@ def turn_starts(messages: list[Message]) -> list[int]:
 class Turns:
     """The turns of one conversation, and the sequences that some of them make."""
 
-    tokenizer: PreTrainedTokenizerBase
-    conversation: Conversation
+    messages: list[Message]
     starts: list[int]  # see `turn_starts`
     answers: Mapping[int, list[int]] | None  # stored ids [T], by number of the message
-    template_arguments: TemplateArguments
+    rendering: Rendering
 
     @classmethod
     def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        conversation: Conversation,
-        starts: list[int],
-        template_arguments: TemplateArguments = NO_ARGUMENTS,
+        cls, conversation: Conversation, starts: list[int], rendering: Rendering
     ) -> "Turns | None":
         """The turns of a conversation whose turns start at the messages `starts`.
-
-        `template_arguments` are those of rows that do not say otherwise.
 
         None when a row's prompts are not what the template makes of its messages: then nobody
         knows what the prompt of a part would have been.
         """
-        answers = None
-        arguments = {**template_arguments, **conversation.template_arguments}
+        messages, answers = conversation.messages, None
         if conversation.tokens is not None:
-            messages, stored = conversation.messages, conversation.tokens.answers
+            stored = conversation.tokens.answers
             numbers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            where = conversation.where
             try:
-                prompts = [
-                    encode_prompt(tokenizer, messages[:i], where, arguments) for i in numbers
-                ]
+                prompts = [rendering.ids(messages[:i], True) for i in numbers]
             except UnusableRowError:  # of messages that the template refuses
                 return None
             if prompts != [turn.prompt for turn in stored]:
                 return None
             answers = {i: turn.answer for i, turn in zip(numbers, stored, strict=True)}
-        return cls(tokenizer, conversation, starts, answers, arguments)
+        return cls(messages, starts, answers, rendering)
 
     def __len__(self) -> int:
         """Number of turns."""
@@ -95,35 +83,24 @@ class Turns:
 
         Of text it is one sequence, of stored ids as many as `join_turns` makes.
         """
-        where, arguments = self.conversation.where, self.template_arguments
         if self.answers is None:
-            messages = self._messages(first, self.starts[end])
             context = len(self._messages(first, self.starts[learnt]))
-            return [mark_answers(self.tokenizer, messages, where, context, arguments)]
+            return [mark_answers(self.rendering, self._messages(first, self.starts[end]), context)]
         numbers = [i for i in self.answers if self.starts[learnt] <= i < self.starts[end]]
-        return join_turns(
-            [
-                AnswerTokens(
-                    encode_prompt(self.tokenizer, self._messages(first, i), where, arguments),
-                    self.answers[i],
-                )
-                for i in numbers
-            ]
-        )
+        prompts = [self.rendering.ids(self._messages(first, i), True) for i in numbers]
+        answers = [self.answers[i] for i in numbers]
+        return join_turns([AnswerTokens(*each) for each in zip(prompts, answers, strict=True)])
 
     def length(self, first: int, learnt: int, end: int) -> int:
         """Tokens of the longest of these `sequences`."""
-        if self.answers is not None:
-            made = self.sequences(first, learnt, end)
-            return max((len(one.input_ids) for one in made), default=0)
-        messages = self._messages(first, self.starts[end])
-        where, arguments = self.conversation.where, self.template_arguments
-        return len(encoded(self.tokenizer, messages, where, arguments))
+        if self.answers is None:
+            return len(self.rendering.ids(self._messages(first, self.starts[end])))
+        made = self.sequences(first, learnt, end)
+        return max((len(one.input_ids) for one in made), default=0)
 
     def _messages(self, first: int, end: int) -> list[Message]:
         """The beginning, and the messages from turn `first` up to message `end`."""
-        messages = self.conversation.messages
-        return messages[: self.starts[0]] + messages[self.starts[first] : end]
+        return self.messages[: self.starts[0]] + self.messages[self.starts[first] : end]
 
 
 def split(turns: Turns, max_length: int) -> Iterator[SupervisedTokens]:
@@ -222,7 +199,8 @@ def sequences_of(
     starts = turn_starts(conversation.messages)
     if len(starts) < 3:
         return made
-    turns = Turns.of(tokenizer, conversation, starts, reading.template_arguments)
+    rendering = Rendering.of(tokenizer, conversation, reading.template_arguments)
+    turns = Turns.of(conversation, starts, rendering)
     if turns is None:
         left_out.fixed += 1
         return made

@@ -39,130 +39,47 @@ class SupervisedTokens:
         return any(before and learnt for before, learnt in pairwise(self.mask))
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str,
-    add_generation_prompt: bool = False,
-    template_arguments: TemplateArguments = NO_ARGUMENTS,
-) -> str:
-    """The text of a conversation under the tokenizer's chat template, which may have arguments.
-
-    Raises UnusableRowError if it refuses the messages.
-    """
-    options = {**template_options(tokenizer), **template_arguments}
-    try:
-        text = str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-            )
-        )
-        text.encode()  # a template may cut a character in half, or find one in an argument
-    except Exception as error:  # templates are programs of their own, and raise many kinds
-        roles = ", ".join(message["role"] for message in messages)
-        raise UnusableRowError(
-            f"{where}: the chat template refuses the roles {roles} ({error}); "
-            "remove or merge the messages that it does not accept"
-        ) from error
-    return text
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str,
-    template_arguments: TemplateArguments = NO_ARGUMENTS,
-) -> list[int]:
-    """Token ids [T] that ask the target for the next answer; errors as `render`."""
-    text = render(tokenizer, messages, where, True, template_arguments)
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def encoded(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str,
-    template_arguments: TemplateArguments = NO_ARGUMENTS,
-) -> list[int]:
-    """Token ids [T] of a conversation under the tokenizer's chat template; errors as `render`."""
-    text = render(tokenizer, messages, where, False, template_arguments)
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def refuse_missing_tokens(
-    ids: Sequence[int], vocab_size: int | None, tokenizer: PreTrainedTokenizerBase, where: str
-) -> None:
-    """Raise UnusableRowError for an id in ids [T] beyond the target's tokens, if they are known."""
-    largest = max(ids, default=0)
-    if vocab_size is not None and largest >= vocab_size:
-        raise UnusableRowError(
-            f"{where} holds token {largest} {tokenizer.convert_ids_to_tokens(largest)}, and the "
-            f"model has only {vocab_size} tokens: resize the model, or take its own tokenizer"
-        )
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of control tokens: the named special tokens, and added tokens with the special flag."""
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(added.union(tokenizer.all_special_ids))
-
-
-def mark_answers(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str = "the conversation",
-    context: int = 0,
-    template_arguments: TemplateArguments = NO_ARGUMENTS,
-) -> SupervisedTokens:
-    """The whole conversation's ids [T] and a mask [T] of those that the assistant has to emit.
-
-    An answer is what the template adds to the prompt of its turn, up to and including the first
-    control token after the text (the end-of-turn; a line break after it is never generated). An
-    answer that the full rendering does not show as it was generated (a template that drops earlier
-    reasoning, or moves the system text to the last turn) is not supervised, nor is one among the
-    first `context` messages.
-
-    Raises UserError if the template refuses the messages or the tokenizer has no offsets, and
-    UnusableRowError for an answer without a text of which the template shows nothing else.
-    """
-    rendering = _Rendering(tokenizer, where, template_arguments)
-    text = rendering.text(messages)
-    ids, bounds = rendering.encode(messages, text)
-    blank = [not text[start:end].strip() for start, end in bounds]
-    controls = special_ids(tokenizer)
-    mask = [False] * len(ids)
-    for index, message in enumerate(messages[context:], context):
-        span = rendering.answer_span(messages, index, text)
-        if span is None:
-            continue
-        # A token that crosses a border also holds text that the assistant does not write. In
-        # decoding the prompt is tokenised alone, so such a token does not occur.
-        inside = [i for i, (s, e) in enumerate(bounds) if s >= span[0] and e <= span[1]]
-        control = [ids[i] in controls for i in inside]
-        finished = message.get("finished", True)
-        emitted = inside[: _answer_length(control, [blank[i] for i in inside], finished)]
-        if is_unwritten(message) and all(ids[i] in controls or blank[i] for i in emitted):
-            raise UnusableRowError(
-                f"{where}: message {index + 1} has no text, and the chat template writes nothing "
-                "else of it: an answer that ends at once would be learnt"
-            )
-        for i in emitted:
-            mask[i] = True
-    return SupervisedTokens(ids, mask)
-
-
 @dataclass(frozen=True)
-class _Rendering:
-    """How one conversation is rendered."""
+class Rendering:
+    """How one conversation is rendered: the chat template, and the arguments that it gets."""
 
     tokenizer: PreTrainedTokenizerBase
-    where: str
-    template_arguments: TemplateArguments
+    where: str  # the conversation, for error messages
+    template_arguments: TemplateArguments = NO_ARGUMENTS
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        conversation: Conversation,
+        template_arguments: TemplateArguments,
+    ) -> "Rendering":
+        """A conversation's own arguments go before those that rows have otherwise."""
+        arguments = {**template_arguments, **conversation.template_arguments}
+        return cls(tokenizer, conversation.where, arguments)
 
     def text(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
-        """See `render`."""
-        arguments = self.template_arguments
-        return render(self.tokenizer, messages, self.where, add_generation_prompt, arguments)
+        """The text of some messages; UnusableRowError if the template refuses them."""
+        options = {**template_options(self.tokenizer), **self.template_arguments}
+        try:
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+                )
+            )
+            text.encode()  # a template may cut a character in half, or find one in an argument
+        except Exception as error:  # templates are programs of their own, and raise many kinds
+            roles = ", ".join(message["role"] for message in messages)
+            raise UnusableRowError(
+                f"{self.where}: the chat template refuses the roles {roles} ({error}); "
+                "remove or merge the messages that it does not accept"
+            ) from error
+        return text
+
+    def ids(self, messages: list[Message], add_generation_prompt: bool = False) -> list[int]:
+        """Token ids [T] of some messages, or those that ask for the next answer; raises as text."""
+        text = self.text(messages, add_generation_prompt)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode(self, messages: list[Message], text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids [T] of the rendered messages and the characters that each token covers."""
@@ -199,6 +116,73 @@ class _Rendering:
         if end < len(shown) and messages[index]["content"].strip() not in text[start:end]:
             return None
         return (start, end) if start < end else None
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
+) -> list[int]:
+    """Token ids [T] that ask the target for the next answer; errors as `Rendering.text`."""
+    return Rendering(tokenizer, where, template_arguments).ids(messages, True)
+
+
+def refuse_missing_tokens(
+    ids: Sequence[int], vocab_size: int | None, tokenizer: PreTrainedTokenizerBase, where: str
+) -> None:
+    """Raise UnusableRowError for an id in ids [T] beyond the target's tokens, if they are known."""
+    largest = max(ids, default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise UnusableRowError(
+            f"{where} holds token {largest} {tokenizer.convert_ids_to_tokens(largest)}, and the "
+            f"model has only {vocab_size} tokens: resize the model, or take its own tokenizer"
+        )
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of control tokens: the named special tokens, and added tokens with the special flag."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added.union(tokenizer.all_special_ids))
+
+
+def mark_answers(
+    rendering: Rendering, messages: list[Message], context: int = 0
+) -> SupervisedTokens:
+    """The whole conversation's ids [T] and a mask [T] of those that the assistant has to emit.
+
+    An answer is what the template adds to the prompt of its turn, up to and including the first
+    control token after the text (the end-of-turn; a line break after it is never generated). An
+    answer that the full rendering does not show as it was generated (a template that drops earlier
+    reasoning, or moves the system text to the last turn) is not supervised, nor is one among the
+    first `context` messages.
+
+    Raises UserError if the template refuses the messages or the tokenizer has no offsets, and
+    UnusableRowError for an answer without a text of which the template shows nothing else.
+    """
+    text = rendering.text(messages)
+    ids, bounds = rendering.encode(messages, text)
+    blank = [not text[start:end].strip() for start, end in bounds]
+    controls = special_ids(rendering.tokenizer)
+    mask = [False] * len(ids)
+    for index, message in enumerate(messages[context:], context):
+        span = rendering.answer_span(messages, index, text)
+        if span is None:
+            continue
+        # A token that crosses a border also holds text that the assistant does not write. In
+        # decoding the prompt is tokenised alone, so such a token does not occur.
+        inside = [i for i, (s, e) in enumerate(bounds) if s >= span[0] and e <= span[1]]
+        control = [ids[i] in controls for i in inside]
+        finished = message.get("finished", True)
+        emitted = inside[: _answer_length(control, [blank[i] for i in inside], finished)]
+        if is_unwritten(message) and all(ids[i] in controls or blank[i] for i in emitted):
+            raise UnusableRowError(
+                f"{rendering.where}: message {index + 1} has no text, and the chat template writes "
+                "nothing else of it: an answer that ends at once would be learnt"
+            )
+        for i in emitted:
+            mask[i] = True
+    return SupervisedTokens(ids, mask)
 
 
 def _contiguous(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -244,8 +228,9 @@ def supervise(
     template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> SupervisedTokens:
     """What `mark_answers` finds; UnusableRowError where it is no token."""
-    _refuse_hidden_calls(_Rendering(tokenizer, where, template_arguments), messages)
-    marked = mark_answers(tokenizer, messages, where, 0, template_arguments)
+    rendering = Rendering(tokenizer, where, template_arguments)
+    _refuse_hidden_calls(rendering, messages)
+    marked = mark_answers(rendering, messages)
     if not any(marked.mask):
         answered = any(message["role"] == "assistant" for message in messages[1:])
         reason = (
@@ -257,7 +242,7 @@ def supervise(
     return marked
 
 
-def _refuse_hidden_calls(rendering: _Rendering, messages: list[Message]) -> None:
+def _refuse_hidden_calls(rendering: Rendering, messages: list[Message]) -> None:
     """Raise UnusableRowError for calls that the template does not write: an end would be learnt."""
     for index, message in enumerate(messages):
         for key in CALLS:

@@ -1,15 +1,76 @@
 """What a head is trained on, and what it is measured on."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.train.data.conversations import Writer
-from drafthead.train.data.packing import DataConfig, PackedData, load_packed, pack_sequences
+from drafthead.train.data.fitted_rows import Reading
+from drafthead.train.data.packing import PackedData, pack_sequences
+from drafthead.train.data.token_table import mixed, token_table
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The conversations, and the length of packed rows."""
+
+    train: str | dict[str, float]  # a source, or several with their weights
+    # Conversations to measure the head on: a source or, without one, a share of those in `train`,
+    # which are then not trained on. Without either it is not evaluated.
+    validation: str | None = None
+    validation_share: float | None = None
+    prompt_column: str | None = None
+    # Of the chat template, such as enable_thinking: false; rows that have their own keep those.
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False  # end at the first row that cannot be used, instead of leaving it out
+    max_length: int = 512  # tokens in a row
+    max_validation: int = 500  # conversations
+    feature_folder: str | None = None  # where the target's features are kept after the first epoch
+    feature_dtype: Literal["int8"] | None = None  # lossy: bytes with scales; None: as computed
+    feature_budget_gb: float | None = None  # what is kept of them; the rest is computed each epoch
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2 or self.max_validation < 1:
+            raise ValueError("max_length must be at least 2 and max_validation at least 1")
+        how = self.feature_dtype, self.feature_budget_gb
+        if self.feature_folder is None and how != (None, None):
+            raise ValueError("feature_dtype and feature_budget_gb need a feature_folder")
+        if self.feature_budget_gb is not None and self.feature_budget_gb <= 0:
+            raise ValueError(f"feature_budget_gb must be above 0, got {self.feature_budget_gb}")
+        if not self.sources or min(self.sources.values()) <= 0:
+            raise ValueError("data.train needs a source, and weights above 0")
+        if self.validation_share is not None and not 0 < self.validation_share < 1:
+            raise ValueError(f"validation_share is between 0 and 1, got {self.validation_share}")
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether there is something to measure the head on."""
+        return self.validation is not None or self.validation_share is not None
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """The sources of training data, and how often an epoch has each of their conversations."""
+        return {self.train: 1.0} if isinstance(self.train, str) else self.train
+
+    def reading(self, source: str, limit: int | None, vocab_size: int | None) -> Reading:
+        """How a source is read for a target of so many tokens, at most `limit` rows of it."""
+        return Reading(
+            source,
+            self.prompt_column,
+            self.max_length,
+            limit,
+            vocab_size,
+            self.template_arguments,
+            self.strict,
+        )
 
 
 def training_data(
@@ -34,6 +95,29 @@ def training_data(
     return rows, None
 
 
+def load_packed(
+    sources: Mapping[str, float],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    seed: int,
+    limit: int | None = None,
+    vocab_size: int | None = None,
+) -> PackedData:
+    """Read, tokenise, mix and pack sources by their weights, at most `limit` rows of each.
+
+    `vocab_size` is the number of tokens that the target has. Raises UserError for data that cannot
+    be read or has nothing to learn.
+    """
+    tables = [
+        token_table(config.reading(source, limit, vocab_size), tokenizer) for source in sources
+    ]
+    weights = list(sources.values())
+    table = tables[0] if weights == [1.0] else mixed(tables, weights, seed)
+    if not len(table):
+        raise UserError(f"weights {weights} leave no conversation of {', '.join(sources)}")
+    return pack_sequences(table, config.max_length, seed)
+
+
 def parted(
     rows: PackedData, share: float, config: DataConfig, seed: int
 ) -> tuple[PackedData, PackedData]:
@@ -49,9 +133,6 @@ def parted(
         )
     held_out = pack_sequences(apart, config.max_length, 0)
     return pack_sequences(left, config.max_length, seed), held_out
-
-
-logger = logging.getLogger(__name__)
 
 
 def check_writers(

@@ -26,7 +26,8 @@ from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.seven_bits import rounded
 from drafthead.heads.target.target import Target
-from drafthead.train.data.packing import DataConfig, PackedData
+from drafthead.train.data.packing import PackedData
+from drafthead.train.data.training_rows import DataConfig
 
 logger = logging.getLogger(__name__)
 

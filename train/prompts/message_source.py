@@ -15,7 +15,7 @@ from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.request.text_pieces import texts_of
 from drafthead.train.data.conversations import Conversation
-from drafthead.train.data.supervision import render, special_ids
+from drafthead.train.data.supervision import Rendering, special_ids
 from drafthead.train.distillation.dialogue import row_seed
 
 MARKER = "qzmessagezq"  # stands for the message; no template writes it
@@ -45,7 +45,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> 
     messages: list[dict[str, Any]] = [{"role": "user", "content": MARKER}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    text = render(tokenizer, messages, "the user's turn", add_generation_prompt=True)
+    text = Rendering(tokenizer, "the user's turn").text(messages, add_generation_prompt=True)
     before, found, after = text.rpartition(MARKER)
     if not found or not after.strip():
         raise UserError(

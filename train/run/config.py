@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import LOSSY
 from drafthead.heads.target.processor import bfloat16_instructions
-from drafthead.train.data.packing import DataConfig
+from drafthead.train.data.training_rows import DataConfig
 from drafthead.train.features.reading import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.folder import DURATIONS, RunFolder, Settings

@@ -13,8 +13,8 @@ from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer import Decoder
 from drafthead.infer.serving.serve_request import Answer, Ticket
 from drafthead.train.data.conversations import AnswerTokens, Conversation, read_conversations
-from drafthead.train.data.packing import DataConfig, load_packed
 from drafthead.train.data.supervision import SupervisedTokens, join_turns, supervised_sequences
+from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
 from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings

@@ -9,9 +9,14 @@ from tiny import byte_tokenizer
 
 from drafthead.heads.errors import UserError
 from drafthead.train.data.conversations import Writer
-from drafthead.train.data.packing import DataConfig, PackedData, load_packed
+from drafthead.train.data.packing import PackedData
 from drafthead.train.data.token_table import TokenSequence, TokenTable
-from drafthead.train.data.training_rows import check_held_out, check_writers
+from drafthead.train.data.training_rows import (
+    DataConfig,
+    check_held_out,
+    check_writers,
+    load_packed,
+)
 
 CONFIG = DataConfig("", max_length=64)
 QUESTION = {"role": "user", "content": "a"}

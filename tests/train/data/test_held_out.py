@@ -7,8 +7,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from drafthead.heads.errors import UserError
-from drafthead.train.data.packing import DataConfig
-from drafthead.train.data.training_rows import training_data
+from drafthead.train.data.training_rows import DataConfig, training_data
 
 
 def write(path: Path, questions: range) -> str:

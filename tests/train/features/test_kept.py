@@ -9,7 +9,8 @@ from tiny import write_conversations, write_target
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.data.packing import DataConfig, PackedData, load_packed
+from drafthead.train.data.packing import PackedData
+from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.features import kept as kept_features
 from drafthead.train.features.kept import (
     FeatureSource,
