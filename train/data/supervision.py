@@ -6,7 +6,7 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class Rendering:
 
     tokenizer: PreTrainedTokenizerBase
     where: str  # the conversation, for error messages
-    template_arguments: TemplateArguments = NO_ARGUMENTS
+    template_arguments: TemplateArguments = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -169,7 +169,7 @@ class TokenTable(Sequence[TokenSequence]):
 
         Whoever always guesses it is right so often.
         """
-        counts = np.zeros(1)
+        counts: np.ndarray = np.zeros(1)
         for ids, learnt, weights, lengths in self._batches():
             guessed = learnt & np.roll(learnt, 1)
             guessed[np.cumsum(lengths) - lengths] = False  # what begins a sequence follows nothing
