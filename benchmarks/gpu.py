@@ -30,8 +30,7 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.masks import LayerKind
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.static import UNMEASURED_ALPHA
-from drafthead.heads.trees.tree import Budget
+from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.infer import Decoder
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.drafters.scripted import Scripted

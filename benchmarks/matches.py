@@ -15,7 +15,7 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.storage.files import write_text
-from drafthead.infer.drafters.past import LONGEST, Past
+from drafthead.infer.drafters.lookup import LONGEST, Past
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.scripts.data.inspect_data import load_tokenizer

@@ -58,16 +58,8 @@ from drafthead.infer.serving.serve_options import chat_settings, own_options, sh
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.infer.serving.server import serve
 from drafthead.infer.serving.waiting import Requests, WaitingRequests
-from drafthead.infer.timing.plans import Plans
-from drafthead.infer.timing.step_timing import (
-    ONE_STEP_EACH,
-    TIMING_SETTINGS,
-    Round,
-    make_steps,
-    sizes_to_make,
-    time_steps,
-)
-from drafthead.infer.timing.stored_costs import StepKind
+from drafthead.infer.timing.plans import Plans, StepKind
+from drafthead.infer.timing.step_timing import TIMING_SETTINGS, make_graphs, time_steps
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
@@ -100,7 +92,7 @@ class Decoder:
         accepted and not the output's distribution. Raises UserError when it is not above 0.
         """
         self.target, self.drafter = target, drafter
-        self.budget = budget or (drafter.main_budgets[-1] if drafter is not None else None)
+        self.budget = budget or (drafter.budgets[-1] if drafter is not None else None)
         self.adaptive = adaptive
         if draft_temperature is not None and not draft_temperature > 0:
             raise UserError(f"draft_temperature must be above 0, got {draft_temperature}")
@@ -269,14 +261,15 @@ class Decoder:
             for _ in islice(emissions, TIMING_SETTINGS.visit_steps):
                 pass
             return
-        steps = self.target, plans.drafter, run.request, rule
         kind = StepKind.of(run, rule)
+        costs = plans.costs(kind)
+        steps = self.target, plans.drafter, run.request, rule, costs
         with Decoder.timing:
-            if fresh or not plans.costs(kind).was_timed:
-                plans.set_timed(kind, time_steps(*steps))
+            if fresh or not costs.was_timed:
+                time_steps(*steps)
+                plans.keep_timed(kind)
             else:
-                sizes = sizes_to_make(plans.drafter, plans.costs(kind))
-                make_steps(*steps, Round(sizes, ONE_STEP_EACH))
+                make_graphs(*steps)
 
     def serve(
         self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]

@@ -26,12 +26,10 @@ from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.gguf_files import gguf_file, is_fetched_name
 from drafthead.heads.target.loading import configuration_of, load_tokenizer, vocabulary_of
 from drafthead.heads.target.target import Target
-from drafthead.infer.drafters.earlier import Earlier
+from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
-from drafthead.infer.drafters.past import Lookup
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
-from drafthead.infer.drafters.stored import RECORD
+from drafthead.infer.drafters.ngram_table import RECORD
+from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup, load_table
 from drafthead.infer.drafters.with_lookup import WithLookup
 
 logger = logging.getLogger(__name__)
@@ -190,9 +188,9 @@ def made_drafter(drafts: Sequence[NamedDraft | Drafter], fitting: Fitting) -> Dr
     if not lookups:
         return drafter
     kept = [each for each in lookups if isinstance(each, StoreLookup)]
-    stored = next((each.stored for each in kept if each.stored is not None), None)
+    table = next((each.table for each in kept if each.table is not None), None)
     earlier = next((each.earlier for each in kept if each.earlier is not None), None)
-    lookup = StoreLookup(stored, earlier) if len(kept) > 1 else kept[0] if kept else None
+    lookup = StoreLookup(table, earlier) if len(kept) > 1 else kept[0] if kept else None
     return (lookup or lookups[0]) if drafter is None else WithLookup(drafter, lookup)
 
 
@@ -293,7 +291,7 @@ def store_lookup(folder: Path, target: Target) -> StoreLookup:
     """
     if target.tokenizer is None:
         raise UserError("a datastore needs the target's tokenizer: load the target by its name")
-    return StoreLookup(load_stored(folder, vocabulary_of(target.tokenizer)))
+    return StoreLookup(load_table(folder, vocabulary_of(target.tokenizer)))
 
 
 def head_drafter(head: DraftHead, target: Target) -> Drafter:

@@ -8,7 +8,8 @@ import torch
 from drafthead.heads.drafting.drafter import DraftSession
 from drafthead.heads.sampling import probabilities
 from drafthead.heads.target.target import TargetOutput
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.heads.trees.recipe import Proposal
+from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.emissions import in_time
@@ -76,17 +77,17 @@ class TracingStepper(EagerStepper):
         self._tree: TokenTree | None = None
         self._output: TargetOutput | None = None
 
-    def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
+    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
         """A step, and how long its phases took."""
         before = dict(self.run.stats.seconds)
-        emitted = super().step(session, budget)
+        emitted = super().step(session, proposal)
         for phase, seconds in self.run.stats.seconds.items():
             self.steps[-1].seconds[phase] = seconds - before[phase]
         return emitted
 
-    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
+    def verified(self, proposal: Proposal | None) -> Outcome:
         """The outcome, whose step is remembered."""
-        outcome = super().propose_and_verify(session, budget)
+        outcome = super().verified(proposal)
         assert self._tree is not None and self._output is not None
         sampling = self.run.request.sampling
         logits = self._output.logits[0]

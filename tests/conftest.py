@@ -28,12 +28,11 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.sampling import RowRandom, sample
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
-from drafthead.infer.drafters.datastore import Datastore
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.ngram_table import NgramTable
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.train.draft_models.student import FAMILY
@@ -143,14 +142,14 @@ def make_head() -> Callable[..., DraftHead]:
 
 
 def random_texts(target: Target) -> list[list[int]]:
-    """Four texts for a datastore."""
+    """Four texts for a table of n-grams."""
     generator = torch.Generator().manual_seed(7)
     return torch.randint(target.vocab_size, (4, 400), generator=generator).tolist()
 
 
-def store_for(target: Target) -> Datastore:
-    """A datastore of random text."""
-    return Datastore.of(random_texts(target), "")
+def store_for(target: Target) -> StoreLookup:
+    """Lookup by a table of random text."""
+    return StoreLookup(NgramTable.of(random_texts(target), "", 3))
 
 
 def unsure(target: Target) -> DraftModel:
@@ -216,18 +215,14 @@ def make_drafter(
         name, _, branch = name.partition("+")
         if not branch:
             return alone(name, target)
-        return WithLookup(
-            alone(name, target), StoreLookup(store_for(target)) if branch == "store" else None
-        )
+        return WithLookup(alone(name, target), store_for(target) if branch == "store" else None)
 
     def alone(name: str, target: Target) -> Drafter:
         kind, _, form = name.partition(":")
         if kind in SMALL_MODELS:
             return make_small_model(kind, target)
-        if kind == "datastore":
-            return StoreLookup(store_for(target))
         if kind == "ngrams":
-            return StoreLookup(NgramTable.of(random_texts(target), "", 3))
+            return store_for(target)
         if kind == "prompt-lookup":
             return PromptLookup(depth=3)
         head = make_head(kind, target)
@@ -240,7 +235,7 @@ def make_drafter(
 
 
 FORMS = ("tree", "chain", "own")
-NO_HEADS = [*SMALL_MODELS, "prompt-lookup", "datastore", "ngrams"]
+NO_HEADS = [*SMALL_MODELS, "prompt-lookup", "ngrams"]
 BRANCHED = [
     "medusa:tree+lookup", "parallel:own+lookup", "parallel:own+store", "draft-model+lookup",
 ]  # fmt: skip

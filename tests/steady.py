@@ -8,7 +8,6 @@ import pytest
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.planner import PlannedDecoding
 from drafthead.infer.timing import plans
 
@@ -21,10 +20,8 @@ def steady_clock(folder: Path) -> Iterator[None]:
     """
     learn, costs_file = PlannedDecoding.learn, plans.costs_file
 
-    def learn_steadily(
-        self: PlannedDecoding, budget: Budget | None, accept_lengths: Sequence[int], _: float
-    ) -> None:
-        learn(self, budget, accept_lengths, 1.0)
+    def learn_steadily(self: PlannedDecoding, accept_lengths: Sequence[int], _: float) -> None:
+        learn(self, accept_lengths, 1.0)
 
     def own_file(target: Target, drafter: Drafter) -> Path:
         return folder / costs_file(target, drafter).name

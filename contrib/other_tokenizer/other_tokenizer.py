@@ -20,25 +20,23 @@ from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Transla
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.guesses import GuessTree, token_tree
 from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.drafters.draft_model import DraftModel, DraftModelSession
-from drafthead.infer.drafters.guess_tree import GuessTree, token_tree
 from drafthead.infer.drafters.level_drafter import grown_budgets
 from drafthead.infer.drafters.model_drafter import MODEL_DRAFTERS, OTHER_TOKENIZER
 from drafthead.infer.engine.prefill import padded
 
-TEXT = "text"  # the source of chains that are written as text, where there is another one
-
 
 class OtherTokenizer(DraftModel):
-    """Chains of up to `depth` of the target's tokens by text; chains and trees of shared tokens.
+    """Chains of up to `depth` of the target's tokens by text; trees of shared tokens.
 
-    Where children are drawn, and for trees of a fixed size, shared tokens are the only source. What
-    is written by text is never drawn, so that all rules accept just what the target itself draws.
+    Where children are drawn, they are shared tokens if there are any. What is written by text is
+    never drawn, so that all rules accept just what the target itself draws.
     """
 
     def __init__(
@@ -58,8 +56,7 @@ class OtherTokenizer(DraftModel):
             self.budgets = chains
             self.sampling_rule = "match"
         else:
-            by_text = [replace(budget, source=TEXT) for budget in chains]
-            self.budgets = (*by_text, *grown_budgets(depth), *chains)
+            self.budgets = (*grown_budgets(depth), *chains)
 
     def check_tokenizers(self, target: Target, model: Target) -> None:
         """Any two will do for which there is a `Translator`; raises UserError for models with an
@@ -68,13 +65,10 @@ class OtherTokenizer(DraftModel):
         for each in (target, model):
             each.refuse_encoder("a draft model with another tokenizer")
 
-    def writes(self, budget: Budget) -> bool:
+    def writes(self, budget: Budget, random: Choice) -> bool:
         """Whether a proposal within the budget is written as text."""
-        return self.shared is None or budget.source == TEXT
-
-    def stops(self, budget: Budget) -> tuple[Budget, ...]:
-        """Fewer levels of shared tokens; text is written without asking how sure the model is."""
-        return (budget,) if self.writes(budget) else super().stops(budget)
+        is_chain = budget.nodes == budget.depth + 1
+        return self.shared is None or (is_chain and not isinstance(random, RowRandom))
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits [..., S] of the shared tokens, of all [..., V]."""
@@ -133,13 +127,9 @@ class OtherTokenizerSession(DraftModelSession):
             row.cut(length + 1)
         self.logits = None
 
-    def drafted(self, budget: Budget) -> Budget:
-        """The budget of what was written; else where the draft stopped."""
-        return budget if self.drafter.writes(budget) else super().drafted(budget)
-
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then write, or draft shared tokens."""
-        if not self.drafter.writes(budget):
+        if not self.drafter.writes(budget, random):
             return super().propose(budget, sampling, random)
         self._catch_up()
         passes = [own_tokens(row, budget.depth) for row in self.rows]

@@ -19,11 +19,7 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.static import UNMEASURED_ALPHA
 from drafthead.heads.trees.tree import Budget
-
-# The outlook of sessions that cannot tell their next proposal from any other.
-NO_OUTLOOK = -1
 
 
 def at_last(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -163,26 +159,12 @@ class DraftSession(RowState, ABC):
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
         """A tree within the budget after the last committed token.
 
-        A compiled drafter may give a `TreeRecipe`, whose tokens the graph of the step computes.
+        A compiled drafter may give a `TreeRecipe`, whose tokens the graph of the step computes. A
+        budget of depth 0 asks for `Guesses`, which cost no pass.
         With a `RowRandom`, children are drawn without replacement and the tree carries the
         distributions they were drawn from. With `NextDraws`, they are the likeliest to be the
         target's own draws. Without either, they are the most probable tokens.
         """
-
-    def outlook(self) -> int:
-        """What kind of proposal comes next, as far as that can be told without making it.
-
-        One of a few numbers. Proposals of one kind are accepted alike, those of different kinds
-        maybe not: lookup tells how much of the end of the text it has found again.
-        """
-        return NO_OUTLOOK
-
-    def drafted(self, budget: Budget) -> Budget:
-        """The size of the last proposal within a budget: that budget, or where the draft stopped.
-
-        One of `Drafter.stops`.
-        """
-        return budget
 
     @abstractmethod
     def commit(self, committed: Committed) -> None:
@@ -196,35 +178,13 @@ class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
     features: FeatureSpec
-    budgets: tuple[Budget, ...]  # those that it can use, of each source from small to large
+    # Sizes that it can use, with what is known of each before decoding. The last one is used where
+    # nothing chooses. Where that is a chain, children are drawn in chains.
+    budgets: tuple[Budget, ...]
     # The lossless rule above temperature 0 that accepts most of its trees, as measured by
     # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
     # the graph of a step, and its trees cannot change their size from step to step.
     sampling_rule: str = "match"
-
-    @property
-    def main_budgets(self) -> tuple[Budget, ...]:
-        """The budgets of its main source of trees, the only one under rules that draw children."""
-        return tuple(budget for budget in self.budgets if not budget.source)
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """How likely a proposal within the budget is accepted to depth 1, 2, ...
-
-        This is what is known before decoding: without measurements, each depth is accepted in
-        UNMEASURED_ALPHA of the cases in which the depth before is.
-        """
-        return tuple(UNMEASURED_ALPHA**depth for depth in range(1, budget.depth + 1))
-
-    def chances_at(self, outlook: int, budget: Budget) -> tuple[float, ...]:
-        """`chances` for proposals of a kind, see `DraftSession.outlook`."""
-        return self.chances(budget)
-
-    def stops(self, budget: Budget) -> tuple[Budget, ...]:
-        """The sizes at which a draft within a budget may end, from one level to the budget itself.
-
-        Only drafters that decide this level by level have several; all of them are `budgets`.
-        """
-        return (budget,)
 
     def __repr__(self) -> str:
         """What the time of a proposal depends on, besides its budget and the target.

@@ -1,6 +1,7 @@
 """A trained head as a drafter, and which class of drafter serves which class of head."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -51,7 +52,9 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
         self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
         self.trees = StaticTrees(head.path_counts, head.depth, shape, head.usual_paths)
-        self.budgets = self.trees.budgets if shape is not None or budgets is None else budgets
+        sizes = self.trees.budgets if shape is not None or budgets is None else budgets
+        # As measured after training for the best static tree of each size.
+        self.budgets = tuple(replace(b, chances=self.trees.chances(b) or ()) for b in sizes)
         self.known_levels: dict[TreeShape, list[Level]] = {}
         self.known_scores: dict[TreeShape, torch.Tensor] = {}
         self.known_slots: dict[int, torch.Tensor] = {}
@@ -145,10 +148,6 @@ class HeadDrafter(Drafter, Generic[Head]):
         """The static tree for a budget; with a `RowRandom`, one whose children can be drawn."""
         shape = self.trees.shape(budget)
         return shape.gapless if isinstance(random, RowRandom) else shape
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured after training for the best static tree."""
-        return self.trees.chances(budget) or super().chances(budget)
 
     def __repr__(self) -> str:
         """The shape of the head, and of a fixed tree."""

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.dims import Spec
+from drafthead.heads.trees.guesses import Guesses
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 # The token and the parent of a node that only fills up a tree. No token is equal to it: PADDING
@@ -124,13 +125,15 @@ def as_given(tokens: torch.Tensor) -> torch.Tensor:
 
 
 KNOWN = TokenFiller(as_given, dims=("B N",))
-Proposal: TypeAlias = TokenTree | TreeRecipe
+Proposal: TypeAlias = TokenTree | TreeRecipe | Guesses
 
 
 def known(proposal: Proposal) -> TokenTree:
     """The proposed tree, with its tokens computed now where they were to be in the step's graph."""
     if isinstance(proposal, TokenTree):
         return proposal
+    if isinstance(proposal, Guesses):
+        return proposal.tree()
     filler, form = proposal.filler, (proposal.parents, proposal.depths, proposal.ancestors)
     tokens = (filler.alone or filler.tokens)(*proposal.arguments)
     widest = proposal.num_nodes - 1

@@ -1,13 +1,10 @@
 """Static trees: the sizes worth choosing from, and the best tree of each by measured paths."""
 
 import math
-from dataclasses import astuple
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.trees.tree import Budget, Path, TreeShape
+from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, Path, TreeShape
 
-# Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
-UNMEASURED_ALPHA = 0.6
 # The choices that Medusa publishes for Vicuna 7B and Hydra takes over, in their order: ranks of the
 # guesses at depth 1, 2, ... Heads of other targets are served with them, too.
 MEDUSA_CHOICES = """
@@ -29,12 +26,18 @@ def shallow_budgets(depth: int) -> tuple[Budget, ...]:
     """`tree_budgets` and small trees of one and two levels, for a cost that grows with depth."""
     shallow = [Budget(nodes, d) for d in (1, 2) for nodes in TREE_SIZES if d < nodes <= 4 * d]
     deep = tree_budgets(depth)
-    return tuple(sorted({*deep, *(b for b in shallow if b.depth <= depth)}, key=astuple))
+    return tuple(sorted({*deep, *(b for b in shallow if b.depth <= depth)}))
 
 
 def chain_budgets(depth: int) -> tuple[Budget, ...]:
     """Budgets of a drafter of chains of up to `depth` tokens."""
     return tuple(Budget(length + 1, length) for length in range(1, depth + 1))
+
+
+def free_budgets(nodes: int) -> tuple[Budget, ...]:
+    """Budgets of drafts that cost no pass, of up to `nodes` nodes."""
+    sizes = [size for size in TREE_SIZES if size < nodes]
+    return tuple(Budget(size, 0) for size in (*sizes, min(nodes, TREE_SIZES[-1])))
 
 
 def grow_tree(

@@ -17,6 +17,8 @@ from drafthead.heads.errors import UserError
 Path = tuple[int, ...]
 
 PADDING = -1
+# Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
+UNMEASURED_ALPHA = 0.6
 
 
 def ancestor_mask(parents: torch.Tensor, max_depth: int | None = None) -> torch.Tensor:
@@ -46,23 +48,33 @@ def ancestor_mask(parents: torch.Tensor, max_depth: int | None = None) -> torch.
 class Budget:
     """The most that one step's tree may have: nodes, the root included, and drafted tokens a path.
 
-    A drafter that has another `source` of trees beside its main one, such as lookup, names it.
-    A draft that takes a pass for each level may stop where a further level is accepted with less
-    than `least_chance`; that is no part of the size, so budgets that differ in it are equal.
-    Raises UserError for a tree that would propose nothing.
+    Depth 0 is for drafts that are free: they cost no pass of a model, and a path may have as many
+    tokens as there are nodes. A draft that takes a pass for each level may stop where a further
+    level is accepted with less than `least_chance`. Budgets that differ in nothing but what is
+    believed of them are equal. Raises UserError for a tree that would propose nothing.
     """
 
     nodes: int
     depth: int
-    source: str = ""
-    least_chance: float = field(default=0.0, compare=False)
+    least_chance: float = field(default=0.0, compare=False, repr=False)
+    # How likely such a tree is accepted to depth 1, 2, ..., as far as known before decoding;
+    # without measurements, each depth in UNMEASURED_ALPHA of the cases of the depth before.
+    chances: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.nodes < 2 or self.depth < 1:
+        if self.nodes < 2 or self.depth < 0:
             raise UserError(
-                f"a token tree needs at least 2 nodes (the root and a guess) and depth 1, got "
-                f"{self.nodes} nodes and depth {self.depth}"
+                f"a token tree needs at least 2 nodes (the root and a guess), got {self.nodes} "
+                f"nodes and depth {self.depth}"
             )
+        if not self.chances:
+            assumed = (UNMEASURED_ALPHA**depth for depth in range(1, self.longest + 1))
+            object.__setattr__(self, "chances", tuple(assumed))
+
+    @property
+    def longest(self) -> int:
+        """The most drafted tokens on a path."""
+        return self.depth or self.nodes - 1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.features import Features
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.heads.trees.recipe import Proposal
+from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.beams.beam_round import (
     BeamRules,
     Beams,
@@ -157,10 +158,10 @@ class BeamStepper(EagerStepper):
         session.commit(read.chosen(rows).committed(self.roots, first_tokens))
         return session
 
-    def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
-        """Propose, score, replay the rounds of beam search that were scored, and commit."""
+    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
+        """Score a proposal, replay the rounds of beam search that were scored, and commit."""
         stats = self.run.stats
-        tree, output = self.propose_and_score(session, budget)
+        tree, output = self.scored(proposal)
         with stats.phase("accept"):
             first = 0
             for each in self.searches:

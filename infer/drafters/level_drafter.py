@@ -9,14 +9,13 @@ unsure for one more pass to pay, see `until_unsure`.
 
 from abc import abstractmethod
 from collections import defaultdict
-from dataclasses import astuple
 from typing import ClassVar, TypeAlias
 
 import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import UNMEASURED_ALPHA, Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
@@ -29,10 +28,9 @@ from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.dynamic import Children, as_values, dynamic_tree
 from drafthead.heads.trees.static import chain_budgets
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 
-GROWN = "grown"  # the source of trees, beside the chains whose tokens can be drawn
 # Nodes of a tree for each level, and the most nodes of a level that get children.
 NODES_A_LEVEL = (3, 8)
 MOST_OPENED = 8
@@ -52,7 +50,7 @@ class LevelDrafter(Drafter):
         self.model = model
         self.depth = depth
         self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]
-        self.budgets = tuple(sorted((*grown_budgets(depth), *chain_budgets(depth)), key=astuple))
+        self.budgets = (*grown_budgets(depth), *chain_budgets(depth))
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
         # By the nodes of a level, and whether they are guesses of draws.
@@ -69,24 +67,6 @@ class LevelDrafter(Drafter):
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """The draft model's numbers of proposed tokens [...]."""
         return tokens
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """Of a chain as of any drafter; a tree has several guesses a level.
-
-        The next token is not among the w best in (1 - alpha) / sqrt(w) of the cases: for a head for
-        SmolLM2-135M that was right within 0.01 up to w = 10.
-        """
-        if budget.source != GROWN:
-            return super().chances(budget)
-        guesses = (budget.nodes - 1) / budget.depth
-        alpha = 1 - (1 - UNMEASURED_ALPHA) / guesses**0.5
-        return tuple(alpha**depth for depth in range(1, budget.depth + 1))
-
-    def stops(self, budget: Budget) -> tuple[Budget, ...]:
-        """Trees of fewer levels, with as many nodes a level."""
-        of_a_level = (budget.nodes - 1) // budget.depth
-        levels = range(1, budget.depth + 1)
-        return tuple(Budget(1 + n * of_a_level, n, budget.source) for n in levels)
 
     def __repr__(self) -> str:
         """The shape of the model, and whether it is compiled."""
@@ -115,10 +95,6 @@ class LevelSession(DraftSession):
     @abstractmethod
     def _after_roots(self) -> torch.Tensor:
         """The logits [B, V] after the last committed tokens, once what is new has been read."""
-
-    def drafted(self, budget: Budget) -> Budget:
-        """The budget with the levels of the last draft."""
-        return self.drafter.stops(budget)[self.levels - 1]
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Draft level by level after the last committed tokens."""
@@ -261,9 +237,15 @@ class LevelSession(DraftSession):
 
 
 def grown_budgets(depth: int) -> tuple[Budget, ...]:
-    """Budgets of trees of 1 to `depth` levels, beside the chains."""
-    return tuple(
-        Budget(1 + levels * nodes, levels, GROWN)
-        for levels in range(1, depth + 1)
-        for nodes in NODES_A_LEVEL
-    )
+    """Budgets of trees of 1 to `depth` levels, beside the chains.
+
+    The next token is not among the w best in (1 - alpha) / sqrt(w) of the cases: for a head for
+    SmolLM2-135M that was right within 0.01 up to w = 10.
+    """
+    sizes = []
+    for levels in range(1, depth + 1):
+        for nodes in NODES_A_LEVEL:
+            alpha = 1 - (1 - UNMEASURED_ALPHA) / nodes**0.5
+            chances = tuple(alpha**level for level in range(1, levels + 1))
+            sizes.append(Budget(1 + levels * nodes, levels, chances=chances))
+    return tuple(sizes)

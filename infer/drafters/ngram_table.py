@@ -1,12 +1,14 @@
 """What followed each few tokens of a target's texts, counted: a language model without a network.
 
 The trivial drafts of Leviathan et al. (2023, arXiv 2211.17192): unigrams, bigrams, trigrams and so
-on. A datastore keeps the texts and so knows a few whole continuations; a table forgets them and
-counts every token, so what followed rarely after these words, but often after the last of them, has
-its probability.
+on. Every token is counted, so what followed rarely after these words, but often after the last of
+them, has its probability. The tables are files that are mapped into memory.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -14,15 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafthead.heads.errors import UserError
-from drafthead.infer.drafters.stored import (
-    SEPARATOR,
-    Record,
-    joined,
-    mapped,
-    ngram_number,
-    ngram_numbers,
-    readable,
-)
+from drafthead.heads.storage.files import write_text
 
 # Tokens of the longest n-grams, the next one included. More are no use: of 2.2 million tokens most
 # longer contexts were seen once, and n-grams of 7 guessed worse than those of 5.
@@ -30,6 +24,87 @@ ORDERS = range(2, 6)
 FOLLOWERS = 64  # of one context, the most frequent ones
 CHILDREN = 8  # of a node of a tree; twice as many bring 0.2 % more in trees of 16, and take longer
 KINDS = ("numbers", "spans", "followers")
+SEPARATOR = -1  # between texts, and after the last
+FACTOR, OFFSET = np.uint64(1_000_003), np.uint64(7)
+RECORD = "datastore.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a folder is of."""
+
+    vocabulary: str  # a hash of the tokenizer's tokens
+    tokens: int
+    ngrams: int  # tokens of the longest n-grams
+
+    @classmethod
+    def load(cls, folder: Path, vocabulary: str) -> "Record":
+        """The record in a folder.
+
+        Raises UserError when there is none that can be read, or one of another tokenizer.
+        """
+        with readable(folder):
+            fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            record = cls(fields["vocabulary"], fields["tokens"], int(fields.get("ngrams", 0)))
+        if not record.ngrams:
+            raise UserError(
+                f"{folder} is a datastore of whole texts, as older versions wrote them: make a "
+                "table of n-grams of the same answers with `drafthead build-datastore`"
+            )
+        if record.vocabulary != vocabulary:
+            raise UserError(
+                f"{folder} is a datastore of another tokenizer's tokens: make one of this target's "
+                "answers with `drafthead build-datastore`"
+            )
+        return record
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder."""
+        write_text(folder / RECORD, json.dumps(asdict(self), indent=1) + "\n")
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Raises UserError for what goes wrong while files of a folder are read."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder} is no datastore that can be read ({error}): make one with "
+            "`drafthead build-datastore`"
+        ) from error
+
+
+def mapped(path: Path) -> np.ndarray:
+    """The array of a file, mapped into memory."""
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def joined(texts: Iterable[Sequence[int]]) -> np.ndarray:
+    """The token ids of texts [N] int32, with a separator after each text."""
+    end = np.full(1, SEPARATOR, dtype=np.int32)
+    parts = [part for text in texts for part in (np.asarray(text, dtype=np.int32), end)]
+    return np.concatenate(parts) if parts else end[:0]
+
+
+def ngram_numbers(tokens: np.ndarray, length: int) -> np.ndarray:
+    """A number for each of the n-grams of a length in tokens [N], [N - length + 1] uint64.
+
+    Two n-grams with one number are too rare to matter: they cost a guess.
+    """
+    count = len(tokens) - length + 1
+    numbers = np.zeros(max(count, 0), dtype=np.uint64)
+    for start in range(length):
+        numbers = numbers * FACTOR + tokens[start : start + count].astype(np.uint64) + OFFSET
+    return numbers
+
+
+def ngram_number(tokens: Sequence[int]) -> int:
+    """The number of one n-gram, as `ngram_numbers` has it; NumPy is slow with a few numbers."""
+    number = 0
+    for token in tokens:
+        number = (number * int(FACTOR) + token + int(OFFSET)) & 0xFFFF_FFFF_FFFF_FFFF
+    return number
 
 
 class Contexts(NamedTuple):
@@ -110,7 +185,7 @@ class NgramTable:
     def of(cls, texts: Iterable[Sequence[int]], vocabulary: str, order: int) -> "NgramTable":
         """The table of texts' token ids with n-grams of up to `order` tokens, one of ORDERS."""
         tokens = joined(texts)
-        record = Record(vocabulary, int((tokens != SEPARATOR).sum()), {}, order)
+        record = Record(vocabulary, int((tokens != SEPARATOR).sum()), order)
         return cls([Contexts.of(tokens, length) for length in range(order)], record)
 
     @classmethod
@@ -134,13 +209,6 @@ class NgramTable:
             for kind, table in zip(KINDS, contexts, strict=True):
                 np.save(folder / f"{kind}-{length}.npy", table)
         self.record.save(folder)
-
-    def matched(self, past: Sequence[int]) -> int:
-        """Tokens of the longest context at the end of `past` that was seen; 0 for none."""
-        for length in range(min(len(self.contexts) - 1, len(past)), 0, -1):
-            if self.contexts[length].after(past[-length:]) is not None:
-                return length
-        return 0
 
     def distribution(self, past: Sequence[int], enough: int = FOLLOWERS) -> dict[int, float]:
         """Probabilities of the next token, the most probable ones first, up to `enough`.

@@ -6,6 +6,7 @@ So the speed at any acceptance can be measured on this machine before a head is 
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,11 +33,10 @@ class Scripted(Drafter):
     ):
         """`answers` to the prompts in their order; `alpha` is the chance that a token is right."""
         self.answers, self.alpha, self.vocab_size, self.seed = answers, alpha, vocab_size, seed
-        self.budgets = tree_budgets(depth)
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """alpha, alpha^2, ... to the depth of the tree."""
-        return tuple(self.alpha**depth for depth in range(1, budget.depth + 1))
+        self.budgets = tuple(
+            replace(size, chances=tuple(alpha**depth for depth in range(1, size.depth + 1)))
+            for size in tree_budgets(depth)
+        )
 
     def __repr__(self) -> str:
         """The depth: the time of a proposal does not depend on what is proposed."""

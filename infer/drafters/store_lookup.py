@@ -1,65 +1,128 @@
-"""Lookup in a datastore: trees of what the target has written before after the same words.
+"""Lookup in what the target has written before: trees of what followed the same words.
 
-A tree has the likeliest of what followed in the row's own past, as in prompt lookup, in the
-datastore or by a table of n-grams, and in what this process has written. It needs no training and
-next to no time, so it pays wherever a target answers many requests of a kind.
+A tree has the likeliest of what followed in the row's own past, as in prompt lookup, by a table of
+n-grams (`drafthead build-datastore`), and in what this process has written. It needs no training
+and next to no time, so it pays wherever a target answers many requests of a kind (retrieval instead
+of a draft model: REST, He et al., 2023, arXiv 2311.08252).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from drafthead.heads.drafting.drafter import NO_OUTLOOK
-from drafthead.heads.trees.static import TREE_SIZES, tree_budgets
-from drafthead.heads.trees.tree import Budget
-from drafthead.infer.drafters.datastore import DEPTH, Datastore
-from drafthead.infer.drafters.earlier import Earlier
-from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree
-from drafthead.infer.drafters.match_record import MatchRecord
-from drafthead.infer.drafters.ngram_table import NgramTable
-from drafthead.infer.drafters.past import Lookup, Past
-from drafthead.infer.drafters.stored import Record
+from drafthead.heads.trees.guesses import GrowingTree, GuessTree
+from drafthead.heads.trees.static import TREE_SIZES, free_budgets
+from drafthead.infer.drafters.lookup import History, Lookup, MatchRecord
+from drafthead.infer.drafters.ngram_table import NgramTable, Record
 
-LEAST_NGRAM = 2  # tokens that must have occurred in it before; one alone says too little
-# Outlooks where so many tokens or more were found in the row's own past; elsewhere it is their
-# number. Tokens found in the same text say more than as many found elsewhere.
-OWN_OUTLOOK = {2: 5, 6: 7}
+LEAST_NGRAM = 2  # tokens that must have occurred before; one alone says too little
+# Lengths of n-grams by which earlier answers are found, and how much what follows one of them
+# counts against what follows the others.
+LEVELS = {6: 1.0, 4: 0.4, 3: 0.15, 2: 0.05}
+DEPTH = 10  # tokens after a place that are read
+PLACES = 4  # of one n-gram that are remembered, the latest
+LIMIT = 200_000  # tokens that are remembered, at most
 NOTHING_LEARNT = MatchRecord()
+
+Place = tuple[list[int], int]  # a text, which may still grow, and a position in it
+Index = dict[int, list[Place]]  # by hash of an n-gram: where the token after it is
+
+
+class Earlier:
+    """The latest texts of this process, by their n-grams. Several threads may use it.
+
+    A server that gets similar requests drafts the next answers from the last ones (suffix decoding,
+    Oliaro et al., 2024, arXiv 2411.04975, keeps such an index as a suffix tree).
+    """
+
+    def __init__(self, limit: int = LIMIT):
+        """When half of `limit` tokens have come since the last time, what came before those goes.
+
+        So between half of them and all of them are remembered.
+        """
+        self.limit, self.count = limit, 0
+        self.young: Index = {}
+        self.old: Index = {}
+
+    def add(self, text: list[int], place: int) -> None:
+        """Remember that the token at a place of a text follows the tokens before it.
+
+        The text is kept, not copied: what follows later is known as soon as it is there.
+        """
+        for length in LEVELS:
+            if length <= place:
+                places = self.young.setdefault(hash(tuple(text[place - length : place])), [])
+                places.append((text, place))
+                del places[:-PLACES]
+        self.count += 1
+        if self.count > self.limit // 2:
+            self.young, self.old, self.count = {}, self.young, 0
+
+    def continuations(self, past: Sequence[int]) -> Iterator[tuple[float, list[int]]]:
+        """Weights and texts of up to `DEPTH` tokens: what followed the end of `past` elsewhere."""
+        for length, weight in LEVELS.items():
+            texts = [text[place : place + DEPTH] for text, place in self._places(past, length)]
+            for text in texts:
+                yield weight / len(texts), text
+
+    def matched(self, past: Sequence[int]) -> int:
+        """Tokens of the longest n-gram at the end of `past` that other texts hold; 0 for none."""
+        return next((length for length in LEVELS if self._places(past, length)), 0)
+
+    def _places(self, past: Sequence[int], length: int) -> list[Place]:
+        """The places after the n-gram of a length with which the past ends, but its own."""
+        if length > len(past):
+            return []
+        key = hash(tuple(past[-length:]))
+        places = [*self.young.get(key, ()), *self.old.get(key, ())]
+        return [(text, place) for text, place in places if text is not past]
+
+
+class Counted:
+    """A token of some texts, and what follows it there."""
+
+    __slots__ = ("children", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.children: dict[int, Counted] = {}
+
+    @classmethod
+    def of(cls, texts: Iterable[tuple[float, Sequence[int]]]) -> "Counted":
+        """The common root of weighted texts; a negative token ends a text."""
+        root = cls()
+        for weight, text in texts:
+            root.weight += weight
+            node = root
+            for token in text:
+                if token < 0:
+                    break
+                child = node.children.get(token)
+                if child is None:
+                    child = node.children[token] = cls()
+                child.weight += weight
+                node = child
+        return root
 
 
 class StoreLookup(Lookup):
-    """Trees from the row's own past and from a datastore or a table of n-grams."""
+    """Trees from the row's own past, from a table of n-grams and from earlier answers."""
 
-    budgets = tree_budgets(DEPTH)
+    budgets = free_budgets(TREE_SIZES[-1])
+    most_drawn = DEPTH
 
-    def __init__(self, stored: Datastore | NgramTable | None, earlier: Earlier | None = None):
+    def __init__(self, table: NgramTable | None, earlier: Earlier | None = None):
         """`earlier` is what this process has written, which sessions add to."""
-        self.stored, self.earlier = stored, earlier
-        self.store = stored if isinstance(stored, Datastore) else None
-        self.table = stored if isinstance(stored, NgramTable) else None
-        self.distribution = None if self.table is None else self.table.distribution
+        self.table, self.earlier = table, earlier
+        self.distribution = None if table is None else table.distribution
         self.matches = MatchRecord()
 
     def __repr__(self) -> str:
-        """A table of n-grams is another matter than a datastore."""
+        """The class, and how long the n-grams of the table are."""
         grams = "" if self.table is None else f" with {self.table.record.ngrams}-grams"
         return super().__repr__() + grams
 
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """As measured on texts that are not in the datastore; if none were, as for any drafter."""
-        return self._measured(NO_OUTLOOK, budget) or super().chances(budget)
-
-    def chances_found(self, outlook: int, budget: Budget) -> tuple[float, ...]:
-        """The same at an outlook, or at the next lower one that was met."""
-        record = {} if self.stored is None else self.stored.record.reached
-        known = max((met for met in record if 0 < met <= outlook), default=NO_OUTLOOK)
-        return self._measured(known, budget) or self.chances(budget)
-
-    def _measured(self, outlook: int, budget: Budget) -> tuple[float, ...]:
-        reached = self.stored.record.reached.get(outlook, {}) if self.stored is not None else {}
-        sizes = [nodes for nodes in reached if nodes <= budget.nodes]
-        return tuple(reached[max(sizes)][: budget.depth]) if sizes else ()
-
-    def guess(self, past: Past, nodes: int, depth: int, follows: bool = True) -> GuessTree:
+    def guess(self, past: History, nodes: int, depth: int, follows: bool = True) -> GuessTree:
         """The tree of up to `nodes` nodes, the root not counted, after a row's past.
 
         Under rules that do not follow the target's own tokens, the text of a seed depends on what
@@ -71,43 +134,24 @@ class StoreLookup(Lookup):
         matches = self.matches if follows else NOTHING_LEARNT
         scores = matches.log_chances(past.matched(LEAST_NGRAM), len(own))
         tree.add_tree(GuessTree.chain(own, scores))
-        counted = Counted.of(self.continuations(past, follows))
-        reached = self.chances_at(self.found_elsewhere(past), Budget(max(TREE_SIZES), depth))
-        tree.add_heaviest(counted, reached, len(tree) + nodes, depth)
+        if self.earlier is not None and follows:
+            counted = Counted.of(self.earlier.continuations(past.tokens))
+            found = NOTHING_LEARNT.log_chances(max(1, self.earlier.matched(past.tokens)), depth)
+            tree.add_heaviest(counted, [*map(math.exp, found)], len(tree) + nodes, depth)
         if self.table is not None:
             expected = self.table.after(past.tokens)
             tree.add_heaviest(expected, [1.0] * depth, len(tree) + nodes, depth)
         return tree.best(nodes)
 
-    def learn(self, past: Past) -> None:
+    def learn(self, past: History) -> None:
         """Remember the token for other rows and later answers."""
         if self.earlier is not None:
             self.earlier.add(past.tokens, len(past.tokens) - 1)
 
-    def outlook(self, past: Past) -> int:
-        """How much of the row's end was found again: in its past, or else elsewhere."""
-        if own := past.matched(LEAST_NGRAM):
-            return OWN_OUTLOOK[max(length for length in OWN_OUTLOOK if length <= own)]
-        return self.found_elsewhere(past)
 
-    def found_elsewhere(self, past: Past) -> int:
-        """How many of the row's last tokens were found, in a row, beyond its own past."""
-        elsewhere = [place for place in (self.stored, self.earlier) if place is not None]
-        return max((place.matched(past.tokens) for place in elsewhere), default=0)
-
-    def continuations(self, past: Past, follows: bool) -> Iterator[tuple[float, list[int]]]:
-        """Weights and texts of what followed the end of a past, in the datastore and earlier."""
-        if self.store is not None:
-            yield from self.store.continuations(past.tokens)
-        if self.earlier is not None and follows:
-            yield from self.earlier.continuations(past.tokens)
-
-
-def load_stored(folder: Path, vocabulary: str) -> Datastore | NgramTable:
+def load_table(folder: Path, vocabulary: str) -> NgramTable:
     """What `drafthead build-datastore` has written into a folder, mapped into memory.
 
     Raises UserError when nothing can be read there, or when it is of another tokenizer.
     """
-    record = Record.load(folder, vocabulary)
-    kind = NgramTable if record.ngrams else Datastore
-    return kind.load(folder, record)
+    return NgramTable.load(folder, Record.load(folder, vocabulary))

@@ -26,7 +26,7 @@ from statistics import fmean
 import torch
 
 from drafthead.heads.host import to_host
-from drafthead.heads.trees.static import UNMEASURED_ALPHA
+from drafthead.heads.trees.tree import UNMEASURED_ALPHA
 
 RANGES = 8  # equal parts of [0, 1] in which guesses are judged apart
 FIRST_WEIGHT = 16.0  # levels as which the first belief counts, in each range: that guesses are true

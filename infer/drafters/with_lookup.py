@@ -10,28 +10,24 @@ arXiv 2411.04975, decides it by a threshold).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import NO_OUTLOOK, Committed, Drafter, DraftSession
+from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.guesses import GrowingTree, GuessTree, token_tree
 from drafthead.heads.trees.recipe import Proposal, known
-from drafthead.heads.trees.static import TREE_SIZES
+from drafthead.heads.trees.static import free_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
-from drafthead.infer.drafters.guess_tree import GrowingTree, GuessTree, token_tree
-from drafthead.infer.drafters.past import Lookup
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
-
-LOOKUP = "lookup"  # the source of trees of lookup alone
 
 
 class WithLookup(Drafter):
-    """A drafter, and lookup beside it: in the row's own past, and in a datastore if there is one.
+    """A drafter, and lookup beside it: in the row's own past, and by a table if there is one.
 
     The depth of a budget is the drafter's: a path of lookup may have as many tokens as there are
     nodes. Only under rules that follow the target's own tokens does lookup take part: copied tokens
@@ -43,29 +39,7 @@ class WithLookup(Drafter):
         self.features = drafter.features
         most = max(budget.nodes for budget in drafter.budgets)
         self.lookup: Lookup = stored or PromptLookup(most - 1, LEAST_NGRAM)
-        deepest = self.lookup.budgets[-1].depth
-        alone = [Budget(n, min(n - 1, deepest), LOOKUP) for n in TREE_SIZES if n <= most]
-        self.budgets = (*alone, *drafter.budgets)
-
-    def chances(self, budget: Budget) -> tuple[float, ...]:
-        """Those of the drafter, as what lookup adds depends on the text; or those of lookup."""
-        if budget.source == LOOKUP:
-            return self.lookup.chances(budget)
-        return self.drafter.chances(budget)
-
-    def chances_at(self, outlook: int, budget: Budget) -> tuple[float, ...]:
-        """Those of the drafter or of lookup, whichever is higher at a depth."""
-        if budget.source == LOOKUP:
-            return self.lookup.chances_at(outlook, budget)
-        own = self.chances(budget)
-        if outlook == NO_OUTLOOK:
-            return own
-        found = self.lookup.chances_at(outlook, Budget(budget.nodes, budget.nodes - 1))
-        return tuple(max(pair) for pair in zip_longest(own, found, fillvalue=0.0))
-
-    def stops(self, budget: Budget) -> tuple[Budget, ...]:
-        """Those of the drafter; lookup has no reason to stop."""
-        return (budget,) if budget.source == LOOKUP else self.drafter.stops(budget)
+        self.budgets = (*free_budgets(most), *drafter.budgets)
 
     def __repr__(self) -> str:
         """That of the drafter, and that lookup is beside it."""
@@ -102,22 +76,14 @@ class WithLookupSession(DraftSession):
         Where lookup takes part a draft does not stop early: nodes that it leaves free are lookup's,
         and a step with them is none of the drafter's smaller sizes.
         """
-        if budget.source == LOOKUP:
+        if budget.depth == 0:
             return self.lookup.propose(budget, sampling, random)
         follows = sampling.greedy or isinstance(random, NextDraws)
-        if not follows or not self.lookup.offers():
+        found = self.lookup.guesses(Budget(budget.nodes, 0), follows) if follows else None
+        if found is None or found.num_nodes == 1:
             return self.session.propose(budget, sampling, random)
         tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
-        longest = Budget(budget.nodes, budget.nodes - 1)
-        return merged(tree, self.lookup.guesses(longest, follows), budget.nodes)
-
-    def outlook(self) -> int:
-        """That of lookup."""
-        return self.lookup.outlook()
-
-    def drafted(self, budget: Budget) -> Budget:
-        """That of the drafter; lookup's trees count with the nodes that they may have."""
-        return budget if budget.source == LOOKUP else self.session.drafted(budget)
+        return merged(tree, found.trees, budget.nodes)
 
 
 def learns_answers(drafter: Drafter | None) -> bool:

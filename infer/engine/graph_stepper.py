@@ -4,11 +4,9 @@ from functools import cached_property
 
 import torch
 
-from drafthead.heads.drafting.drafter import DraftSession
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import TokenFiller, TreeRecipe
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.heads.trees.recipe import Proposal, TokenFiller, TreeRecipe, known
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.graph_step import Draws, GraphStep
 from drafthead.infer.engine.stepper import EagerStepper, Outcome, Stepper
@@ -22,10 +20,12 @@ class GraphStepper(Stepper):
     as well where the session proposes a recipe.
     """
 
-    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
-        """Propose a tree or its recipe, and call the graph."""
-        proposal = self.propose(session, budget)
-        recipe = TreeRecipe.of(proposal) if isinstance(proposal, TokenTree) else proposal
+    def verified(self, proposal: Proposal | None) -> Outcome:
+        """Call the graph of a recipe, or of a tree whose tokens are known."""
+        if isinstance(proposal, TreeRecipe):
+            recipe = proposal
+        else:
+            recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
         self.run.stats.verified_nodes += recipe.num_nodes
         with self.run.stats.phase("verify"):
             draws = self.draws(recipe.max_depth)

@@ -1,6 +1,7 @@
 """The decoding loop: how large a tree, one step, what it taught; until every row has ended."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -50,13 +51,12 @@ def read_prompts(
 
 
 def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emitted:
-    """One step of the size that the planner chooses."""
+    """One step, which verifies what the planner keeps of the drafts that it asks for."""
     run = stepper.run
     with run.stats.step() as elapsed:
-        budget = planner.choose(session.outlook())
-        emitted = stepper.step(session, budget)
-        made = None if budget is None else session.drafted(budget)
-        planner.learn(made, run.last_lengths, elapsed())
+        proposal = planner.draft(partial(stepper.propose, session))
+        emitted = stepper.step(session, proposal)
+        planner.learn(run.last_lengths, elapsed())
         if not run.batch.running:
             planner.finish()
     return emitted

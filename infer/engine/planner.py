@@ -1,93 +1,152 @@
-"""How large a tree to draft at each step: the size that gives the most tokens per second, or none.
+"""Drafts that pay: how large a tree to ask for at each step, and what of a free one to keep.
 
 A tree of N nodes is worth its time when the tokens that it is expected to bring outweigh the longer
-pass. Both are beliefs that every step corrects: seconds in `StepCosts`, tokens in
-`Expectations`, which begin with the acceptance that was measured when the drafter was trained.
-Nothing is timed before decoding.
+pass. Both are beliefs that every step corrects: seconds in `StepCosts`, tokens in `Acceptance`,
+which begins with what was measured when the drafter was trained. Nothing is timed before decoding.
 
-A drafter may know that a proposal is better than others before it makes it: lookup that has found
-the last six tokens again guesses more than lookup that has found two. Steps of one such outlook
-have expectations of their own, and so their own size.
+Free drafts, such as those of lookup, come first. They cost no pass, so the plan sees them, with the
+score of each node, before it decides: the best nodes are kept that pay for their share of the pass,
+or none, by a curve of what scores come true at.
 
-A draft that grows level by level may stop early, where one more level is likely to bring less than
-its time is worth; the planner says how much that is. Such a size stands for those at which its
-drafts end: it takes their time on average, and each step teaches what the size takes that it had.
-
-Steps are made in runs of one size. Most runs have the size that is best by what is known. Some are
-trials of another one: a size that may be better, or, while plain decoding is best, any draft, since
-only drafts show what is accepted. Two accounts bound what wrong beliefs can cost; each receives 1 %
-of all time. One pays for what drafts have lost against plain decoding (a conservative bandit, Wu et
+Drafts that cost passes are asked for by size. A draft that grows level by level may stop early,
+where one more level is likely to bring less than its time is worth; the plan says how much that is.
+Their sizes come in runs. Most runs have the size that is best by what is known. Some are trials of
+another one: a size that may be better, or, while plain decoding is best, any draft, since only
+drafts show what is accepted. Two accounts bound what wrong beliefs can cost; each receives 1 % of
+all time. One pays for what drafts have lost against plain decoding (a conservative bandit, Wu et
 al., 2016, arXiv 1602.04282), the other for what trials have lost against the best size.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drafthead.heads.drafting.drafter import NO_OUTLOOK
+from drafthead.heads.trees.guesses import Guesses
+from drafthead.heads.trees.recipe import Proposal
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.engine.acceptance_tracker import Expectations
-from drafthead.infer.engine.draft_lengths import Stops, at_its_end
-from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from drafthead.infer.engine.step_costs import Size, StepCosts, Table
+from drafthead.infer.engine.draft_acceptance import (
+    Acceptance,
+    Calibration,
+    Size,
+    Table,
+)
+from drafthead.infer.engine.step_costs import StepCosts
 
 Marks = NDArray[np.bool_]
-# Of an outlook, how likely a draft within each budget is accepted to depth 1, 2, ...
-Chances = Callable[[int], Mapping[Budget, Sequence[float]]]
+Propose = Callable[[Budget], Proposal]  # what the drafter makes within a budget
+
+# Rows by which free drafts of a batch are judged, because each takes time.
+JUDGED_ROWS = 8
+# Nodes of the free draft that is asked for, at first and at least: twice as many where all of them
+# have paid, and half as many where none has for so many steps. To find them takes time.
+FIRST_FREE_NODES, FEWEST_FREE_NODES, UNUSED_STEPS = 16, 8, 16
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """How often an `AdaptivePlan` decides, what it demands and tries, and how long it remembers."""
+
+    # Steps of a run: all of one size, then the plan chooses again. Choosing costs time, so not at
+    # every step.
+    run_steps: int = 4
+    # Steps at the beginning of a run of another size than the last that are not timed: they find
+    # the CPU caches full of the other size's data, and may compile a graph.
+    settling_steps: int = 2
+    # Ratio of tokens per second that a larger tree must promise over a smaller one, and any tree
+    # over plain decoding. The best of many estimates is seldom as good as it looks, and wide passes
+    # suffer most when the machine becomes busy.
+    required_gain: float = 1.03
+    # Share of all time that drafts may lose against plain decoding, and likewise trials against the
+    # best size.
+    loss_share: float = 0.01
+    # The same in plain steps: at first, and the most that is saved up. An always wrong drafter
+    # loses no more than 8 + 5 of the first 512 steps, or 3 %; a good one does not run out of it by
+    # chance.
+    first_loss: float = 8.0
+    most_for_drafts: float = 24.0
+    most_for_trials: float = 9.0
+    # A trial counts as losing at least this share of its time, whatever it brought: changing the
+    # size costs a little that is not timed.
+    least_loss: float = 0.1
+    # Standard deviations by which a size may be cheaper than believed when a trial is considered,
+    # and dearer when it must be paid for.
+    optimism: float = 1.0
+    caution: float = 2.0
+
+    def for_rows(self, rows: int) -> Self:
+        """The settings for a batch: a step that is lost is lost in every row.
+
+        So less may be lost at first: a quarter of the steps, which are four times the tokens, with
+        16 rows. Answers of a batch often end before the accounts would have filled again.
+        """
+        return replace(self, first_loss=self.first_loss / math.sqrt(rows))
+
+
+DEFAULT_SETTINGS = PlannerSettings()
 
 
 class Planner(ABC):
-    """Chooses the budget of each step of one decoding and learns from the step's result."""
+    """Chooses what each step of one decoding verifies, and learns from the step's result."""
 
     @abstractmethod
-    def choose(self, outlook: int) -> Budget | None:
-        """The budget of the next step, see `DraftSession.outlook`; None for one without a draft."""
+    def draft(self, propose: Propose) -> Proposal | None:
+        """What the next step verifies, of what `propose` makes; None for a step without a draft."""
 
     @abstractmethod
-    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
-        """Record a step: what was drafted (one of the stops of the chosen budget), the tokens
-        committed in each active row, its time.
-        """
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
+        """Record the step that was drafted for: tokens committed in each active row, its time."""
 
     def finish(self) -> None:  # noqa: B027  (nothing to do is a good default)
         """Called after the last step."""
 
 
 class FixedPlan(Planner):
-    """The same budget at every step, or none."""
+    """A draft of one budget at every step, or none."""
 
     def __init__(self, budget: Budget | None):
         self.budget = budget
 
-    def choose(self, outlook: int) -> Budget | None:
-        """Always the budget it was made with."""
-        return self.budget
+    def draft(self, propose: Propose) -> Proposal | None:
+        """Whatever the drafter makes within the budget."""
+        return None if self.budget is None else propose(self.budget)
 
-    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What free drafts are weighed by during a run; costs are in plain steps."""
+
+    free: Table  # [F] of a step of each free size, as far as known
+    dearest: Table  # [F] the same, on the cautious side
+    run: float  # of a step of the run's size
+    reached: Table | None  # [D] how often the run's own drafts are accepted to each depth
+    for_drafts: float  # that drafts may still lose
+    for_trials: float  # that trials may still lose
 
 
 @dataclass
 class Run:
-    """Several steps of one size and one outlook in one decoding, and what came of them."""
+    """Several steps in one decoding for which drafts of one size are asked for, if of any."""
 
-    outlook: int
     size: Size
     is_trial: bool  # another size is believed to be better
-    continued: bool  # the run of this outlook before was of the same size
-    made: list[Size] = field(default_factory=list)  # of each step: `size`, or where it stopped
-    seconds: list[float] = field(default_factory=list)  # of each step
-    accept_lengths: list[Sequence[int]] = field(default_factory=list)  # of each step, by row
-
-    @property
-    def tokens(self) -> float:
-        """What the steps brought a row, on average over rows."""
-        return sum(fmean(lengths) for lengths in self.accept_lengths if lengths)
+    continued: bool  # the run before was of the same size
+    prices: Prices | None  # None: free drafts are left out
+    lost: float = 0.0  # plain steps that free drafts have taken more than they brought
+    # Of each step: what was drafted (`size`, where its draft stopped, or a free size), whether that
+    # was a trial, seconds, and what rows committed.
+    made: list[Size] = field(default_factory=list)
+    trials: list[bool] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    accept_lengths: list[Sequence[int]] = field(default_factory=list)
 
 
 class AdaptivePlan:
@@ -97,109 +156,151 @@ class AdaptivePlan:
     threads share a plan, because what one of them learns serves the others; each has its own runs.
     """
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        chances: Chances,
-        stops: Stops = at_its_end,
-        settings: PlannerSettings = DEFAULT_SETTINGS,
-    ):
-        """`chances` are what is known before decoding. `costs` may be shared with other plans."""
-        self.costs, self.chances, self.stops, self.settings = costs, chances, stops, settings
-        self.sizes = costs.sizes
-        self.expectations: dict[int, Expectations] = {}  # by outlook
+    def __init__(self, costs: StepCosts, settings: PlannerSettings = DEFAULT_SETTINGS):
+        """For the sizes of `costs`, which may be shared with other plans."""
+        self.costs, self.settings, self.sizes = costs, settings, costs.sizes
+        self.acceptance = Acceptance(self.sizes)
+        self.free = [size for size in self.sizes if size is not None and not size.depth]
+        # Sizes that runs may have; where all drafts are free, those that `best` compares.
+        self.asked_for = np.array([size is None or size.depth > 0 for size in self.sizes])
+        self.compared = self.asked_for if self.asked_for.sum() > 1 else self.asked_for | True
+        self.calibration = Calibration()  # of free drafts
         # Plain steps that may still be lost: by drafts against plain decoding, and by trials
         # against the best size.
         self.draft_account = self.trial_account = settings.first_loss
 
-    def best(self, outlook: int = NO_OUTLOOK) -> Size:
+    def best(self) -> Size:
         """The smallest size that promises nearly as many tokens per second as the best."""
         with self.costs.lock:
-            return self.sizes[self._smallest_good(self.log_rates(outlook))]
+            rates = np.where(self.compared, self.log_rates(), -math.inf)
+            return self.sizes[self._smallest_good(rates)]
 
-    def expected(self, outlook: int) -> Expectations:
-        """What steps of an outlook are expected to bring."""
-        if outlook not in self.expectations:
-            chances = self.chances(outlook)
-            self.expectations[outlook] = Expectations(
-                self.sizes, chances, self.stops, self.settings
-            )
-        return self.expectations[outlook]
-
-    def tokens(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
+    def tokens(self, size: Size) -> float:
         """Tokens that a step is expected to bring a row."""
-        return float(self.expected(outlook).tokens()[self.costs.places[size]])
+        return float(self.acceptance.tokens()[self.costs.places[size]])
 
-    def seconds(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
+    def seconds(self, size: Size) -> float:
         """Seconds that a step is expected to take."""
-        return math.exp(self.log_seconds(outlook)[self.costs.places[size]])
+        return math.exp(self.log_seconds()[self.costs.places[size]])
 
-    def rate(self, size: Size, outlook: int = NO_OUTLOOK) -> float:
+    def rate(self, size: Size) -> float:
         """Expected tokens per second of a row."""
-        return self.tokens(size, outlook) / self.seconds(size, outlook)
+        return self.tokens(size) / self.seconds(size)
 
-    def log_seconds(self, outlook: int) -> Table:
+    def log_seconds(self) -> Table:
         """Logarithm of the expected seconds of a step of each size [S], wherever it stops."""
-        lengths = self.expected(outlook).lengths
-        return np.asarray(np.log(lengths.seconds(np.exp(self.costs.log_seconds))))
+        return np.asarray(np.log(self.acceptance.seconds(np.exp(self.costs.log_seconds))))
 
-    def log_rates(self, outlook: int) -> Table:
+    def log_rates(self) -> Table:
         """Logarithm of the expected tokens per second of a row, for each size [S]."""
-        return np.asarray(np.log(self.expected(outlook).tokens()) - self.log_seconds(outlook))
+        return np.asarray(np.log(self.acceptance.tokens()) - self.log_seconds())
 
-    def priced(self, size: Size, outlook: int) -> Size:
+    def priced(self, size: Size) -> Size:
         """A size with its `least_chance`: the tokens that the time of one more level brings in
         steps of the best size.
         """
-        if size is None or len(stops := self.stops(size)) == 1:
+        if size is None or len(stops := self.acceptance.stops(size)) == 1:
             return size
         seconds = [self.costs.seconds(stop) for stop in (stops[0], stops[-1])]
         level = max(0.0, seconds[1] - seconds[0]) / (len(stops) - 1)
-        return replace(size, least_chance=level * self.rate(self.best(outlook), outlook))
+        return replace(size, least_chance=level * self.rate(self.best()))
 
-    def next_run(self, outlook: int, last: Run | None) -> Run:
-        """What to do at an outlook after a run of it in the same decoding, if there was one."""
+    def cut(self, free: Guesses, run: Run, prices: Prices) -> tuple[Size, bool]:
+        """The size of the best nodes of a free draft that pay, and whether that is a trial.
+
+        None where they bring less than a step of the run's size, whose drafts get such nodes too.
+        """
+        settings = self.settings
+        counts = [size.nodes - 1 for size in (*self.free, run.size) if size is not None]
+        # [F or F + 1, D] of each row
+        hoped = [tree.chances(counts) for tree in free.trees[:JUDGED_ROWS]]
+        found = [self.calibration.reached(chances) for chances in hoped]
+        places = slice(len(self.free))
+        tokens = 1 + np.mean([chances.sum(1)[places] for chances in found], axis=0)  # [F]
+        own = 1.0
+        if prices.reached is not None:
+            own += float(np.mean([both(chances[-1], prices.reached) for chances in found]))
+        least = settings.required_gain * own / prices.run  # tokens in the time of a plain step
+        rates, lost = tokens / prices.free, prices.dearest - 1  # if nothing is accepted
+        pays = (rates >= least) & (lost <= prices.for_drafts - run.lost)
+        if pays.any():
+            best = np.where(pays, rates, 0).max()
+            place = int(np.argmax(pays & (rates * settings.required_gain >= best)))
+            return self.free[place], False
+        # What scores promise, and what they came true at when drafts were last kept.
+        hopes = 1 + np.mean([chances.sum(1)[places] for chances in hoped], axis=0)
+        worth = hopes / prices.free >= least
+        worth &= np.maximum(lost, settings.least_loss) <= min(prices.for_trials, prices.for_drafts)
+        if not worth.any():
+            return None, False
+        return self.free[int(np.argmax(worth * hopes / prices.free))], True
+
+    def next_run(self, last: Run | None) -> Run:
+        """What to do after a run in the same decoding, if there was one."""
         with self.costs.lock:
-            # What drafts are compared with comes first where nothing is known.
-            size, is_trial = (None, False) if self.costs.is_guess else self._choice(outlook)
+            if self.costs.is_guess:  # what drafts are compared with comes first
+                return Run(None, False, False, None)
+            size, is_trial = self._choice()
+            prices = None if is_trial or not self.free else self._prices(size)
             continued = last is not None and last.size == size
-            return Run(outlook, self.priced(size, outlook), is_trial, continued)
+            return Run(self.priced(size), is_trial, continued, prices)
 
     def record(self, run: Run) -> None:
         """Learn from a run, which the end of an answer may have cut short."""
         with self.costs.lock:
             for made, lengths in zip(run.made, run.accept_lengths, strict=True):
-                if run.size is not None and made is not None:
-                    self.expected(run.outlook).add(run.size, made, lengths)
+                if made is not None and made.depth:
+                    self.acceptance.add(run.size, made, lengths)
             first = 0 if run.continued else self.settings.settling_steps
             settled: dict[Size, list[float]] = {}
             for made, seconds in zip(run.made[first:], run.seconds[first:], strict=True):
                 settled.setdefault(made, []).append(seconds)
             for made, several in settled.items():
-                self.costs.add(made, several, run.continued)
+                self.costs.add(made, several, run.continued and made == run.size)
             self._settle_accounts(run)
 
-    def _choice(self, outlook: int) -> tuple[Size, bool]:
+    def record_free(self, draft: Guesses, accept_lengths: Sequence[int]) -> None:
+        """Learn what the scores of a free draft came true at."""
+        if len(accept_lengths) != len(draft.trees):
+            return  # some rows have ended
+        for tree, length in zip(draft.trees[:JUDGED_ROWS], accept_lengths, strict=False):
+            if tree.tokens:
+                self.calibration.add_reached(tree.chances([len(tree.tokens)])[0], length)
+
+    def _prices(self, size: Size) -> Prices:
+        """What free drafts are weighed by beside drafts of a size."""
+        places = [self.costs.places[free] for free in self.free]
+        log_seconds, place = self.log_seconds(), self.costs.places[size]
+        ratios = np.exp(log_seconds - log_seconds[0])
+        caution = np.exp(self.settings.caution * self.costs.deviations_from(None))
+        return Prices(
+            free=ratios[places],
+            dearest=(ratios * caution)[places],
+            run=float(ratios[place]),
+            reached=None if size is None else self.acceptance.reached()[place],
+            for_drafts=self.draft_account,
+            for_trials=self.trial_account,
+        )
+
+    def _choice(self) -> tuple[Size, bool]:
         """The best size that can be paid for, or one that is worth a trial, and whether it is."""
-        settings, rates = self.settings, self.log_rates(outlook)
-        expected, log_seconds = self.expected(outlook), self.log_seconds(outlook)
+        settings, log_seconds = self.settings, self.log_seconds()
+        tokens = self.acceptance.tokens()
+        rates = np.log(tokens) - log_seconds
         ratios = np.exp(log_seconds - log_seconds[0])  # to a plain step
         dearest = ratios * np.exp(settings.caution * self.costs.deviations_from(None))
         # A run loses as much if its steps are that dear and half as much is accepted.
-        brings = (1 + expected.tokens()) / 2
-        can_be_paid = settings.run_steps * (dearest - brings) <= self.draft_account
+        can_be_paid = settings.run_steps * (dearest - (1 + tokens) / 2) <= self.draft_account
         can_be_paid[0] = True
+        can_be_paid &= self.asked_for
         best = self._smallest_good(np.where(can_be_paid, rates, -math.inf))
         lost = np.maximum(1 - np.exp(rates - rates[best]), settings.least_loss)
         can_be_paid &= settings.run_steps * ratios * lost <= self.trial_account
         can_be_paid[best] = False
-        can_be_paid &= ~expected.hopeless
-        tried = self._worth_a_trial(expected, rates, best, can_be_paid)
+        tried = self._worth_a_trial(rates, best, can_be_paid)
         return self.sizes[best if tried is None else tried], tried is not None
 
-    def _worth_a_trial(
-        self, expected: Expectations, rates: Table, best: int, can_be_paid: Marks
-    ) -> int | None:
+    def _worth_a_trial(self, rates: Table, best: int, can_be_paid: Marks) -> int | None:
         """The place of a size that may well be better than the best; None if there is none."""
         settings = self.settings
         hoped = rates + settings.optimism * self.costs.lessons(self.sizes[best])
@@ -212,7 +313,7 @@ class AdaptivePlan:
             return None
         if best == 0:
             # Acceptance may have changed since the last draft: what is old must not outvote it.
-            expected.age()
+            self.acceptance.age()
         return int(np.argmax(np.where(worth, hoped, -math.inf)))
 
     def _smallest_good(self, log_rates: Table) -> int:
@@ -226,17 +327,26 @@ class AdaptivePlan:
         that something else on the machine has held up, are no loss of the draft's.
         """
         settings, plain = self.settings, self.costs.seconds(None)
-        seconds = sum(map(self.costs.seconds, run.made))
-        added = settings.loss_share * seconds / plain
-        drafts, trials = self.draft_account + added, self.trial_account + added
-        if run.size is not None:
-            drafts += run.tokens - seconds / plain
-        if run.is_trial:
-            lost = seconds - run.tokens / self.rate(self.best(run.outlook), run.outlook)
-            trials -= max(lost, settings.least_loss * seconds) / plain
+        best = self.rate(self.best()) if any(run.trials) else 0.0
+        drafts, trials = self.draft_account, self.trial_account
+        for made, is_trial, lengths in zip(run.made, run.trials, run.accept_lengths, strict=True):
+            seconds, tokens = self.costs.seconds(made), fmean(lengths) if lengths else 0.0
+            drafts += settings.loss_share * seconds / plain
+            trials += settings.loss_share * seconds / plain
+            if made is not None:
+                drafts += tokens - seconds / plain
+            if is_trial:
+                trials -= max(seconds - tokens / best, settings.least_loss * seconds) / plain
         least = -settings.first_loss  # what is lost beyond that is forgiven, or drafts never return
         self.draft_account = max(least, min(drafts, settings.most_for_drafts))
         self.trial_account = max(least, min(trials, settings.most_for_trials))
+
+
+def both(free: Table, own: Table) -> float:
+    """The tokens of a tree with the nodes of two drafts, accepted to depths [D1] and [D2]."""
+    shared = min(len(free), len(own))
+    deeper = free[shared:].sum() + own[shared:].sum()
+    return float(np.maximum(free[:shared], own[:shared]).sum() + deeper)
 
 
 class PlannedDecoding(Planner):
@@ -245,29 +355,73 @@ class PlannedDecoding(Planner):
     def __init__(self, plan: AdaptivePlan, on_finish: Callable[[], object] = lambda: None):
         """`on_finish` is called after the last step."""
         self.plan, self.on_finish = plan, on_finish
-        self.runs: dict[int, Run] = {}  # the current one of each outlook
-        self.outlook = NO_OUTLOOK  # of the current step
+        self.run: Run | None = None  # the current one
+        self.free_nodes = FIRST_FREE_NODES
+        self.unused = 0  # free drafts in a row that did not pay
+        self.made: tuple[Size, bool] = None, False  # of the current step, and whether on trial
+        self.kept: Guesses | None = None  # of a free draft, for the current step
 
-    def choose(self, outlook: int) -> Budget | None:
-        """The size of the current run of this outlook."""
-        if outlook not in self.runs:
-            self.runs[outlook] = self.plan.next_run(outlook, None)
-        self.outlook = outlook
-        return self.runs[outlook].size
+    def draft(self, propose: Propose) -> Proposal | None:
+        """The nodes of a free draft that pay, or else a draft of the current run's size."""
+        if self.run is None:
+            self.run = self.plan.next_run(None)
+        run, self.kept = self.run, None
+        if run.prices is not None:
+            self.kept = self._free_draft(propose, run, run.prices)
+            if self.kept is not None:
+                return self.kept
+        self.made = run.size, run.is_trial
+        if run.size is None:
+            return None
+        proposal = propose(run.size)
+        for stop in self.plan.acceptance.stops(run.size):
+            if stop is not None and (stop.nodes, stop.depth) == size_of(proposal):
+                self.made = stop, run.is_trial
+        return proposal
 
-    def learn(self, budget: Budget | None, accept_lengths: Sequence[int], seconds: float) -> None:
+    def _free_draft(self, propose: Propose, run: Run, prices: Prices) -> Guesses | None:
+        """The nodes of a free draft that pay, if any."""
+        most = self.plan.free[-1].nodes
+        free = propose(Budget(min(self.free_nodes, most), 0))
+        assert isinstance(free, Guesses)
+        if free.num_nodes == 1:
+            return None
+        size, is_trial = self.plan.cut(free, run, prices)
+        if size is None:
+            self.unused += 1
+            if self.unused % UNUSED_STEPS == 0:
+                self.free_nodes = max(FEWEST_FREE_NODES, self.free_nodes // 2)
+            return None
+        self.unused = 0
+        if size.nodes >= self.free_nodes:
+            self.free_nodes = min(2 * self.free_nodes, most)
+        self.made = size, is_trial
+        run.lost += prices.free[self.plan.free.index(size)]
+        return free.best(size.nodes)
+
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record a step; after the last one of a run the plan chooses again."""
-        run = self.runs[self.outlook]
-        run.made.append(budget)
+        run = self.run
+        assert run is not None
+        if self.kept is not None:
+            self.plan.record_free(self.kept, accept_lengths)
+            run.lost -= fmean(accept_lengths) if accept_lengths else 0.0
+        run.made.append(self.made[0])
+        run.trials.append(self.made[1])
         run.seconds.append(seconds)
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:
             self.plan.record(run)
-            self.runs[run.outlook] = self.plan.next_run(run.outlook, run)
+            self.run = self.plan.next_run(run)
 
     def finish(self) -> None:
-        """Learn from the runs that the end has cut short."""
-        for run in self.runs.values():
-            if run.seconds:
-                self.plan.record(run)
+        """Learn from a run that the end has cut short."""
+        if self.run is not None and self.run.seconds:
+            self.plan.record(self.run)
+            self.run = None
         self.on_finish()
+
+
+def size_of(proposal: Proposal) -> tuple[int, int]:
+    """Nodes and depth of a proposal."""
+    return proposal.num_nodes, proposal.max_depth

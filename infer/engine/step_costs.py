@@ -8,17 +8,59 @@ on a machine that has just slowed down does not look dear. This is a Kalman filt
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 from threading import RLock
 
 import numpy as np
-from numpy.typing import NDArray
 
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.engine.planner_settings import DEFAULT_COSTS, CostSettings
+from drafthead.infer.engine.draft_acceptance import Size, Table
 
-Size = Budget | None  # None: a step without a draft
-Table = NDArray[np.float64]
+
+@dataclass(frozen=True)
+class CostSettings:
+    """What `StepCosts` believes of a machine before it has seen any step, and how it learns.
+
+    Deviations are those of the logarithm of a step's seconds: 0.05 is about 5 %.
+    """
+
+    # The guess: a step with a draft takes `draft` plain steps more than a plain one, `node` for
+    # each node after the root and `level` for each level. On the cautious side: with it a good
+    # head begins with trees of about 4 nodes.
+    draft: float = 0.05
+    node: float = 0.05
+    level: float = 0.05
+
+    # Deviations of the guess: of all steps alike, of all drafts alike, for each doubling of the
+    # nodes, for each level, and of each size alone.
+    all_deviation: float = 1.0
+    draft_deviation: float = 0.15
+    doubling_deviation: float = 0.25
+    level_deviation: float = 0.1
+    size_deviation: float = 0.05
+
+    # Deviation of the median of a run's steps, apart from what changes the whole machine.
+    run_deviation: float = 0.05
+    # Share of what is known about a size that is left after each further run.
+    memory: float = 0.998
+    # Share of what makes a size look dearer than guessed that is left after each further run: a
+    # size five times as dear is tried again after about 800 steps, and one that is sixteen times
+    # as dear for good costs 3 % in all.
+    dear_memory: float = 0.999
+    # Either share when another process or batch size goes on from there.
+    inherited: float = 0.75
+    # Deviation of the machine's speed from one run to the next: at first, least and greatest.
+    first_drift: float = 0.1
+    least_drift: float = 0.02
+    most_drift: float = 0.3
+    # Runs over which that is averaged.
+    drift_memory: int = 16
+    # Deviations beyond which a surprise counts no more: single steps may take ten times as long.
+    most_surprise: float = 3.0
+
+
+DEFAULT_COSTS = CostSettings()
 
 
 class StepCosts:
@@ -143,9 +185,9 @@ def guessed_covariance(sizes: Sequence[Size], settings: CostSettings) -> Table:
     It grows with the nodes as a random walk does: 8 and 16 nodes share what makes 8 dear, and each
     doubling adds something of its own. Likewise for levels.
     """
-    sources = np.array([size.source if size else None for size in sizes], dtype=object)
     drafts = np.array([size is not None for size in sizes], float)
-    same = np.equal.outer(sources, sources).astype(float)  # drafts of one source cost alike
+    are_free = np.array([size is not None and not size.depth for size in sizes])
+    same = np.equal.outer(are_free, are_free).astype(float)  # those that cost passes cost alike
     doublings = np.log2([size.nodes if size else 1 for size in sizes])
     levels = np.array([size.depth if size else 0 for size in sizes], float)
     return np.asarray(

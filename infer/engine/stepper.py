@@ -181,10 +181,11 @@ class Stepper(ABC):
             self.run.record.add(numbers, logits[:, None], scores[:, None], tokens[:, None].tolist())
         return tokens
 
-    def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
-        """Propose, verify, commit; without a budget nothing is proposed."""
-        self.run.begin_random_step()
-        outcome = self.propose_and_verify(session, budget).readable()
+    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
+        """Verify what the session has proposed, if anything, and commit."""
+        if proposal is None:
+            self.run.begin_random_step()
+        outcome = self.verified(proposal).readable()
         with self.run.stats.phase("commit"):
             self.commit(outcome)
             session.commit(outcome.committed(self.cache))
@@ -193,22 +194,25 @@ class Stepper(ABC):
         return emitted
 
     @abstractmethod
-    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
-        """The session's tree within the budget, and what a pass of the target accepts of it."""
+    def verified(self, proposal: Proposal | None) -> Outcome:
+        """What a pass of the target accepts of a proposal; of none, a tree of the root alone."""
 
-    def propose(self, session: DraftSession, budget: Budget | None) -> Proposal:
-        """The session's tree, or one that is nothing but the root."""
-        if budget is None:
-            return TokenTree.from_shape(ROOT, self.roots[:, None])
+    def propose(self, session: DraftSession, budget: Budget) -> Proposal:
+        """The session's proposal for the next step within a budget."""
         with self.run.stats.phase("draft"):
+            self.run.begin_random_step()
             random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
             return session.propose(budget, self.run.request.draft_sampling, random)
+
+    def root_alone(self) -> TokenTree:
+        """A tree that proposes nothing."""
+        return TokenTree.from_shape(ROOT, self.roots[:, None])
 
     def next_draws(self, budget: Budget) -> NextDraws | None:
         """What a draft can know of the target's draws, under rules that follow these."""
         if self.run.random is None or not self.verifier.follows:
             return None
-        return NextDraws(self.run.random.ahead(budget.depth), self.draft_settings)
+        return NextDraws(self.run.random.ahead(max(1, budget.depth)), self.draft_settings)
 
     @cached_property
     def draft_settings(self) -> torch.Tensor:
@@ -253,17 +257,15 @@ class Stepper(ABC):
 class EagerStepper(Stepper):
     """Steps of separate operations: any target, any rule, any logits processor."""
 
-    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
-        """Propose a tree, score its nodes in one pass, apply the acceptance rule."""
-        tree, output = self.propose_and_score(session, budget)
+    def verified(self, proposal: Proposal | None) -> Outcome:
+        """Score the nodes of a proposal in one pass, apply the acceptance rule."""
+        tree, output = self.scored(proposal)
         with self.run.stats.phase("accept"):
-            return self.accept(tree, output) if budget else self.accept_nothing(output)
+            return self.accept_nothing(output) if proposal is None else self.accept(tree, output)
 
-    def propose_and_score(
-        self, session: DraftSession, budget: Budget | None
-    ) -> tuple[TokenTree, TargetOutput]:
-        """The session's tree within the budget, and a pass of the target over its nodes."""
-        tree = known(self.propose(session, budget))
+    def scored(self, proposal: Proposal | None) -> tuple[TokenTree, TargetOutput]:
+        """The tree of a proposal, and a pass of the target over its nodes."""
+        tree = self.root_alone() if proposal is None else known(proposal)
         self.run.stats.verified_nodes += tree.num_nodes
         with self.run.stats.phase("verify"):
             return tree, self.verify(tree)

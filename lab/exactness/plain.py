@@ -8,7 +8,7 @@ import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
 from drafthead.heads.host import to_host
-from drafthead.heads.trees.tree import Budget
+from drafthead.heads.trees.recipe import Proposal
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.stepper import Outcome, Stepper
 
@@ -16,9 +16,9 @@ from drafthead.infer.engine.stepper import Outcome, Stepper
 class PlainStepper(Stepper):
     """One token of each row a pass."""
 
-    def step(self, session: DraftSession, budget: Budget | None) -> Emitted:
+    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
         """Read the last committed token of each row and pick the one after it."""
-        assert budget is None, "the oracle never drafts"
+        assert proposal is None, "the oracle never drafts"
         self.run.stats.verified_nodes += 1
         committed = self.feed_roots()
         with self.run.stats.phase("commit"):
@@ -48,6 +48,6 @@ class PlainStepper(Stepper):
         ones = torch.ones_like(self.roots)
         return Committed(self.roots[:, None], output.features, ones, known_ends=ends)
 
-    def propose_and_verify(self, session: DraftSession, budget: Budget | None) -> Outcome:
+    def verified(self, proposal: Proposal | None) -> Outcome:
         """Never called: the oracle knows no trees."""
         raise NotImplementedError

@@ -66,7 +66,7 @@ def time_passes(
     passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
     verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
     if budgets is None:
-        budgets = drafter.main_budgets if drafter else ()
+        budgets = paid_budgets(drafter) if drafter else ()
     draft: dict[Budget, list[float]] = {budget: [] for budget in budgets}
     for _ in range(WARM_UP + rounds):
         for nodes, call in passes.items():
@@ -117,6 +117,11 @@ def proposals_alone(
     for budget in budgets:
         session.commit(one)
         yield budget, partial(proposed, session, budget)
+
+
+def paid_budgets(drafter: Drafter) -> list[Budget]:
+    """The sizes of a drafter that cost passes; all of them where none does."""
+    return [size for size in drafter.budgets if size.depth or not drafter.budgets[-1].depth]
 
 
 def proposed(session: DraftSession, budget: Budget) -> TokenTree:

@@ -16,8 +16,8 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.draft_model import same_tokenizer
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import model_drafter
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.loaded import head_drafter

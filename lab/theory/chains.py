@@ -9,8 +9,8 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TreeShape
 from drafthead.infer.decoder import Decoder
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import model_drafter
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
 from drafthead.lab.speedup_model import MAX_CHAIN
 
 

@@ -1,12 +1,11 @@
 """How well lookup guesses texts, without any model: their decoding is played again."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from statistics import fmean
 
-from drafthead.heads.drafting.drafter import NO_OUTLOOK
-from drafthead.infer.drafters.datastore import DEPTH
-from drafthead.infer.drafters.guess_tree import GuessTree
-from drafthead.infer.drafters.past import Lookup, Past
+from drafthead.heads.trees.guesses import GuessTree
+from drafthead.infer.drafters.lookup import History, Lookup
+from drafthead.infer.drafters.store_lookup import DEPTH
 
 
 def accepted(tree: GuessTree, text: Sequence[int]) -> int:
@@ -23,40 +22,20 @@ def accepted(tree: GuessTree, text: Sequence[int]) -> int:
     return length
 
 
-class Replayed(NamedTuple):
-    """One step of decoding that is played again."""
-
-    outlook: int
-    accepted: int  # tokens
-
-
-def replayed(lookup: Lookup, text: Sequence[int], nodes: int) -> list[Replayed]:
-    """The steps that decode a text with trees of `nodes` nodes, the root included."""
-    past, place, steps = Past(text[0]), 1, []
+def replayed(lookup: Lookup, text: Sequence[int], nodes: int) -> list[int]:
+    """The tokens accepted in each step that decodes a text with trees of `nodes` nodes."""
+    past, place, steps = History(text[0]), 1, []
     while place < len(text):
         tree = lookup.guess(past, nodes - 1, DEPTH)
         length = accepted(tree, text[place:])
-        steps.append(Replayed(lookup.outlook(past), length))
+        steps.append(length)
         for token in text[place : place + length + 1]:  # the last one is the bonus token
             past.append(token)
         place += length + 1
     return steps
 
 
-def reached(lookup: Lookup, texts: Sequence[Sequence[int]], nodes: int) -> dict[int, list[float]]:
-    """How often trees of `nodes` nodes were accepted to depth 1, 2, ... up to `DEPTH`.
-
-    At each outlook, and with NO_OUTLOOK in all steps.
-    """
-    lengths: dict[int, list[int]] = {NO_OUTLOOK: []}
-    for text in texts:
-        for step in replayed(lookup, text, nodes):
-            lengths.setdefault(step.outlook, []).append(step.accepted)
-            lengths[NO_OUTLOOK].append(step.accepted)
-    return {outlook: shares(found) for outlook, found in lengths.items()}
-
-
-def shares(lengths: Sequence[int]) -> list[float]:
-    """The part of the lengths that is at least 1, 2, ... up to `DEPTH`."""
-    count = max(1, len(lengths))
-    return [sum(length >= depth for length in lengths) / count for depth in range(1, DEPTH + 1)]
+def tokens_a_pass(lookup: Lookup, texts: Sequence[Sequence[int]], nodes: int) -> float:
+    """Tokens that a step with a tree of `nodes` nodes brings on average, the bonus included."""
+    lengths = [length for text in texts for length in replayed(lookup, text, nodes)]
+    return 1 + fmean(lengths) if lengths else 1.0

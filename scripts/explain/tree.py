@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.drafting.drafter import UNMEASURED_ALPHA, Drafter
+from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.infer import Decoder
+from drafthead.infer.timing.plans import StepKind, rows_that_share
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS
-from drafthead.infer.timing.stored_costs import StepKind, rows_that_share
 from drafthead.infer.verifiers import verifier_for
 from drafthead.lab.profiling.plan_table import PlanRow, plan_rows, reason
 from drafthead.lab.races.record import describe_run
@@ -100,7 +101,7 @@ def never_measured(drafter: Drafter) -> bool:
     head = getattr(drafter, "head", None)
     if head is not None and head.usual_paths and not head.path_counts:
         return True
-    return all(drafter.chances(b) == Drafter.chances(drafter, b) for b in drafter.budgets)
+    return all(size.chances == Budget(size.nodes, size.depth).chances for size in drafter.budgets)
 
 
 def timing_note(timed: int, batch: int, is_stored: bool, file: Path) -> str:

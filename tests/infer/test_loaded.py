@@ -10,7 +10,7 @@ from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.loaded import DRAFTERS, Fitting, register_drafter

@@ -1,6 +1,7 @@
 """Ledgers add up, bandwidth is plausible, and the plan marks the size that it finds best."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from drafthead.lab.profiling.bandwidth import (
     weight_bytes,
 )
 from drafthead.lab.profiling.ledger import HOST, ledger_of, measure_ledgers
-from drafthead.lab.profiling.pass_times import time_passes
+from drafthead.lab.profiling.pass_times import paid_budgets, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
 from drafthead.lab.reports.plan import plan_report
 from drafthead.scripts.explain import profile_decoding
@@ -65,7 +66,7 @@ def test_every_drafter_is_timed_alone(drafter_name, target, make_drafter) -> Non
     drafter = make_drafter(drafter_name, target)
     passes = time_passes(target, drafter, batch=2, sizes=(1, 4), rounds=1)
     assert passes.columns == 256 and list(passes.verify) == [1, 4]
-    assert list(passes.draft) == list(drafter.main_budgets)
+    assert list(passes.draft) == paid_budgets(drafter)
     assert min(*passes.verify.values(), *passes.draft.values()) > 0
 
 
@@ -100,9 +101,9 @@ def test_the_bound_is_the_time_to_move_the_weights(target, monkeypatch) -> None:
 def plan(plain: float, small: float, large: float) -> AdaptivePlan:
     """Trees of 4 and 8 nodes that bring 1.9 and 2.1 tokens, at the given seconds a step."""
     chances = {SMALL: (0.6, 0.3), LARGE: (0.65, 0.3, 0.15)}
-    costs = StepCosts(tuple(chances))
+    costs = StepCosts([replace(size, chances=found) for size, found in chances.items()])
     costs.set_timed({None: plain, SMALL: small, LARGE: large})
-    return AdaptivePlan(costs, lambda outlook: chances)
+    return AdaptivePlan(costs)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
-from drafthead.infer.engine.planner_settings import PlannerSettings
+from drafthead.infer.engine.planner import PlannerSettings
 from drafthead.lab.races.contestants import Answers, Ours
 from drafthead.scripts import cli
 from drafthead.scripts.older_words import renewed

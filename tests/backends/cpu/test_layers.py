@@ -32,7 +32,7 @@ from drafthead.backends.cpu.layers.recorded_calls import (
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 
 TEXT = [9, 10, 11, 12, 30, 31, 32, 9, 10, 11, 12, 30, 31, 32, 40, 9, 10, 11]  # lookup drafts much
 SMALL = {"hidden_size": 32, "num_hidden_layers": FEWEST}

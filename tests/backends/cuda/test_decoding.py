@@ -18,7 +18,7 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 TOKENS = 6

@@ -14,7 +14,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.results import repeated_ngram_share
 
 ASSETS = Path(__file__).parents[3] / "assets"

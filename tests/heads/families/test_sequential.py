@@ -192,10 +192,10 @@ def test_chances_are_those_measured_after_training(target: Target, make_head):
     head = make_head("hydra", target)
     head.path_counts = {(): 10, (0,): 6, (1,): 2, (0, 0): 3, (1, 0): 1}
     drafter = drafter_for(head, target)
-    assert drafter.chances(Budget(5, 2)) == (0.8, 0.4)
-    assert drafter.chances(Budget(3, 2)) == (0.6, 0.3)
+    assert drafter.trees.chances(Budget(5, 2)) == (0.8, 0.4)
+    assert drafter.trees.chances(Budget(3, 2)) == (0.6, 0.3)
     head.path_counts = None
-    assert drafter_for(head, target).chances(Budget(3, 2)) == (0.6, 0.36)  # nothing known
+    assert drafter_for(head, target).budgets[1].chances == (0.6, 0.36)  # nothing known
 
 
 # Training

@@ -29,7 +29,7 @@ from drafthead.heads.target.masks import LayerKind, key_positions, masks_by_kind
 from drafthead.heads.target.placement import Placement
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 
 NEW = 20
 PROMPT_LENGTHS = (3, 17, 9)  # within the window and beyond it

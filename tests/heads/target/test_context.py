@@ -9,7 +9,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.context import Context
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 
 TRAINED, NEW = 32, 40
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4}

@@ -10,19 +10,19 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Tex
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.beams.beam_search import BeamStepper
 from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.drafters.earlier import Earlier
-from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.request.decode_options import read_options
 from drafthead.infer.verifiers import verifier_for
 
 PROMPTS = random_prompts(3)  # of different lengths
 MAX_NEW = 12
-TREE = Budget(25, 3, "grown")
+TREE = Budget(25, 3)
 ENDS = [END, 10, 36]  # so many that beams end at all lengths
 GREEDY = SamplingConfig(temperature=0.0)
 Found = list[tuple[list[int], float]]
@@ -118,12 +118,12 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
     drafter = make_drafter(drafter_name, target)
     decoder = Decoder(target, drafter)
     stepper = stepper_of(decoder, PROMPTS)
-    budget = drafter.main_budgets[-1]
+    budget = drafter.budgets[-1]
     with torch.no_grad():
         session = stepper.begin(drafter, None)
         for _ in range(4):
-            stepper.step(session, budget)
-        drafted = session.propose(budget, GREEDY, None)
+            stepper.step(session, stepper.propose(session, budget))
+        drafted = known(session.propose(budget, GREEDY, None))
         prompts = [PROMPTS[each.number] for each in stepper.searches for _ in range(4)]
         texts = [
             [*prompt, *answer] for prompt, answer in zip(prompts, stepper.answers(), strict=True)
@@ -132,7 +132,7 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
         alone = drafter.start(fresh.prompt_ids, fresh.prompt_lengths)
         roots = [text[-1] for text in texts]
         alone.commit(fresh.pass_over_prompts().committed(torch.tensor(roots), roots))
-        expected = alone.propose(budget, GREEDY, None)
+        expected = known(alone.propose(budget, GREEDY, None))
     assert len(texts) > 4 and drafted.tokens.equal(expected.tokens)
     assert drafted.parents.equal(expected.parents)
 

@@ -14,9 +14,9 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.drafters.level_drafter import GROWN, MOST_OPENED, grown_budgets
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup
+from drafthead.infer.drafters.level_drafter import MOST_OPENED, grown_budgets
+from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.drafters.with_lookup import WithLookup
 
 Path = tuple[int, ...]
 PROMPTS = [[9, 10, 11, 12], [20, 21, 22, 23]]
@@ -84,7 +84,7 @@ def test_a_tree_brings_more_than_a_chain_of_as_many_passes(target, make_target) 
             parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
     drafter = DraftModel(noisy, target, depth=3)
     taus = {}
-    for budget in (Budget(4, 3), Budget(10, 3, GROWN), Budget(25, 3, GROWN)):
+    for budget in (Budget(4, 3), Budget(10, 3), Budget(25, 3)):
         result = Decoder(target, drafter, budget).generate(PROMPTS, max_new_tokens=60)
         taus[budget.nodes] = result.stats.tau
     assert 1 < taus[4] < taus[10] < taus[25]
@@ -92,18 +92,15 @@ def test_a_tree_brings_more_than_a_chain_of_as_many_passes(target, make_target) 
 
 def test_wider_trees_promise_more(target, model) -> None:
     drafter = DraftModel(model, target, depth=2)
-    chain, narrow, wide = (
-        drafter.chances(budget) for budget in (Budget(3, 2), *grown_budgets(2)[-2:])
-    )
+    chain, (narrow, wide) = drafter.budgets[-1].chances, (b.chances for b in grown_budgets(2)[-2:])
     assert chain[0] < narrow[0] < wide[0] < 1 and chain[1] < narrow[1] < wide[1]
-    assert drafter.main_budgets == (Budget(2, 1), Budget(3, 2)), "children are drawn in chains"
+    assert drafter.budgets[-2:] == (Budget(2, 1), Budget(3, 2)), "children are drawn in chains"
 
 
-def test_trees_keep_their_source_beside_lookup(target, model) -> None:
+def test_sizes_beside_lookup_are_those_of_the_drafter_and_free_ones(target, model) -> None:
     both = WithLookup(DraftModel(model, target, depth=2), None)
     assert isinstance(both.lookup, PromptLookup)
-    assert {budget.source for budget in both.budgets} == {"", GROWN, LOOKUP}
-    assert {*both.drafter.budgets} < {*both.budgets}
+    assert {*both.drafter.budgets} == {size for size in both.budgets if size.depth}
 
 
 # ---- drafts that are smaller than the target's texts ------------------------------------------

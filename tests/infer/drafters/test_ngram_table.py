@@ -13,12 +13,9 @@ from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.drawn_chain import drawn_chain, support_tables
-from drafthead.infer.drafters.earlier import Earlier
-from drafthead.infer.drafters.ngram_table import FOLLOWERS, ORDERS, Contexts, NgramTable
-from drafthead.infer.drafters.past import Past
-from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
-from drafthead.infer.drafters.stored import joined
+from drafthead.infer.drafters.lookup import History, drawn_chain, support_tables
+from drafthead.infer.drafters.ngram_table import FOLLOWERS, ORDERS, Contexts, NgramTable, joined
+from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup, load_table
 from drafthead.infer.drafters.with_lookup import WithLookup
 
 
@@ -105,16 +102,8 @@ def test_shorter_contexts_are_not_asked_where_there_is_enough() -> None:
     assert chances(table, "a", enough=2)["b"] == pytest.approx(2 / 5)
 
 
-@pytest.mark.parametrize(("past", "length"), [("xab", 2), ("qqb", 1), ("q", 0), ("", 0), ("b", 1)])
-def test_the_longest_context_that_was_seen_is_matched(past: str, length: int) -> None:
-    assert table_of("abacab", "abab").matched(letters(past)) == length
-
-
-# ---- trees --------------------------------------------------------------------------------------
-
-
-def past_of(text: str) -> Past:
-    past = Past(ord(text[0]))
+def past_of(text: str) -> History:
+    past = History(ord(text[0]))
     for token in letters(text[1:]):
         past.append(token)
     return past
@@ -152,7 +141,7 @@ def test_the_rows_own_past_takes_part() -> None:
 def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
     table = table_of("abacab", "xay")
     table.save(tmp_path)
-    loaded = load_stored(tmp_path, "v")
+    loaded = load_table(tmp_path, "v")
     assert isinstance(loaded, NgramTable) and isinstance(loaded.contexts[1].numbers, np.memmap)
     assert loaded.record == table.record and loaded.record.tokens == 9
     for past in ("", "a", "xa", "ba", "q"):
@@ -174,13 +163,13 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
     else:
         np.save(tmp_path / f"{what}-1.npy", np.zeros((2, 3)))
     with pytest.raises(UserError, match="no datastore that can be read|is damaged"):
-        load_stored(tmp_path, "v")
+        load_table(tmp_path, "v")
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     table_of("abc").save(tmp_path)
     with pytest.raises(UserError, match="another tokenizer"):
-        load_stored(tmp_path, "w")
+        load_table(tmp_path, "w")
 
 
 # ---- drawn chains -------------------------------------------------------------------------------

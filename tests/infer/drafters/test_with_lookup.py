@@ -9,10 +9,10 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.guesses import GuessTree
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.guess_tree import GuessTree
-from drafthead.infer.drafters.with_lookup import LOOKUP, WithLookup, merged
+from drafthead.infer.drafters.with_lookup import WithLookup, merged
 
 GREEDY = SamplingConfig()
 
@@ -92,7 +92,7 @@ def test_trees_of_rules_that_draw_have_nothing_of_lookup(target, make_drafter) -
     session = session_after(make_drafter("self+lookup", target), [10, 11, 12, 10, 11])
     random = RowRandom([1], torch.device("cpu"))
     random.begin_step([8])
-    assert session.lookup.offers()
+    assert session.lookup.guesses(Budget(8, 0), follows=True).num_nodes > 1
     tree = session.propose(Budget(8, 3), SamplingConfig(temperature=1.0), random)
     assert tree.draft_probs is not None
 
@@ -101,11 +101,10 @@ def test_trees_of_lookup_alone_ask_the_drafter_for_nothing(target, make_drafter)
     drafter = make_drafter("self+lookup", target)
     session = session_after(drafter, [10, 11, 12, 13, 14, 10, 11])
     session.session.propose = None  # whoever calls it fails
-    budget = Budget(4, 3, LOOKUP)
-    assert budget in drafter.budgets and budget not in drafter.main_budgets
-    tree = session.propose(budget, GREEDY, None)
-    assert tree.tokens.tolist() == [[11, 12, 13, 14]]
-    assert session.outlook() == 2
+    budget = Budget(4, 0)
+    assert budget in drafter.budgets and drafter.budgets[-1].depth
+    guesses = session.propose(budget, GREEDY, None)
+    assert guesses.tree().tokens.tolist() == [[11, 12, 13, 14]]
 
 
 @pytest.mark.parametrize(("name", "budget"), [("self", Budget(16, 3)), ("medusa:tree", None)])
@@ -120,17 +119,6 @@ def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(
         longest[one] = max(decoder.generate([9, 8], max_new_tokens=64).stats.accept_lengths[0])
     assert longest[name] <= 4
     assert longest[f"{name}+lookup"] > 4
-
-
-def test_the_planner_expects_the_better_of_head_and_datastore(target, make_drafter) -> None:
-    drafter = make_drafter("parallel:own+store", target)
-    budget = Budget(16, 4)
-    own = drafter.drafter.chances(budget)
-    drafter.lookup.store.record.reached[3] = {8: [own[0] / 2, *[own[1] + 0.1] * 9]}
-    assert drafter.chances_at(3, budget)[0] == own[0]
-    assert drafter.chances_at(3, budget)[1:] == pytest.approx([own[1] + 0.1] * 9)
-    assert drafter.chances_at(0, budget)[: len(own)] == own  # nothing was found
-    assert drafter.chances_at(3, Budget(8, 7, LOOKUP)) == drafter.lookup.chances_at(3, Budget(8, 7))
 
 
 def test_a_head_and_a_draft_model_at_once_are_refused(tmp_path) -> None:

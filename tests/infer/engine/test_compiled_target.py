@@ -18,7 +18,7 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine import stepper
 from drafthead.infer.serving.serve_request import ServeRequest
 from drafthead.lab.exactness.oracle import OracleDecoder

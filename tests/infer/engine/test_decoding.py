@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import LEAST_DRAFT_PROBABILITY, RowRandom, SamplingConfig
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.heads.trees.recipe import Proposal
+from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer import Decoder
-from drafthead.infer.engine.planner import Planner
+from drafthead.infer.engine.planner import Planner, Propose
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.lab.exactness.oracle import OracleDecoder
 
@@ -63,12 +64,12 @@ class Alternating(Planner):
     def __init__(self, drafter: Drafter):
         self.budgets, self.step = drafter.budgets, -1
 
-    def choose(self, outlook: int) -> Budget | None:
+    def draft(self, propose: Propose) -> Proposal | None:
         self.step += 1
         place, drafts = divmod(self.step, 2)
-        return self.budgets[place % len(self.budgets)] if drafts else None
+        return propose(self.budgets[place % len(self.budgets)]) if drafts else None
 
-    def learn(self, budget: Budget | None, accept_lengths: object, seconds: float) -> None:
+    def learn(self, accept_lengths: object, seconds: float) -> None:
         pass
 
 

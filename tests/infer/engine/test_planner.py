@@ -4,23 +4,23 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from operator import mul
 
 import numpy as np
 import pytest
+from planned import NOTHING, size_of
 
-from drafthead.heads.drafting.drafter import NO_OUTLOOK
-from drafthead.heads.trees.static import StaticTrees, chain_budgets, tree_budgets
+from drafthead.heads.trees.guesses import GuessTree
+from drafthead.heads.trees.static import StaticTrees, chain_budgets, free_budgets, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.scripted import Scripted
-from drafthead.infer.engine.acceptance_tracker import AcceptanceTracker
-from drafthead.infer.engine.planner import AdaptivePlan, PlannedDecoding
-from drafthead.infer.engine.planner_settings import DEFAULT_SETTINGS
-from drafthead.infer.engine.step_costs import Size, StepCosts
+from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size
+from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding
+from drafthead.infer.engine.step_costs import StepCosts
 
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
@@ -38,15 +38,19 @@ def timed_plan(
     took: Seconds, chances: Mapping[Budget, Sequence[float]], rows: int = 1
 ) -> AdaptivePlan:
     """A plan that knows what steps of a batch take."""
-    costs = StepCosts(tuple(chances))
+    costs = StepCosts(sizes_with(chances))
     costs.set_timed(took)
-    settings = DEFAULT_SETTINGS.for_rows(rows)
-    return AdaptivePlan(costs, lambda outlook: chances, settings=settings)
+    return AdaptivePlan(costs, DEFAULT_SETTINGS.for_rows(rows))
 
 
 def new_plan(chances: Mapping[Budget, Sequence[float]] = CHANCES) -> AdaptivePlan:
     """A plan that has seen nothing."""
-    return AdaptivePlan(StepCosts(tuple(chances)), lambda outlook: chances)
+    return AdaptivePlan(StepCosts(sizes_with(chances)))
+
+
+def sizes_with(chances: Mapping[Budget, Sequence[float]]) -> list[Budget]:
+    """Sizes with what is known of them before decoding."""
+    return [replace(size, chances=tuple(found)) for size, found in chances.items()]
 
 
 @dataclass
@@ -72,12 +76,12 @@ class Text:
         done, time, decoding = 0, 0.0, PlannedDecoding(self.plan)
         answer = 0
         while done < tokens:
-            size = decoding.choose(NO_OUTLOOK)
+            size = size_of(decoding)
             length = self.accept_length(size, alpha)
             if len(self.choices) % 8 == 0:
                 self.slower = 1 + self.coin.random() * self.drift
             noise = math.exp(self.coin.gauss(0, self.noise)) if self.noise else 1.0
-            decoding.learn(size, [length], self.took[size] * self.slower * noise)
+            decoding.learn([length], self.took[size] * self.slower * noise)
             self.choices.append(size)
             done, answer, time = done + length, answer + length, time + self.took[size]
             if answer >= 128:
@@ -207,10 +211,11 @@ def test_drafts_return_after_steps_that_something_else_has_held_up() -> None:
     plan = new_plan({budget: (0.7, 0.49, 0.34)})
     decoding = PlannedDecoding(plan)
     for _ in range(4):
-        decoding.learn(decoding.choose(NO_OUTLOOK), [1], 1.0)
+        size_of(decoding)
+        decoding.learn([1], 1.0)
     for seconds in (1.2, 1.2, 1.2, 100.0):
-        assert decoding.choose(NO_OUTLOOK) == budget
-        decoding.learn(budget, [1], seconds)
+        assert size_of(decoding) == budget
+        decoding.learn([1], seconds)
     text = Text(plan, took)
     text.decode(300, alpha=0.7)
     assert text.decode(500, alpha=0.7) > 1.8
@@ -220,14 +225,13 @@ def test_trials_in_answers_that_are_too_short_to_time_are_paid_for_too() -> None
     """Answers of two steps, none of which is timed."""
     took = seconds(0.1)
     plan, drafted = timed_plan(took, CHANCES), 0
-    tracker = plan.expected(NO_OUTLOOK).trackers[""]
-    tracker.observed = [0.0] * len(tracker.observed)  # plain decoding is best
+    plan.acceptance.observed[:] = 0  # plain decoding is best
     for _ in range(500):
         decoding = PlannedDecoding(plan)
         for _ in range(2):
-            size = decoding.choose(NO_OUTLOOK)
+            size = size_of(decoding)
             drafted += size is not None
-            decoding.learn(size, [1], took[size])
+            decoding.learn([1], took[size])
         decoding.finish()
     assert 0 < drafted < 130
 
@@ -265,43 +269,102 @@ def test_larger_trees_must_promise_clearly_more_than_smaller_ones(step: float, n
     assert plan.best().nodes == nodes
 
 
-def test_steps_of_each_outlook_find_their_own_size() -> None:
-    """Nothing tells them apart before decoding: drafts are all right at one, all wrong at one."""
-    took = seconds(0.05)
-    plan = timed_plan(took, CHANCES)
-    decoding, chosen = PlannedDecoding(plan), defaultdict(list)
+def chain_of(alpha: float, length: int = 15) -> GuessTree:
+    """A free chain that says of each token that it is right with a probability."""
+    scores = [depth * math.log(alpha) for depth in range(1, length + 1)]
+    return GuessTree.chain([7] * length, scores)
+
+
+def free_plan(node: float, *others: Budget) -> tuple[AdaptivePlan, Seconds]:
+    """A plan that knows what free drafts take, beside other sizes, and what that is."""
+    sizes = [*free_budgets(16), *others]
+    took = {None: 1.0} | {size: 1.05 + node * (size.nodes - 1) for size in sizes}
+    return timed_plan(took, {size: size.chances for size in sizes}), took
+
+
+def accept_length(coin: random.Random, most: int, alpha: float) -> int:
+    """A draw: the root, and up to `most` tokens until one is refused."""
+    length = 1
+    while length <= most and coin.random() < alpha:
+        length += 1
+    return length
+
+
+@pytest.mark.parametrize("promised", [0.5, 0.95])
+@pytest.mark.parametrize("node", [0.0, 0.02, 0.1, 0.5])
+def test_free_drafts_that_are_always_wrong_cost_at_most_three_percent(node, promised) -> None:
+    plan, took = free_plan(node)
+    decoding, time = PlannedDecoding(plan), 0.0
+    for _ in range(512):
+        size = size_of(decoding, chain_of(promised))
+        decoding.learn([1], took[size])
+        time += took[size]
+    assert 512 / time > 0.97
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.8, 0.95])
+@pytest.mark.parametrize("node", [0.0, 0.05, 0.2])
+def test_of_free_drafts_the_best_size_is_kept(node, alpha) -> None:
+    """At least 0.95 of what the best size of all would bring."""
+    plan, took = free_plan(node)
+    brings = {
+        size: 1 + sum(alpha**depth for depth in range(1, size.nodes if size else 1))
+        for size in took
+    }
+    decoding, coin, time, tokens = PlannedDecoding(plan), random.Random(0), 0.0, 0.0
+    for _ in range(3000):
+        size = size_of(decoding, chain_of(alpha))
+        decoding.learn([accept_length(coin, size.nodes - 1 if size else 0, alpha)], took[size])
+        time, tokens = time + took[size], tokens + brings[size]
+    assert tokens / time > 0.95 * max(brings[size] / seconds for size, seconds in took.items())
+
+
+def test_free_drafts_are_kept_where_their_scores_come_true() -> None:
+    """Of two kinds one is always right, and one promises as much as half of that and is not."""
+    plan, took = free_plan(0.05)
+    decoding, kept = PlannedDecoding(plan), defaultdict(list)
     for step in range(2000):
-        outlook = step % 2
-        size = decoding.choose(outlook)
-        decoding.learn(size, [1 + (size.depth if size and outlook else 0)], took[size])
-        chosen[outlook].append(size)
-    assert plan.best(0) is None and plan.best(1).depth == 3
-    assert chosen[0][-500:].count(None) > 380  # the others are trials
-    assert chosen[1][-500:].count(plan.best(1)) > 400
+        is_right = step % 2
+        size = size_of(decoding, chain_of(0.9 if is_right else 0.45))
+        decoding.learn([size.nodes if size and is_right else 1], took[size])
+        kept[is_right].append(size)
+    assert kept[0][-500:].count(None) > 400  # the others are trials
+    assert kept[1][-500:].count(Budget(16, 0)) > 480
+
+
+def test_free_drafts_that_come_true_again_are_kept_again() -> None:
+    plan, took = free_plan(0.05)
+    decoding = PlannedDecoding(plan)
+    kept = []
+    for step in range(3000):
+        size = size_of(decoding, chain_of(0.9))
+        decoding.learn([size.nodes if size and step >= 1000 else 1], took[size])
+        kept.append(size)
+    assert kept[900:1000].count(None) > 90 and kept[-500:].count(None) < 25
 
 
 def test_where_nothing_can_be_proposed_no_draft_is_tried() -> None:
-    took = seconds(0.0)
-    costs = StepCosts(BUDGETS)
-    costs.set_timed(took)
-    nothing = {budget: (0.0,) * budget.depth for budget in BUDGETS}
-    decoding = PlannedDecoding(AdaptivePlan(costs, lambda outlook: CHANCES if outlook else nothing))
+    plan, took = free_plan(0.0)
+    decoding = PlannedDecoding(plan)
     for step in range(2000):
-        size = decoding.choose(step % 2)
+        size = size_of(decoding, chain_of(0.9) if step % 2 else NOTHING)
         assert size is None or step % 2
-        decoding.learn(size, [1], took[size])
+        decoding.learn([1], took[size])
 
 
-def test_sources_of_trees_are_learnt_about_apart() -> None:
-    """Two of one size and cost, of which the one that was expected to be better never is."""
-    head, lookup = Budget(4, 3), Budget(4, 3, "lookup")
-    took = {None: 1.0, head: 1.2, lookup: 1.2}
-    plan = timed_plan(took, {lookup: (0.7, 0.5, 0.3), head: (0.6, 0.4, 0.2)})
-    assert plan.best() == lookup
-    text = Text(plan, took)
-    text.decode(3000, alpha=lambda size, depth: 0.0 if size.source else 0.7)
-    assert plan.best() == head
-    assert text.choices[-500:].count(lookup) < 50
+@pytest.mark.parametrize(("lookup", "head"), [(0.0, 0.7), (0.9, 0.5), (0.0, 0.0)])
+def test_the_better_of_free_drafts_and_others_is_used(lookup, head) -> None:
+    """Lookup promises more than the head, whether it is right or not."""
+    sizes = chain_budgets(3)
+    plan, took = free_plan(0.05, *sizes)
+    decoding, coin, chosen = PlannedDecoding(plan), random.Random(0), []
+    for _ in range(3000):
+        size = size_of(decoding, chain_of(0.9))
+        alpha = 0.0 if size is None else head if size.depth else lookup
+        decoding.learn([accept_length(coin, size.nodes - 1 if size else 0, alpha)], took[size])
+        chosen.append("" if size is None else "head" if size.depth else "lookup")
+    best = "lookup" if lookup else "head" if head else ""
+    assert chosen[-500:].count(best) > 400
 
 
 def test_drafts_that_become_good_are_used_again() -> None:
@@ -430,7 +493,8 @@ def test_a_first_step_that_compiles_counts_as_nobodys_loss() -> None:
     decoding = PlannedDecoding(plan)
     account = plan.draft_account
     for took in (60.0, 60.0, 1.1, 1.1):
-        decoding.learn(decoding.choose(NO_OUTLOOK), [2], took)
+        size_of(decoding)
+        decoding.learn([2], took)
     assert plan.draft_account >= account and plan.costs.seconds(None) < 1.3
 
 
@@ -438,15 +502,22 @@ def test_a_first_step_that_compiles_counts_as_nobodys_loss() -> None:
 
 
 def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
-    acceptance = AcceptanceTracker([0.0, 0.0])
-    assert acceptance.tokens(np.array([0.5, 0.2]), np.ones(2)) == 1  # nothing known, nothing seen
-    acceptance = AcceptanceTracker([0.5, 0.25])
-    assert acceptance.tokens(np.array([0.6, 0.3]), np.ones(2)) == pytest.approx(1.9)
+    small, large = Budget(2, 1, chances=(0.5,)), Budget(6, 2, chances=(0.6, 0.3))
+    hopeless = Budget(8, 2, chances=(0.0, 0.0))
+    acceptance = Acceptance([None, small, large, hopeless])
+    assert acceptance.tokens() == pytest.approx([1, 1.5, 1.9, 1])
     for _ in range(10_000):
-        acceptance.add([0.5, 0.25], [2, 1])  # depth 1 in one row of two, depth 2 never
-    two = np.array([[0.6, 0.3], [0.0, 0.0]])
-    assert acceptance.tokens(two, np.ones(2)) == pytest.approx([1.6, 1])
-    assert acceptance.tokens(two, np.array([0.5, 0.5])) == pytest.approx([1.3, 1])
+        acceptance.add(large, large, [2, 1])  # depth 1 in one row of two, depth 2 never
+    assert acceptance.tokens() == pytest.approx([1, 1 + 0.5 * 5 / 6, 1.5, 1])
+
+
+def test_guesses_become_what_guesses_of_their_size_came_true_at() -> None:
+    """Worked example of `Calibration`, apart from what is believed at first."""
+    judged, few = Calibration(), np.array([0.1, 0.9])
+    for step in range(10_000):
+        judged.add(np.array([0.6]), np.array([step % 10 < 3]))
+    assert judged(np.array([0.6])) == pytest.approx([0.3], abs=0.06)
+    assert judged(few) == pytest.approx(few), "guesses of another size are believed"
 
 
 def test_chances_of_static_trees_are_shares_of_all_positions() -> None:

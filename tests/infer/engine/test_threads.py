@@ -15,8 +15,8 @@ from transformers import BloomConfig, BloomForCausalLM
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
-from drafthead.infer.timing.stored_costs import StepKind
+from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.timing.plans import StepKind
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 THREADS = 3
@@ -150,7 +150,7 @@ def test_threads_share_a_plan_and_what_it_learns(
 
     def warm(prompt: list[int]) -> list[int]:
         seconds = {budget: 1e-3 for budget in (None, *decoder.plans.drafter.budgets)}
-        decoder.plans.set_timed(StepKind("greedy", 1, False, False), seconds)
+        decoder.plans.costs(StepKind("greedy", 1, False, False)).set_timed(seconds)
         return answer(prompt)
 
     expected = greedy(OracleDecoder(target), 20)

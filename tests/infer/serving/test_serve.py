@@ -17,7 +17,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import BLOCK, ColumnCache
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import read_options
 from drafthead.infer.serving.serve_request import Answer, ServeRequest, Ticket

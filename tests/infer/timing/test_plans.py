@@ -7,19 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planned import size_of
 
-from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.storage import disk_cache
 from drafthead.heads.target.target import Target
+from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.timing import plans as plans_module
-from drafthead.infer.timing.plans import Plans, in_plain_steps
+from drafthead.infer.timing.plans import Plans, StepKind, costs_file, in_plain_steps
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS
-from drafthead.infer.timing.stored_costs import StepKind, costs_file
 
 DRAFTER = PromptLookup(2)
+DRAFTER.budgets = chain_budgets(2)
 KIND = StepKind("greedy", 1, filters=False, processors=False)
 CHEAP = {None: 0.5} | dict.fromkeys(DRAFTER.budgets, 0.51)
 DEAR = {None: 0.5} | dict.fromkeys(DRAFTER.budgets, 5.0)
@@ -54,9 +56,15 @@ def decode(plans: Plans, drafted: float, kind: StepKind = KIND, steps: int = 200
     """An answer whose plain steps take 1 and whose drafted ones take `drafted`; all is accepted."""
     planner = plans.planner(kind, 0.0)
     for _ in range(steps):
-        size = planner.choose(NO_OUTLOOK)
-        planner.learn(size, [1 + (size.depth if size else 0)], drafted if size else 1.0)
+        size = size_of(planner)
+        planner.learn([1 + (size.depth if size else 0)], drafted if size else 1.0)
     planner.finish()
+
+
+def set_timed(plans: Plans, kind: StepKind, seconds: dict[Size, float]) -> None:
+    """What timing on purpose does."""
+    plans.costs(kind).set_timed(seconds)
+    plans.keep_timed(kind)
 
 
 def ratios(plans: Plans, kind: StepKind = KIND) -> np.ndarray:
@@ -104,17 +112,17 @@ def test_warming_up_serves_every_rule_and_decoders_without_a_plan(target) -> Non
 def test_a_new_batch_size_begins_where_the_nearest_one_is(target) -> None:
     plans = Plans(target, DRAFTER)
     one, two, eight = (StepKind("greedy", rows, False, False) for rows in (1, 2, 8))
-    plans.set_timed(one, DEAR)
-    plans.set_timed(eight, CHEAP)
+    set_timed(plans, one, DEAR)
+    set_timed(plans, eight, CHEAP)
     assert ratios(plans, two) == pytest.approx(ratios(plans, one))
     four = StepKind("greedy", 4, False, False)
     assert ratios(plans, four) == pytest.approx(ratios(plans, eight))
-    assert plans.planner(four, 0.0).choose(NO_OUTLOOK) is not None, "drafts from the first step on"
-    assert plans.planner(two, 0.0).choose(NO_OUTLOOK) is None
+    assert size_of(plans.planner(four, 0.0)) is not None, "drafts from the first step on"
+    assert size_of(plans.planner(two, 0.0)) is None
 
 
 def test_a_batch_may_lose_fewer_steps_to_drafts(target) -> None:
-    plans = Plans(target, PromptLookup(depth=2))
+    plans = Plans(target, DRAFTER)
     first = [
         plans.plan(StepKind("greedy", rows, False, False), 0.0).settings.first_loss
         for rows in (1, 4, 16)
@@ -136,9 +144,9 @@ def test_a_size_that_a_busy_hour_has_ruled_out_is_tried_again(target, processes,
     """Answers of 16 quick steps, each in a process of its own or all in one."""
 
     def begins_with() -> Budget | None:
-        return Plans(target, DRAFTER).planner(KIND, 0.0).choose(NO_OUTLOOK)
+        return size_of(Plans(target, DRAFTER).planner(KIND, 0.0))
 
-    Plans(target, DRAFTER).set_timed(KIND, DEAR)
+    set_timed(Plans(target, DRAFTER), KIND, DEAR)
     assert begins_with() is None
     for _ in range(processes):
         plans = Plans(target, DRAFTER)
@@ -156,7 +164,7 @@ def test_what_an_answer_has_taught_serves_the_next_process(target, file) -> None
     later = Plans(target, DRAFTER)
     assert ratios(later) == pytest.approx(ratios(plans), rel=1e-6)
     assert ratios(later)[1:].max() == pytest.approx(1.4, rel=0.1)
-    assert later.planner(KIND, 0.0).choose(NO_OUTLOOK) is not None
+    assert size_of(later.planner(KIND, 0.0)) is not None
     assert not later.costs(KIND).was_timed
 
 
@@ -176,8 +184,8 @@ def test_processes_keep_what_others_have_learnt(target, file) -> None:
     other = StepKind("match", 8, filters=False, processors=False)
     first, second = Plans(target, DRAFTER), Plans(target, DRAFTER)
     assert not first.by_kind and not second.by_kind
-    first.set_timed(other, DEAR)
-    second.set_timed(KIND, CHEAP)
+    set_timed(first, other, DEAR)
+    set_timed(second, KIND, CHEAP)
     assert set(Plans(target, DRAFTER).by_kind) == {other, KIND}
 
 
@@ -251,7 +259,7 @@ def test_a_seed_fixes_the_text_whatever_steps_have_taken(
         decoder = Decoder(target, drafter, adaptive=True)
         seconds = {None: 1.0} | {b: drafted + b.nodes / 1e4 for b in drafter.budgets}
         for name in ("match", "rejection", "traversal", "typical"):
-            decoder.plans.set_timed(StepKind(name, 1, False, False), seconds)
+            set_timed(decoder.plans, StepKind(name, 1, False, False), seconds)
         ask = {"temperature": 1.0, "max_new_tokens": 24, "verifier": rule}
         texts.append(decoder.generate([[9, 10, 11]], seed=7, **ask).sequences[0])
         pair = decoder.generate([[9, 10, 11], [12, 13]], seed=[7, 3], **ask)

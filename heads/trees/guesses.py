@@ -1,9 +1,9 @@
-"""The most promising tree of what may follow, from texts that followed before."""
+"""Trees that the host knows, and the most promising tree of what may follow."""
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -26,33 +26,6 @@ class Following(Protocol):
         ...
 
 
-class Counted:
-    """A token of some texts, and what follows it there."""
-
-    __slots__ = ("children", "weight")
-
-    def __init__(self) -> None:
-        self.weight = 0.0
-        self.children: dict[int, Counted] = {}
-
-    @classmethod
-    def of(cls, texts: Iterable[tuple[float, Sequence[int]]]) -> "Counted":
-        """The common root of weighted texts; a negative token ends a text."""
-        root = cls()
-        for weight, text in texts:
-            root.weight += weight
-            node = root
-            for token in text:
-                if token < 0:
-                    break
-                child = node.children.get(token)
-                if child is None:
-                    child = node.children[token] = cls()
-                child.weight += weight
-                node = child
-        return root
-
-
 @dataclass(frozen=True)
 class GuessTree:
     """Nodes of a tree, without its root, parents before children; parent 0 is the root."""
@@ -67,6 +40,38 @@ class GuessTree:
         """Tokens after each other."""
         places = range(len(tokens))
         return cls(list(tokens), list(places), [place + 1 for place in places], list(scores))
+
+    def order(self) -> list[int]:
+        """The nodes, numbered from 0 on, the best first; of equals the first."""
+        return sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))
+
+    def best(self, nodes: int) -> "GuessTree":
+        """The tree of the `nodes` best nodes; of equals the first.
+
+        Nodes a, b under it, and c with scores -1, -2 and -1.5 are a and c where two are wanted.
+        """
+        kept = sorted(self.order()[:nodes])
+        numbers = {0: 0} | {node + 1: number for number, node in enumerate(kept, start=1)}
+        return GuessTree(
+            [self.tokens[node] for node in kept],
+            [numbers[self.parents[node]] for node in kept],
+            [self.depths[node] for node in kept],
+            [self.scores[node] for node in kept],
+        )
+
+    def chances(self, counts: Sequence[int]) -> np.ndarray:  # [n, D]
+        """How likely the best 1, 5, ... nodes, n numbers of them, are accepted to depth 1, 2, ...
+
+        A true text follows one path at most, so what the nodes of a depth promise adds up.
+        """
+        if not self.tokens or not counts:
+            return np.zeros((len(counts), 1))
+        order = self.order()
+        of_nodes = np.zeros((len(order), max(self.depths)))
+        depths = np.array(self.depths)[order] - 1
+        of_nodes[np.arange(len(order)), depths] = np.exp(np.array(self.scores)[order])
+        sums = np.minimum(of_nodes.cumsum(0), 1)
+        return np.asarray(sums[[min(count, len(order)) - 1 for count in counts]])
 
 
 class GrowingTree:
@@ -133,19 +138,35 @@ class GrowingTree:
                 open_children(node, child)
 
     def best(self, nodes: int) -> GuessTree:
-        """The tree of the `nodes` best nodes; of equals the first.
+        """The tree of the `nodes` best nodes, see `GuessTree.best`."""
+        return self.tree.best(nodes)
 
-        Nodes a, b under it, and c with scores -1, -2 and -1.5 are a and c where two are wanted.
-        """
-        tree, every = self.tree, range(1, len(self) + 1)
-        kept = sorted(sorted(every, key=lambda node: (-tree.scores[node - 1], node))[:nodes])
-        numbers = {0: 0} | {node: number for number, node in enumerate(kept, start=1)}
-        return GuessTree(
-            [tree.tokens[node - 1] for node in kept],
-            [numbers[tree.parents[node - 1]] for node in kept],
-            [tree.depths[node - 1] for node in kept],
-            [tree.scores[node - 1] for node in kept],
-        )
+
+@dataclass(frozen=True)
+class Guesses:
+    """Trees of a batch that the host knows, each row its own: free drafts, before they are cut."""
+
+    roots: Sequence[int]  # of each row
+    trees: Sequence[GuessTree]  # of each row
+    device: torch.device  # of the target
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the largest tree, the root included."""
+        return 1 + max(len(tree.tokens) for tree in self.trees)
+
+    @property
+    def max_depth(self) -> int:
+        """The most drafted tokens on one path."""
+        return max(max(tree.depths, default=0) for tree in self.trees)
+
+    def best(self, nodes: int) -> "Guesses":
+        """The best `nodes` nodes of each row, the root among them."""
+        return replace(self, trees=[tree.best(nodes - 1) for tree in self.trees])
+
+    def tree(self) -> TokenTree:
+        """The trees as one batch."""
+        return token_tree(self.roots, self.trees, self.device)
 
 
 def token_tree(roots: Sequence[int], trees: Sequence[GuessTree], device: torch.device) -> TokenTree:

@@ -1,129 +1,28 @@
-"""An index of what a target has written, and trees of what followed the same words there."""
+"""Trees of what a target has written before after the same words."""
 
 import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny_llama
 
-from drafthead.heads.drafting.drafter import NO_OUTLOOK
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import PADDING, Budget, ancestor_mask
+from drafthead.heads.trees.guesses import GrowingTree, GuessTree, token_tree
+from drafthead.heads.trees.tree import PADDING, ancestor_mask
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.datastore import (
-    DEPTH,
-    LEVELS,
-    MATCHES,
-    Datastore,
-)
-from drafthead.infer.drafters.earlier import Earlier
-from drafthead.infer.drafters.guess_tree import Counted, GrowingTree, GuessTree, token_tree
-from drafthead.infer.drafters.match_record import MEMORY
-from drafthead.infer.drafters.past import Past
-from drafthead.infer.drafters.store_lookup import StoreLookup, load_stored
-from drafthead.infer.drafters.stored import SEPARATOR, ngram_number, ngram_numbers
-from drafthead.lab.theory.replayed_lookup import accepted, reached, replayed
+from drafthead.infer.drafters.lookup import MEMORY, History
+from drafthead.infer.drafters.ngram_table import NgramTable
+from drafthead.infer.drafters.store_lookup import LEVELS, Counted, Earlier, StoreLookup
+from drafthead.lab.theory.replayed_lookup import accepted, replayed, tokens_a_pass
 
 
 def letters(text: str) -> list[int]:
     """One token a letter."""
     return [*map(ord, text)]
-
-
-def store_of(*texts: str) -> Datastore:
-    return Datastore.of(map(letters, texts), "v")
-
-
-def found(store: Datastore, past: str) -> list[tuple[float, str]]:
-    """Continuations as text; what follows a separator is cut off."""
-    result = []
-    for weight, tokens in store.continuations(letters(past)):
-        end = tokens.index(SEPARATOR) if SEPARATOR in tokens else len(tokens)
-        result.append((weight, "".join(map(chr, tokens[:end]))))
-    return result
-
-
-def test_what_followed_the_longest_ngram_counts_most() -> None:
-    store = store_of("abcdefgX", "zzcdefgY", "ggfgZ")
-    assert found(store, "abcdefg") == [
-        (1.0, "X"),  # after six letters
-        (0.2, "X"), (0.2, "Y"),  # after four
-        (0.075, "X"), (0.075, "Y"),
-        (0.05 / 3, "X"), (0.05 / 3, "Y"), (0.05 / 3, "Z"),
-    ]  # fmt: skip
-
-
-def test_unknown_words_have_no_continuation() -> None:
-    store = store_of("abcdef")
-    assert found(store, "xy") == found(store, "a") == found(store, "") == []
-
-
-def test_a_number_of_one_ngram_is_that_of_many() -> None:
-    tokens = letters("abcdefg")
-    numbers = ngram_numbers(np.array(tokens), 3)
-    assert [ngram_number(tokens[n : n + 3]) for n in range(5)] == numbers.tolist()
-
-
-def test_what_has_a_continuation_is_known() -> None:
-    store = store_of("abcdef", "xbcy")
-    for past in ("zbc", "ef", "fx", "c", ""):
-        assert bool(store.matched(letters(past))) == bool(found(store, past))
-
-
-def test_the_longest_ngram_that_is_found_again_counts() -> None:
-    store = store_of("abcdefgX")
-    for past, length in (("abcdef", 6), ("xbcdef", 4), ("xxcde", 3), ("fg", 2), ("g", 0), ("", 0)):
-        assert store.matched(letters(past)) == length
-
-
-def test_ngrams_do_not_reach_over_the_end_of_a_text() -> None:
-    assert found(store_of("ab", "cd"), "bc") == []
-
-
-def test_many_places_are_sampled_evenly() -> None:
-    store = store_of(*(f"ab{chr(200 + n)}" for n in range(4 * MATCHES)))
-    texts = [text for _, text in found(store, "ab")]
-    assert len(texts) == MATCHES and texts[0] == chr(200) and texts[-1] == chr(199 + 4 * MATCHES)
-
-
-def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
-    store = store_of("abcdefg", "abcdxyz")
-    store.save(tmp_path)
-    loaded = load_stored(tmp_path, "v")
-    assert isinstance(loaded.tokens, np.memmap)
-    assert found(loaded, "abcd") == found(store, "abcd")
-    assert loaded.record == store.record and loaded.record.tokens == 14
-
-
-def damaged(folder: Path, what: str) -> None:
-    """A datastore in which something is wrong."""
-    folder.mkdir()
-    store_of("abcdefg").save(folder)
-    if what == "record":
-        (folder / "datastore.json").write_text("{}")
-    elif what == "table":
-        (folder / "tokens.npy").write_bytes(b"no array")
-    elif what == "lengths":
-        np.save(folder / f"places-{min(LEVELS)}.npy", np.arange(3))
-    else:
-        (folder / f"places-{min(LEVELS)}.npy").unlink()
-
-
-@pytest.mark.parametrize("what", ["record", "table", "missing", "lengths"])
-def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
-    damaged(tmp_path / "store", what)
-    with pytest.raises(UserError, match="no datastore that can be read|is damaged"):
-        load_stored(tmp_path / "store", "v")
-
-
-def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    store_of("abc").save(tmp_path)
-    with pytest.raises(UserError, match="another tokenizer"):
-        load_stored(tmp_path, "w")
 
 
 def grown_tree(first: str, texts: dict[str, float], nodes: int, depth: int = 9) -> GuessTree:
@@ -204,83 +103,38 @@ def test_accepted_tokens_are_a_path_from_the_root() -> None:
 
 
 def test_decoding_is_played_again() -> None:
-    """``ab`` is known after two letters; from then on the text is in the datastore."""
-    lookup = StoreLookup(store_of("abcdefgh"))
-    assert replayed(lookup, letters("xabcdefgh"), nodes=16) == [(0, 0), (0, 0), (2, 6)]
-    shares = reached(lookup, [letters("xabcdefgh")], 16)
-    assert shares[NO_OUTLOOK] == [1 / 3] * 6 + [0.0] * (DEPTH - 6)
-    assert shares[0] == [0.0] * DEPTH
-    assert shares[2] == [1.0] * 6 + [0.0] * (DEPTH - 6)
+    """After ``x`` the frequent letters are guessed; from then on the text is in the table."""
+    lookup = StoreLookup(NgramTable.of([letters("abcdefgh")], "v", 3))
+    assert replayed(lookup, letters("xabcdefgh"), nodes=16) == [2, 5]
+    assert tokens_a_pass(lookup, [letters("xabcdefgh")], 16) == 4.5
 
 
-def test_the_planner_is_told_what_was_measured() -> None:
-    store = store_of("abc")
-    lookup = StoreLookup(store)
-    assert lookup.chances(Budget(4, 2)) == (0.6, pytest.approx(0.36))
-    store.record.reached[NO_OUTLOOK] = {4: [0.5, 0.25, 0.1], 8: [0.7, 0.4, 0.2]}
-    store.record.reached[6] = {4: [0.9, 0.8, 0.7]}
-    assert lookup.chances(Budget(6, 2)) == (0.5, 0.25)
-    assert lookup.chances(Budget(16, 3)) == (0.7, 0.4, 0.2)
-    assert lookup.chances_at(6, Budget(4, 2)) == (0.9, 0.8)
-    assert lookup.chances_at(7, Budget(4, 2)) == (0.9, 0.8)  # the next lower one that was met
-    assert lookup.chances_at(3, Budget(4, 2)) == (0.5, 0.25)  # not met while it was measured
-    assert lookup.chances_at(0, Budget(4, 2)) == (0.0, 0.0)
-
-
-def past_of(text: str) -> Past:
-    past = Past(ord(text[0]))
+def past_of(text: str) -> History:
+    past = History(ord(text[0]))
     for token in letters(text[1:]):
         past.append(token)
     return past
 
 
-@pytest.mark.parametrize(
-    ("text", "outlook"),
-    [
-        ("xy", 0),
-        ("xab", 2),
-        ("xabc", 3),
-        ("xabcdef", 6),
-        ("xyxy", 5),
-        ("xyzxyz", 5),
-        ("stuvwxstuvwx", 7),
-        ("abxab", 5),
-    ],
-)
-def test_the_outlook_is_what_was_found_again(text: str, outlook: int) -> None:
-    """Tokens found in the datastore; what the text repeats of itself goes first, as in a draft."""
-    assert StoreLookup(store_of("abcdefg")).outlook(past_of(text)) == outlook
-
-
-@pytest.mark.parametrize(
-    ("text", "nodes", "expected"),
-    [
-        ("abXYab", 2, "XZ"),  # after two tokens of its own past, and two of the datastore
-        ("abXYab", DEPTH + 1, "XYabXYabXYZ"),  # in a circle
-        ("opqrstuvabXopqrstuvab", 2, "Xo"),  # after ten tokens of its own past
-    ],
-)
-def test_the_likeliest_of_the_own_past_and_the_datastore_are_taken(
-    text: str, nodes: int, expected: str
-) -> None:
-    lookup = StoreLookup(store_of("abZ"))
-    lookup.stored.record.reached[2] = {2: [0.4] * DEPTH}
-    tree = lookup.guess(past_of(text), nodes, DEPTH)
-    assert "".join(map(chr, tree.tokens)) == expected
+def test_the_likeliest_of_the_own_past_and_of_the_table_are_taken() -> None:
+    """What followed two tokens of the own text, and what followed them in the table."""
+    lookup = StoreLookup(NgramTable.of([letters("abZ"), letters("abY")], "v", 3))
+    assert {*lookup.guess(past_of("abXYab"), 2, 10).tokens} <= {*letters("XZY")}
+    long = lookup.guess(past_of("opqrstuvabXopqrstuvab"), 2, 10)
+    assert long.tokens == letters("Xo"), "after ten tokens of the own text"
 
 
 def test_under_rules_that_draw_a_tree_does_not_depend_on_what_was_learnt() -> None:
-    lookup = StoreLookup(store_of("abZ"))
-    lookup.stored.record.reached[2] = {2: [0.4] * DEPTH}
+    lookup = StoreLookup(NgramTable.of([letters("abZ"), letters("abY")], "v", 3))
     past = past_of("abXYab")
 
     def guessed(follows: bool) -> list[int]:
-        return lookup.guess(past, 1, DEPTH, follows).tokens
+        return lookup.guess(past, 1, 10, follows).tokens
 
     assert guessed(follows=True) == guessed(follows=False) == letters("X")
     for _ in range(MEMORY):
         lookup.matches.add(2, was_right=False)
-    assert guessed(follows=True) == letters("Z"), "matches of two tokens were wrong"
+    assert guessed(follows=True) != letters("X"), "matches of two tokens were wrong"
     assert guessed(follows=False) == letters("X")
 
 
@@ -294,10 +148,8 @@ def saved(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(folder / "target")
     decoder = Decoder(Target(model))
     answers = decoder.generate([[30, 31, n] for n in range(40, 60)], max_new_tokens=40).sequences
-    from drafthead.heads.target.loading import vocabulary_of
-
     (folder / "store").mkdir()
-    Datastore.of(answers, vocabulary_of(tokenizer)).save(folder / "store")
+    NgramTable.of(answers, vocabulary_of(tokenizer), 5).save(folder / "store")
     return folder
 
 
@@ -323,6 +175,14 @@ def test_options_that_do_not_fit_are_refused(saved: Path, options, message: str)
     options = options | {"draft": f"ngrams:{saved / options['draft']}"}
     with pytest.raises(UserError, match=message):
         Decoder.from_pretrained(saved / "target", **options)
+
+
+def test_a_datastore_of_whole_texts_is_refused(saved: Path, tmp_path: Path) -> None:
+    """Older versions wrote them; their record names no n-grams."""
+    record = json.loads((saved / "store" / "datastore.json").read_text())
+    (tmp_path / "datastore.json").write_text(json.dumps(record | {"ngrams": 0}))
+    with pytest.raises(UserError, match="whole texts.*`drafthead build-datastore`"):
+        Decoder.from_pretrained(saved / "target", draft=f"ngrams:{tmp_path}")
 
 
 def test_a_target_without_a_tokenizer_has_no_datastore(saved: Path) -> None:

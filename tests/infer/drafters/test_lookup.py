@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.drafters.match_record import MEMORY, MatchRecord
-from drafthead.infer.drafters.past import MAX_NGRAM, Past
-from drafthead.infer.drafters.prompt_lookup import PromptLookup
+from drafthead.infer.drafters.lookup import MAX_NGRAM, MEMORY, History, MatchRecord, PromptLookup
 
 
-def past_of(text: str) -> Past:
+def past_of(text: str) -> History:
     """One token a letter."""
     first, *others = map(ord, text)
-    past = Past(first)
+    past = History(first)
     for token in others:
         past.append(token)
     return past
@@ -105,9 +104,12 @@ def test_what_follows_matches_is_learnt_from_answers_and_not_from_prompts() -> N
     assert lookup.matches.share(3) < MatchRecord().share(3)
 
 
-def test_longer_matches_are_of_another_kind_and_promise_more() -> None:
-    lookup = PromptLookup(4, least=2)
-    texts = ("abcd", "abcab", "abcdeabcd", "abcdefghabcdefgh")
-    assert [lookup.outlook(past_of(text)) for text in texts] == [0, 2, 3, 5]
-    promised = [lookup.chances_at(outlook, Budget(5, 4)) for outlook in (0, 2, 3, 5)]
-    assert promised == sorted(promised) and promised[0] == (0.0,) * 4
+def test_free_drafts_are_guesses_and_a_smaller_one_is_a_part_of_the_last() -> None:
+    session = PromptLookup(4, least=2).start(torch.tensor([[1, 2, 3, 4, 5, 1]]), torch.tensor([6]))
+    there = torch.tensor([[2, 3, 4, 5, 1, 2]])
+    session.commit(Committed(there, Features(None, ()), torch.tensor([6])))
+    large = session.propose(Budget(8, 0), SamplingConfig(), None)
+    small = session.propose(Budget(3, 0), SamplingConfig(), None)
+    assert large.tree().tokens.tolist() == [[2, 3, 4, 5, 1]]
+    assert small.tree().tokens.tolist() == [[2, 3, 4]]
+    assert session.propose(Budget(3, 2), SamplingConfig(), None).tokens.tolist() == [[2, 3, 4]]

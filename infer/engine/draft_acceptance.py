@@ -1,0 +1,189 @@
+"""What drafts bring, learnt while decoding: of those that cost passes, and of free ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafthead.heads.trees.tree import Budget
+
+Size = Budget | None  # None: a step without a draft
+Table = NDArray[np.float64]
+
+MEMORY = 128  # drafted steps after which an observation keeps 1/e of its weight: long enough to
+# average out luck, short enough to follow a change of subject
+PRIOR_STEPS = 32  # as which the acceptance measured in training counts, so that the first few steps
+# do not decide alone
+BINS = 16  # equal parts of [0, 1] in which guesses are judged apart
+FIRST_WEIGHT = 16.0  # guesses as which the first belief counts, in each bin: that guesses are true
+
+
+class Acceptance:
+    """How deep drafts of each size go, and how deep they are accepted.
+
+    A draft that may stop early brings a token of depth 3 if it goes that far and is right that far.
+    The two are learnt apart: what was not drafted was not refused. Old steps fade exponentially.
+
+    Sizes that differ in nothing but the most levels of a draft, such as 4, 7 and 10 nodes of 1, 2
+    and 3 levels, make a ladder: where a draft of at most two levels stops, one of three stops too.
+    """
+
+    def __init__(self, sizes: Sequence[Size]):
+        """For S sizes, by the chances of each before decoding; D is the greatest depth."""
+        self.places = {size: place for place, size in enumerate(sizes)}
+        drafts = [size for size in sizes if size is not None]
+        depths = max(len(size.chances) for size in drafts)
+        self.chances = np.zeros((len(sizes), depths))  # [S, D]
+        for size in drafts:
+            self.chances[self.places[size], : len(size.chances)] = size.chances
+        levels = [size for size in drafts if size.depth]
+        grows = all((size.nodes - 1) % size.depth == 0 for size in levels)
+        # Drafters that grow level by level guess chains and trees by other means.
+        self.kinds = np.array([int(grows and is_tree(size)) for size in sizes])  # [S]
+        self.expected = np.zeros((2, depths))  # by kind: drafts that were to reach each depth
+        deepest = {self.kinds[self.places[size]]: size for size in sorted(drafts, key=by_depth)}
+        for kind, size in deepest.items():
+            self.expected[kind, : len(size.chances)] = PRIOR_STEPS * np.array(size.chances)
+        self.observed = self.expected.copy()  # and those that did
+        by_slope: dict[int, list[Size]] = {}
+        for size in sorted(levels) if grows else ():
+            by_slope.setdefault((size.nodes - 1) // size.depth, []).append(size)
+        self.ladders = [ladder for ladder in by_slope.values() if len(ladder) > 1]
+        # Of each ladder: drafts that might have had each level, and those that had it.
+        self.tried = [np.full(len(ladder), float(PRIOR_STEPS)) for ladder in self.ladders]
+        self.had = [tried.copy() for tried in self.tried]
+
+    def stops(self, size: Size) -> list[Size]:
+        """The sizes at which a draft within `size` may end, from one level to itself."""
+        for ladder in self.ladders:
+            if size in ladder:
+                return ladder[: ladder.index(size) + 1]
+        return [size]
+
+    def tokens(self) -> Table:
+        """Tokens that a step of each size commits, the bonus included [S]."""
+        return np.asarray(1 + self.reached().sum(-1))
+
+    def reached(self) -> Table:
+        """How often steps of each size are accepted to depth 1, 2, ... [S, D].
+
+        Each chance is scaled by observed / expected so far. Where 10 drafts of 20 were expected to
+        be accepted and 5 were, 0.6 becomes 0.3.
+        """
+        hoped = np.where(self.expected > 0, self.expected, 1)
+        scales = np.where(self.expected > 0, self.observed / hoped, 0)
+        drafted = np.ones_like(self.chances)
+        for number, ladder in enumerate(self.ladders):
+            # What is deeper than a size has levels is there where the last one is.
+            last = np.minimum(np.arange(drafted.shape[1]), np.arange(len(ladder))[:, None])
+            drafted[[self.places[size] for size in ladder]] = self._going(number)[last]
+        # No depth is reached more often than the one before it, and none more often than always.
+        found = np.minimum(self.chances * scales[self.kinds], 1) * drafted
+        return np.minimum.accumulate(found, axis=-1)
+
+    def seconds(self, seconds: Table) -> Table:
+        """What steps of each size take on average [S], by the seconds [S] of whole drafts.
+
+        If drafts of 1, 2 and 3 levels take 1.2, 1.3 and 1.4 seconds, and half of them go on after
+        the first level and all after the second, the three sizes take 1.2, 1.25 and 1.3.
+        """
+        found = seconds.copy()
+        for number, ladder in enumerate(self.ladders):
+            places = [self.places[size] for size in ladder]
+            of_each_level = np.diff(seconds[places], prepend=0)
+            found[places] = np.cumsum(self._going(number) * of_each_level)
+        return found
+
+    def _going(self, ladder: int) -> Table:
+        """The probability that a draft has level 1, 2, ..., if it may have them all."""
+        return np.asarray(np.cumprod(self.had[ladder] / self.tried[ladder]))
+
+    def add(self, size: Size, made: Size, accept_lengths: Sequence[int]) -> None:
+        """Record a step: the size of its draft, the stop at which that ended, tokens by row.
+
+        An accept length counts the root, so 3 means that depths 1 and 2 were reached. A draft that
+        was limited to two levels tells nothing about the third.
+        """
+        keep, stops = 1 - 1 / MEMORY, self.stops(size)
+        for number, ladder in enumerate(self.ladders):
+            if size in ladder:
+                levels = stops.index(made) + 1
+                for level in range(1, min(levels + 1, len(stops))):
+                    self.tried[number][level] = keep * self.tried[number][level] + 1
+                    self.had[number][level] = keep * self.had[number][level] + (level < levels)
+        chances, kind = self.chances[self.places[made]], self.kinds[self.places[made]]
+        depths = 0 if made is None else len(made.chances)
+        reached = share_that_reached(accept_lengths, depths)
+        self.expected[kind, :depths] = keep * self.expected[kind, :depths] + chances[:depths]
+        self.observed[kind, :depths] = keep * self.observed[kind, :depths] + reached
+
+    def age(self) -> None:
+        """Halve the weight of all acceptance observed so far."""
+        self.expected /= 2
+        self.observed /= 2
+
+
+def by_depth(size: Budget) -> tuple[int, int]:
+    """Sorts sizes by depth; of those that are equally deep the smallest is the last."""
+    return len(size.chances), -size.nodes
+
+
+def is_tree(size: Size) -> bool:
+    """Whether a draft of a size has more than one node a level."""
+    return size is not None and size.nodes > size.depth + 1
+
+
+def share_that_reached(accept_lengths: Sequence[int], depths: int) -> Table:
+    """The share of rows that were accepted to depth 1, 2, ... [depths]."""
+    lengths = np.array(accept_lengths or [1])
+    return np.asarray((lengths > np.arange(1, depths + 1)[:, None]).mean(1))
+
+
+class Calibration:
+    """How often drafts were right, against their own guess of that.
+
+    Guesses are judged by their size, in 16 bins: where guesses of about 0.6 add up to 10 and 5 of
+    them came true, 0.6 becomes 0.5. Several threads may teach it; if one addition overwrites
+    another, little is lost.
+    """
+
+    def __init__(self) -> None:
+        self.guessed = FIRST_WEIGHT * (np.arange(BINS) + 0.5) / BINS  # sums of guesses, by bin
+        self.accepted = self.guessed.copy()
+
+    def __call__(self, guesses: Table) -> Table:
+        """What guesses [...] in [0, 1] come true at."""
+        bins = bins_of(guesses)
+        return np.minimum(guesses * self.accepted[bins] / self.guessed[bins], 1)
+
+    def reached(self, guesses: Table) -> Table:
+        """How often depths 1, 2, ... are reached, by a draft's guesses [..., D] of that.
+
+        What is judged is each depth if the one before it was reached: after guesses 0.6 and 0.3,
+        that a second token is right in half of the cases. So what comes true deep down, after all
+        tokens before, says nothing of first tokens that promise as little.
+        """
+        return np.asarray(self(further(guesses)).cumprod(-1))
+
+    def add_reached(self, guesses: Table, length: int) -> None:
+        """Record how deep a draft was accepted, by its guesses [D] and the tokens committed."""
+        judged = further(guesses)[:length]
+        self.add(judged, (np.arange(1, len(judged) + 1) < length).astype(np.float64))
+
+    def add(self, guesses: Table, accepted: Table) -> None:
+        """Record guesses [n], and which of them came true [n]."""
+        keep = 1 - 1 / MEMORY
+        for place, guess, came_true in zip(bins_of(guesses), guesses, accepted, strict=True):
+            self.guessed[place] = keep * self.guessed[place] + guess
+            self.accepted[place] = keep * self.accepted[place] + came_true
+
+
+def further(guesses: Table) -> Table:
+    """The chances [..., D] that each depth is reached if the one before it is."""
+    before = np.concatenate([np.ones_like(guesses[..., :1]), guesses[..., :-1]], axis=-1)
+    return np.divide(guesses, before, out=np.zeros_like(guesses), where=before > 0)
+
+
+def bins_of(guesses: Table) -> NDArray[np.int64]:
+    """The bins [...] that guesses [...] lie in."""
+    return np.minimum(np.asarray(guesses) * BINS, BINS - 1).astype(np.int64)

@@ -1,0 +1,31 @@
+"""What a planner asks for, without a drafter."""
+
+from typing import NamedTuple
+
+import torch
+
+from drafthead.heads.trees.guesses import Guesses, GuessTree
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer.engine.draft_acceptance import Size
+from drafthead.infer.engine.planner import Planner
+
+NOTHING = GuessTree([], [], [], [])
+
+
+class Whole(NamedTuple):
+    """A proposal of so many nodes and levels."""
+
+    num_nodes: int
+    max_depth: int
+
+
+def size_of(planner: Planner, free: GuessTree = NOTHING) -> Size:
+    """The size of the next step's draft, where lookup has found something or not."""
+
+    def propose(budget: Budget) -> Whole | Guesses:
+        if budget.depth:
+            return Whole(budget.nodes, budget.depth)
+        return Guesses([0], [free.best(budget.nodes - 1)], torch.device("cpu"))
+
+    planner.draft(propose)
+    return planner.made[0]
