@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.loading import load_head
@@ -16,9 +15,8 @@ from drafthead.infer.loaded import DEFAULT_CHAIN
 from drafthead.lab.races.record import describe_run, prompt_ids
 from drafthead.lab.reports.theory import theory_report
 from drafthead.lab.speedup_model import MAX_CHAIN
-from drafthead.lab.theory.chain_costs import timed_lengths
-from drafthead.lab.theory.chains import Chains, head_chains, lookup_chains, model_chains
-from drafthead.lab.theory.theory import MeasuredChains, Terms, examine, measure_costs
+from drafthead.lab.theory.chains import head_chains, lookup_chains, model_chains
+from drafthead.lab.theory.theory import Terms, examine, measure_costs
 from drafthead.scripts import options
 
 
@@ -75,10 +73,8 @@ def main(
         )
     temperatures = tuple(dict.fromkeys(temperature or (0.0, 1.0)))
     terms = Terms(temperatures, top_p, max_new_tokens, draft_tokens, seed)
-    measured = timed(chains, draft_tokens)
-    answers = len(terms.temperatures) * len(ids) * (1 + 2 * len(chains))
-    with tqdm(total=answers, desc="decoding and reading", unit="answer") as bar:
-        found = examine(loaded, measured, ids, terms, bar.update)
+    measured = [measure_costs(each, draft_tokens) for each in chains]
+    found = examine(loaded, measured, ids, terms)
     about = {
         **describe_run(target, loaded), "prompts": len(ids), "max_new_tokens": max_new_tokens,
         "top_p": top_p, "draft_tokens": draft_tokens, "seed": seed,
@@ -95,10 +91,3 @@ def refuse_names(names: Sequence[str]) -> None:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"two drafters are called {twice[0]}: rename the folder of one of them")
-
-
-def timed(chains: Sequence[Chains], length: int) -> list[MeasuredChains]:
-    """What all chains cost here."""
-    total = sum(len(timed_lengths(each.longest)) for each in chains)
-    with tqdm(total=total, desc="timing passes", unit="length", leave=False) as bar:
-        return [measure_costs(each, length, bar.update) for each in chains]

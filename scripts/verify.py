@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
@@ -14,21 +13,17 @@ from drafthead.heads.target.any_target import target_of
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.level_drafter import LevelDrafter
 from drafthead.infer.request.prompts import encode_one
-from drafthead.infer.verifiers import Verifier, verifier_for
+from drafthead.infer.verifiers import VERIFIERS, verifier_for
 from drafthead.lab.exactness.exactness import (
     Evidence,
-    LaterTokens,
     SampledPair,
-    Start,
     drawn_differences,
     greedy_differences,
     later_tokens,
     sampled_start,
 )
-from drafthead.lab.exactness.goodness_of_fit import Fit
 from drafthead.lab.exactness.rule_law import fit_of_rule
 from drafthead.lab.exactness.target_law import LENGTH
-from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.races.record import describe_run, prompt_ids
 from drafthead.lab.reports.exactness import evidence_report
 from drafthead.scripts import options
@@ -117,12 +112,24 @@ def main(
     decoder = Decoder.from_pretrained(
         target, draft, tree_nodes, draft_tokens, dtype=dtype, device=device, compile=compile
     )
+    # The model as it is loaded, never compiled.
+    reference = target_of(decoder.target.model, decoder.tokenizer)
     sampling = SamplingConfig(temperature, top_k, top_p)
-    pair = TestedPair(decoder, rule, sampling, seed, repetition_penalty)
+    pair = SampledPair(decoder, reference, sampling, rule.name, repetition_penalty)
     ids = tested_prompts(prompts, limit, decoder, max_new_tokens)
-    evidence = pair.evidence(ids, effort)
-    tested = {"prompts": len(ids), "max_new_tokens": max_new_tokens}
-    about = {**describe_run(target, pair.reference), **pair.settings, **tested}
+    evidence = evidence_of(pair, ids, effort, seed)
+    assert decoder.budget is not None
+    about = {
+        **describe_run(target, reference),
+        "verifier": rule.name,
+        "sampling": asdict(sampling),
+        "repetition_penalty": repetition_penalty,
+        "tree_nodes": decoder.budget.nodes,
+        "compile": decoder.target.backend.compiles,
+        "seed": seed,
+        "prompts": len(ids),
+        "max_new_tokens": max_new_tokens,
+    }
     report = evidence_report(evidence, pair.sampling, about)
     report.show()
     if output is not None:
@@ -150,89 +157,24 @@ class Effort:
             raise UserError(f"false_alarm is a chance between 0 and 1, got {self.false_alarm}")
 
 
-class TestedPair:
-    """A target and a drafter, and the tests of them with their progress bars."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        rule: Verifier,
-        sampling: SamplingConfig,
-        seed: int,
-        repetition_penalty: float = 1.0,
-    ):
-        self.decoder, self.rule, self.sampling, self.seed = decoder, rule, sampling, seed
-        # The model as it is loaded, never compiled.
-        self.reference = target_of(decoder.target.model, decoder.tokenizer)
-        self.sampled = SampledPair(decoder, self.reference, sampling, rule.name, repetition_penalty)
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What decides what is drawn and verified."""
-        assert self.decoder.budget is not None
-        return {
-            "verifier": self.rule.name,
-            "sampling": asdict(self.sampling),
-            "repetition_penalty": self.sampled.repetition_penalty,
-            "tree_nodes": self.decoder.budget.nodes,
-            "compile": self.decoder.target.backend.compiles,
-            "seed": self.seed,
-        }
-
-    def evidence(self, prompts: list[list[int]], effort: Effort) -> Evidence:
-        """All tests, one after the other; at temperature 0 greedy answers alone."""
-        drawn, length = not self.sampling.greedy, effort.max_new_tokens
-        return Evidence(
-            self.reference.dtype,
-            effort.false_alarm,
-            rule=self.test_rule() if drawn else [],
-            starts=self.test_starts(prompts, effort.samples) if drawn else [],
-            later=self.test_later(prompts, effort.answers, length) if drawn else None,
-            greedy=self.test_greedy(prompts, length),
-            same_bits=self.decoder.target.same_bits,
-            drawn=self.test_drawn(prompts, length) if drawn and self.repeats_draws else None,
-        )
-
-    @property
-    def repeats_draws(self) -> bool:
-        """Whether answers must be those that plain decoding draws with the same seed."""
-        return self.rule.name == "match" and self.decoder.target.same_bits
-
-    def test_rule(self) -> list[Fit]:
-        """The acceptance rule alone, on random tables."""
-        with tqdm(total=TABLES * BATCHES, desc="rule on tables", unit="batch") as bar:
-            return [
-                fit_of_rule(self.rule, self.seed + table, BATCHES, bar.update)
-                for table in range(TABLES)
-            ]
-
-    def test_starts(self, prompts: list[list[int]], samples: int) -> list[Start]:
-        """The first tokens after each prompt."""
-        with tqdm(total=len(prompts) * samples, desc="first tokens", unit="answer") as bar:
-            return [
-                sampled_start(
-                    self.sampled, prompt, samples, self.seed + number * samples, bar.update
-                )
-                for number, prompt in enumerate(prompts)
-            ]
-
-    def test_later(self, prompts: list[list[int]], answers: int, length: int) -> LaterTokens:
-        """All tokens of longer answers."""
-        with tqdm(total=len(prompts) * answers, desc="later tokens", unit="answer") as bar:
-            return later_tokens(self.sampled, prompts, answers, length, self.seed, bar.update)
-
-    def test_greedy(self, prompts: list[list[int]], length: int) -> list[Divergence]:
-        """Greedy answers, under the tested rule if it is one of temperature 0."""
-        verifier = self.rule.name if self.rule.greedy else "auto"
-        with tqdm(total=len(prompts), desc="greedy answers", unit="answer") as bar:
-            return greedy_differences(
-                self.decoder, self.reference, prompts, length, bar.update, verifier
-            )
-
-    def test_drawn(self, prompts: list[list[int]], length: int) -> list[Divergence]:
-        """Answers drawn with a seed, against those of plain decoding."""
-        with tqdm(total=len(prompts), desc="drawn answers", unit="answer") as bar:
-            return drawn_differences(self.sampled, prompts, length, self.seed, bar.update)
+def evidence_of(pair: SampledPair, prompts: list[list[int]], effort: Effort, seed: int) -> Evidence:
+    """All tests, one after the other; at temperature 0 greedy answers alone."""
+    decoder, rule, length = pair.decoder, VERIFIERS[pair.verifier], effort.max_new_tokens
+    same_bits, starts, tables, later, drawn = decoder.target.same_bits, [], [], None, None
+    if not pair.sampling.greedy:
+        tables = [fit_of_rule(rule, seed + table, BATCHES) for table in range(TABLES)]
+        for number, prompt in enumerate(prompts):
+            first_seed = seed + number * effort.samples
+            starts.append(sampled_start(pair, prompt, effort.samples, first_seed))
+        later = later_tokens(pair, prompts, effort.answers, length, seed)
+        # Answers must then be those that plain decoding draws with the same seed.
+        if pair.verifier == "match" and same_bits:
+            drawn = drawn_differences(pair, prompts, length, seed)
+    under = rule.name if rule.greedy else "auto"
+    greedy = greedy_differences(decoder, pair.reference, prompts, length, under)
+    return Evidence(
+        pair.reference.dtype, effort.false_alarm, tables, starts, later, greedy, same_bits, drawn
+    )
 
 
 def tested_prompts(

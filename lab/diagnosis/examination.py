@@ -1,10 +1,10 @@
 """What one reading of answers tells about a head, its target and the answers themselves."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from drafthead.heads.base import DraftHead, HeadBatch
 from drafthead.heads.objectives.anchors import anchor_positions
@@ -52,11 +52,8 @@ class Examination:
 
 
 @torch.no_grad()
-def examine(patient: Patient, on_answer: Callable[[], object] = lambda: None) -> Examination:
-    """Read each answer once, with the taps of the head and those beside them.
-
-    `on_answer` is called after each answer.
-    """
+def examine(patient: Patient) -> Examination:
+    """Read each answer once, with the taps of the head and those beside them."""
     target, head = patient.target, patient.head.eval()
     needed = head.features_needed
     specs = {shift: shifted(needed, shift, target) for shift in SHIFTS}
@@ -64,14 +61,14 @@ def examine(patient: Patient, on_answer: Callable[[], object] = lambda: None) ->
     layers = sorted({layer for spec in possible.values() for layer in spec.layers})
     ranked: dict[int, list[RankedAnchors]] = {shift: [] for shift in possible}
     seen: list[torch.Tensor] = []
-    for number, sequence in enumerate(patient.answers):
+    answers = tqdm(patient.answers, desc="reading answers", unit="answer")
+    for number, sequence in enumerate(answers):
         batch = read_features(target, collate([[sequence]]), FeatureSpec(tuple(layers), True), "no")
         for shift, spec in possible.items():
             part = replace(batch, features=selected(batch.features, layers, spec))
             ranks = head.loss(part, target).ranks
             ranked[shift].append(ranked_anchors(part, ranks, first_row=number))
         seen.append(judged(batch, target))
-        on_answer()
     found = {shift: measure(RankedAnchors.joined(parts)) for shift, parts in ranked.items()}
     first, largest = torch.cat(seen, dim=1).double().mean(dim=1).tolist()
     tokens = sum(part.shape[1] for part in seen)

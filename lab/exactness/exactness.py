@@ -5,10 +5,11 @@ and token by token later on? Are greedy answers those of plain decoding?
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from tqdm import tqdm, trange
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
@@ -87,13 +88,7 @@ class Start:
     largest_logit: float
 
 
-def sampled_start(
-    pair: SampledPair,
-    prompt: list[int],
-    samples: int,
-    seed: int,
-    on_samples: Callable[[int], object] = lambda _: None,
-) -> Start:
+def sampled_start(pair: SampledPair, prompt: list[int], samples: int, seed: int) -> Start:
     """Decode one prompt `samples` times, with seeds from `seed` on, and compare LENGTH tokens."""
     law = TargetLaw(
         pair.reference, prompt, pair.sampling, samples, pair.decoder.end_ids,
@@ -101,12 +96,11 @@ def sampled_start(
     )  # fmt: skip
     found: Counter[Text] = Counter()
     impossible = 0
-    for start in range(0, samples, ROWS):
+    for start in trange(0, samples, ROWS, desc="first tokens", unit="batch", leave=False):
         rows = min(ROWS, samples - start)
         answers = pair.sample([prompt] * rows, LENGTH, seed + start).sequences
         found.update(map(law.cell, answers))
         impossible += sum(map(law.is_impossible, answers))
-        on_samples(rows)
     counts = torch.tensor([found[cell] for cell in law.chances])
     measured = fit(counts, torch.tensor(list(law.chances.values())), impossible)
     return Start(measured, law.largest_logit)
@@ -141,18 +135,13 @@ class LaterTokens:
 
 
 def later_tokens(
-    pair: SampledPair,
-    prompts: Sequence[list[int]],
-    answers: int,
-    max_new_tokens: int,
-    seed: int,
-    on_answers: Callable[[int], object] = lambda _: None,
+    pair: SampledPair, prompts: Sequence[list[int]], answers: int, max_new_tokens: int, seed: int
 ) -> LaterTokens:
     """Sample `answers` answers to each prompt, and place their tokens in the target's law."""
     later = LaterTokens()
     generator = torch.Generator().manual_seed(seed)
     rows = [prompt for prompt in prompts for _ in range(answers)]
-    for start in range(0, len(rows), ROWS):
+    for start in trange(0, len(rows), ROWS, desc="later tokens", unit="batch"):
         batch = rows[start : start + ROWS]
         result = pair.sample(batch, max_new_tokens, seed + start)
         later.accept_lengths += [n for row in result.stats.accept_lengths for n in row]
@@ -166,7 +155,6 @@ def later_tokens(
             cells = (points * PLACES).long().clamp_max(PLACES - 1)
             later.counts += torch.bincount(cells, minlength=PLACES)
             later.impossible += int((chance == 0).sum())
-        on_answers(len(batch))
     return later
 
 
@@ -185,7 +173,6 @@ def greedy_differences(
     reference: Target,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-    on_answer: Callable[[int], object] = lambda _: None,
     verifier: str = "auto",
 ) -> list[Divergence]:
     """Where greedy answers under a rule differ from those of plain decoding.
@@ -194,7 +181,7 @@ def greedy_differences(
     with `reference` elsewhere.
     """
     plain, differences = oracle_for(decoder, reference), []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(tqdm(prompts, desc="greedy answers", unit="answer")):
         expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
         options: DecodeOptions = {
             "max_new_tokens": max_new_tokens, "verifier": verifier, "use_model_defaults": False,
@@ -202,7 +189,6 @@ def greedy_differences(
         answer = decoder.generate(prompt, **options).sequences[0]
         if answer != expected:
             differences.append(divergence("greedy", number, prompt, expected, answer, reference))
-        on_answer(1)
     return differences
 
 
@@ -214,15 +200,11 @@ def oracle_for(decoder: Decoder, reference: Target) -> OracleDecoder:
 
 
 def drawn_differences(
-    pair: SampledPair,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    seed: int,
-    on_answer: Callable[[int], object] = lambda _: None,
+    pair: SampledPair, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
 ) -> list[Divergence]:
     """Where answers drawn under `match` differ from plain decoding's for the same seed."""
     plain, differences = oracle_for(pair.decoder, pair.reference), []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(tqdm(prompts, desc="drawn answers", unit="answer")):
         expected, answer = (
             pair.sample([prompt], max_new_tokens, seed + number, decoder).sequences[0]
             for decoder in (plain, pair.decoder)
@@ -230,7 +212,6 @@ def drawn_differences(
         if answer != expected:
             both = expected, answer
             differences.append(divergence("drawn", number, prompt, *both, pair.reference))
-        on_answer(1)
     return differences
 
 

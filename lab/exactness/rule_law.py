@@ -3,9 +3,8 @@
 The shipped rule runs on a great many trees at once, filled and judged as while decoding.
 """
 
-from collections.abc import Callable
-
 import torch
+from tqdm import trange
 
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.sampling import (
@@ -51,9 +50,7 @@ class OneStream(RowRandom):
         return self.keys[:, :count]
 
 
-def fit_of_rule(
-    verifier: Verifier, seed: int, batches: int, on_batch: Callable[[], object] = lambda: None
-) -> Fit:
+def fit_of_rule(verifier: Verifier, seed: int, batches: int) -> Fit:
     """Texts of `batches` x ROWS steps under `verifier`, compared with a random target table's law.
 
     The target continues a step's tokens to LENGTH, the most that a step commits, so all samples
@@ -63,11 +60,10 @@ def fit_of_rule(
     target = [scores.softmax(-1) for scores in random_scores(generator)]
     draft = random_drafts(generator)
     counts = torch.zeros(VOCAB**LENGTH, dtype=torch.long)
-    for _ in range(batches):
+    for _ in trange(batches, desc="rule on a table", unit="batch", leave=False):
         counts += torch.bincount(
             sample_texts(verifier, target, draft, OneStream(ROWS, generator)), minlength=len(counts)
         )
-        on_batch()
     law = torch.ones(1, dtype=torch.float64)
     for table in target:
         law = (law[:, None] * table).flatten()

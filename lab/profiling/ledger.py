@@ -1,7 +1,9 @@
 """How the wall-clock time of an average step divides into phases."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+
+from tqdm import tqdm
 
 from drafthead.heads.errors import UserError
 from drafthead.infer.decoder import Decoder
@@ -66,15 +68,13 @@ def measure_ledgers(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    on_batch: Callable[[], object],
 ) -> dict[str, StepLedger]:
     """Decode batches of prompts with several decoders, which take turns; one ledger each.
 
-    `on_batch` is called after each batch. Warm the decoders up first: whatever still has to be
-    compiled would count as decoding.
+    Warm the decoders up first: whatever still has to be compiled would count as decoding.
     """
     stats: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
-    for number, prompts in enumerate(batches):
+    for number, prompts in enumerate(tqdm(batches, desc="decoding", unit="batch")):
         # The order alternates, so that no decoder always follows the same one.
         order = list(decoders) if number % 2 == 0 else list(decoders)[::-1]
         for name in order:
@@ -86,5 +86,4 @@ def measure_ledgers(
                 use_model_defaults=False,  # theory knows the target's own logits alone
             )
             stats[name].append(result.stats)
-            on_batch()
     return {name: ledger_of(summed(parts)) for name, parts in stats.items()}

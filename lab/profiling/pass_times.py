@@ -10,6 +10,7 @@ from statistics import median
 from typing import TypeVar
 
 import torch
+from tqdm import trange
 
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.sampling import SamplingConfig
@@ -54,13 +55,12 @@ def time_passes(
     batch: int = 1,
     sizes: Sequence[int] = PASS_SIZES,
     rounds: int = ROUNDS,
-    on_round: Callable[[], object] = lambda: None,
     budgets: Sequence[Budget] | None = None,
 ) -> PassTimes:
     """Time the target at `sizes` and the drafter at `budgets`, by default all its main ones.
 
-    `on_round` is called `WARM_UP + rounds` times. The text is `COMMITTED` random tokens, or as many
-    as the context holds. A proposal follows one newly committed token, whose commit is not timed.
+    The text is `COMMITTED` random tokens, or as many as the context holds. A proposal follows one
+    newly committed token, whose commit is not timed.
     """
     stepper, prompt = after_random_text(target, drafter, batch, max(sizes))
     passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
@@ -68,13 +68,12 @@ def time_passes(
     if budgets is None:
         budgets = paid_budgets(drafter) if drafter else ()
     draft: dict[Budget, list[float]] = {budget: [] for budget in budgets}
-    for _ in range(WARM_UP + rounds):
+    for _ in trange(WARM_UP + rounds, desc="passes alone", unit="round", leave=False):
         for nodes, call in passes.items():
             verify[nodes].append(seconds_of(call, target.device))
         if drafter is not None:
             for budget, seconds in time_proposals(drafter, budgets, stepper, prompt).items():
                 draft[budget].append(seconds)
-        on_round()
     return PassTimes(batch, stepper.cache.longest, medians(verify), medians(draft))
 
 

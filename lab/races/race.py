@@ -5,12 +5,13 @@ The speed of a machine drifts, so contestants take turns batch by batch.
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import psutil
 import torch
+from tqdm import tqdm
 
 from drafthead.backends.compiled import Compiled
 from drafthead.heads.errors import UserError
@@ -71,39 +72,39 @@ def race(
     rounds: int,
     max_new_tokens: int,
     seed: int,
-    on_answers: Callable[[int], object],
     unfinished: UnfinishedRace | None = None,
 ) -> list[Record]:
     """Decode every batch of prompts with every contestant, `rounds` times, in random order.
 
-    What `prepare` was not called for is compiled and learnt meanwhile. `on_answers` is called with
-    the number of answers after each batch. `unfinished` keeps them; batches that it has of the same
-    contestants are not decoded again. Raises UserError when a contestant's answers are too short to
-    be timed.
+    What `prepare` was not called for is compiled and learnt meanwhile. `unfinished` keeps answers;
+    batches that it has of the same contestants are not decoded again. Raises UserError when a
+    contestant's answers are too short to be timed.
     """
     records = [Record(contestant) for contestant in contestants]
     starts = [0, *accumulate(map(len, batches))]  # numbers of the batches' first prompts
     order = random.Random(seed)
     temperature, modes = contestants[0].sampling.temperature, {c.mode for c in contestants}
-    for number in range(rounds):
-        for record in records:
-            record.answers.append([])
-        for batch, (prompts, start) in enumerate(zip(batches, starts, strict=False)):
-            place = Place(temperature, number, batch)
-            found = {} if unfinished is None else unfinished.batches.get(place, {})
-            turns = dict(found) if found.keys() == modes else {}
-            is_new = not turns
-            for record in order.sample(records, len(records)):
-                # Sampled answers change from round to round, but not from contestant to contestant.
-                first_seed = seed + number * starts[-1] + start
-                mode = record.contestant.mode
-                if is_new:
-                    turns[mode] = _turn(record.contestant, prompts, max_new_tokens, first_seed)
-                record.add(turns[mode])
-                on_answers(len(prompts))
-            if is_new and unfinished is not None:
-                unfinished.add(place, turns)
-        _refuse_short_answers(records)
+    total = rounds * starts[-1] * len(contestants)
+    with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
+        for number in range(rounds):
+            for record in records:
+                record.answers.append([])
+            for batch, prompts in enumerate(batches):
+                place = Place(temperature, number, batch)
+                found = {} if unfinished is None else unfinished.batches.get(place, {})
+                turns = dict(found) if found.keys() == modes else {}
+                is_new = not turns
+                # Sampled answers change from round to round, not from contestant to contestant.
+                first_seed = seed + number * starts[-1] + starts[batch]
+                for record in order.sample(records, len(records)):
+                    mode = record.contestant.mode
+                    if is_new:
+                        turns[mode] = _turn(record.contestant, prompts, max_new_tokens, first_seed)
+                    record.add(turns[mode])
+                    bar.update(len(prompts))
+                if is_new and unfinished is not None:
+                    unfinished.add(place, turns)
+            _refuse_short_answers(records)
     return records
 
 

@@ -182,12 +182,9 @@ def run_races(
         sampling = SamplingConfig(temperature=temperature, top_p=terms.top_p)
         contestants = racers.at(sampling, terms.verifier, assisted=size == 1)
         contestants = ready(contestants, batches[0], terms)
-        total = terms.rounds * len(prompts) * len(contestants)
-        with tqdm(total=total, desc=f"temperature {temperature:g}", unit="answer") as bar:
-            records = race(
-                contestants, batches, terms.rounds, terms.max_new_tokens, terms.seed, bar.update,
-                unfinished,
-            )  # fmt: skip
+        records = race(
+            contestants, batches, terms.rounds, terms.max_new_tokens, terms.seed, unfinished
+        )
         rows += rows_of(records, temperature, racers.plain.end_ids, categories)
         if temperature == 0:
             differing += divergences(records, ids, racers.target)

@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 from drafthead.lab.profiling.pass_times import (
     ROUNDS,
@@ -65,20 +66,16 @@ def timed_lengths(longest: int) -> tuple[int, ...]:
     return (*(length for length in TIMED_LENGTHS if length < longest), longest)
 
 
-def time_chains(chains: Chains, on_length: Callable[[], object] = lambda: None) -> PassRatios:
-    """Time chains of several lengths, each in turns with the pass that verifies it and a plain one.
-
-    `on_length` is called after each of `timed_lengths`.
-    """
+def time_chains(chains: Chains) -> PassRatios:
+    """Time chains of some lengths, in turns with the pass that verifies each and a plain one."""
     lengths = timed_lengths(chains.longest)
     draft, verify = [], []
-    for length in lengths:
+    for length in tqdm(lengths, desc=f"timing {chains.name}", unit="length", leave=False):
         budget, sizes = chain_budget(length), (1, length + 1)
         drafter = chains.drafter(length)
         times = time_passes(chains.target, drafter, 1, sizes, ROUNDS, budgets=[budget])
         draft.append(times.draft[budget] / times.verify[1])
         verify.append(times.verify[length + 1] / times.verify[1])
-        on_length()
     return PassRatios(lengths, rising(0.0, draft), rising(1.0, verify))
 
 

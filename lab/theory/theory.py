@@ -1,8 +1,10 @@
 """The theory of speculative decoding beside measurement, for each drafter and temperature."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+from tqdm import tqdm
 
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
@@ -109,12 +111,10 @@ class MeasuredChains:
     operations: float  # c^
 
 
-def measure_costs(
-    chains: Chains, length: int, on_length: Callable[[], object] = lambda: None
-) -> MeasuredChains:
+def measure_costs(chains: Chains, length: int) -> MeasuredChains:
     """Time chains, and count the arithmetic of one of `length` tokens; see `time_chains`."""
     operations = operations_ratio(chains, min(length, chains.longest))
-    return MeasuredChains(chains, time_chains(chains, on_length=on_length), operations)
+    return MeasuredChains(chains, time_chains(chains), operations)
 
 
 def examine(
@@ -122,19 +122,14 @@ def examine(
     drafters: Sequence[MeasuredChains],
     prompts: Sequence[list[int]],
     terms: Terms,
-    on_answer: Callable[[], object] = lambda: None,
 ) -> list[Theory]:
-    """Decode prompts with each drafter and plainly, in turns, and compare with the theory.
-
-    `on_answer` is called after each answer that was decoded, and once more for each of a drafter,
-    when it was read again.
-    """
+    """Decode prompts with each drafter and plainly, in turns, and compare with the theory."""
     found = []
     for temperature in terms.temperatures:
         sampling = SamplingConfig(temperature, top_p=terms.top_p)
-        plain, *records = decoded(target, drafters, prompts, sampling, terms, on_answer)
+        plain, *records = decoded(target, drafters, prompts, sampling, terms)
         for measured, record in zip(drafters, records, strict=True):
-            found.append(theory_of(measured, record, plain, prompts, terms, on_answer))
+            found.append(theory_of(measured, record, plain, prompts, terms))
     return found
 
 
@@ -144,7 +139,6 @@ def decoded(
     prompts: Sequence[list[int]],
     sampling: SamplingConfig,
     terms: Terms,
-    on_answer: Callable[[], object],
 ) -> list[Record]:
     """Answers to all prompts, one by one in turns: plain decoding's, then each drafter's."""
     rule = "greedy" if sampling.greedy else RULE
@@ -155,8 +149,7 @@ def decoded(
     batches = [[prompt] for prompt in prompts]
     for contestant in contestants:
         prepare(contestant, batches[0], terms.max_new_tokens, terms.seed)
-    most, seed = terms.max_new_tokens, terms.seed
-    return race(contestants, batches, 1, most, seed, lambda answers: on_answer())
+    return race(contestants, batches, 1, terms.max_new_tokens, terms.seed)
 
 
 def theory_of(
@@ -165,7 +158,6 @@ def theory_of(
     plain: Record,
     prompts: Sequence[list[int]],
     terms: Terms,
-    on_answer: Callable[[], object],
 ) -> Theory:
     """What was measured of a drafter's answers, beside what the theory makes of it."""
     chains, sampling = measured.chains, record.contestant.sampling
@@ -176,9 +168,11 @@ def theory_of(
     accept_lengths = accept_lengths_of(record)
     flat = [n for answer in accept_lengths for n in answer]
     prediction = predict_chain(flat, length, step.draft / length, longest)
-    own = given(record, prompts, terms.seed, on_answer)
-    first, target = chains.drafter(1), chains.target
-    chances = [acceptance_chances(target, first, answer, sampling) for answer in own]
+    answers = tqdm(first_round(record), desc=f"reading {chains.name}", unit="answer", leave=False)
+    chances = []
+    for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+        answer = GivenAnswer(list(prompt), tokens, terms.seed + number)
+        chances.append(acceptance_chances(chains.target, chains.drafter(1), answer, sampling))
     return Theory(
         drafter=chains.name,
         temperature=sampling.temperature,
@@ -220,15 +214,6 @@ def accept_lengths_of(record: Record) -> list[list[int]]:
     stats = record.stats()
     assert stats is not None
     return stats.accept_lengths
-
-
-def given(
-    record: Record, prompts: Sequence[list[int]], seed: int, on_answer: Callable[[], object]
-) -> Iterator[GivenAnswer]:
-    """The answers of a race of one round that began with `seed`; `on_answer` follows each."""
-    for number, (prompt, tokens) in enumerate(zip(prompts, first_round(record), strict=True)):
-        yield GivenAnswer(list(prompt), tokens, seed + number)
-        on_answer()
 
 
 def mean_at_steps(

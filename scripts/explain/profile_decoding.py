@@ -15,12 +15,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.profiling.bandwidth import bandwidth_bound, weight_bytes
 from drafthead.lab.profiling.ledger import measure_ledgers
-from drafthead.lab.profiling.pass_times import (
-    ROUNDS,
-    WARM_UP,
-    PassTimes,
-    time_passes,
-)
+from drafthead.lab.profiling.pass_times import time_passes
 from drafthead.lab.races.record import describe_run, prompt_ids
 from drafthead.lab.reports.profiling import Profile, profile_report
 from drafthead.scripts import options
@@ -125,11 +120,10 @@ def measured_profile(decoder: Decoder, name: str, workload: Workload) -> Profile
     batches = in_batches(workload.prompts, batch)
     most, temperature = workload.max_new_tokens, workload.temperature
     warm_up_seconds = warm_up(decoders, batches[0], most, temperature)
-    with tqdm(total=len(batches) * len(decoders), desc="decoding", unit="batch") as bar:
-        ledgers = measure_ledgers(decoders, batches, most, temperature, workload.seed, bar.update)
+    ledgers = measure_ledgers(decoders, batches, most, temperature, workload.seed)
     return Profile(
         ledgers,
-        passes_alone(decoder, batch),
+        time_passes(target, decoder.drafter, batch),
         bandwidth_bound(target, batch, ledgers["plain"].step_seconds),
         {n: weight_bytes(target, round(batch * ledger.nodes)) for n, ledger in ledgers.items()},
         warm_up_seconds,
@@ -162,9 +156,3 @@ def warm_up(
                 rows, max_new_tokens=min(WARM_UP_TOKENS, most), temperature=temperature
             )
     return time.perf_counter() - started
-
-
-def passes_alone(decoder: Decoder, batch: int) -> PassTimes:
-    """Target and drafter outside the engine, with a progress bar."""
-    with tqdm(total=WARM_UP + ROUNDS, desc="passes alone", unit="round") as bar:
-        return time_passes(decoder.target, decoder.drafter, batch, on_round=bar.update)

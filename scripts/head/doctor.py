@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
@@ -57,8 +56,7 @@ def main(
     arguments = options.template_values(template_argument)
     reading = Reading(data, prompt_column, ROW, limit, template_arguments=arguments, strict=strict)
     patient = patient_of(target, head, reading, dtype, device)
-    with tqdm(total=len(patient.answers), desc="reading answers", unit="answer") as bar:
-        seen = examine(patient, bar.update)
+    seen = examine(patient)
     findings = {name: found for name, look in CHECKS.items() if (found := look(seen)) is not None}
     findings[PLANNER] = planner_of(patient)
     show(findings)

@@ -7,6 +7,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
+from drafthead.lab.exactness.exactness import SampledPair
 from drafthead.lab.reports.exactness import evidence_report
 from drafthead.scripts import verify
 
@@ -33,8 +34,8 @@ def test_every_family_is_exact(flat, make_drafter, family, temperature, rule, mo
     monkeypatch.setattr(verify, "BATCHES", 1)  # the tables know no family
     decoder = Decoder(flat, make_drafter(f"{family}:tree", flat))
     sampling = SamplingConfig(temperature, top_p=0.9)
-    pair = verify.TestedPair(decoder, VERIFIERS[rule], sampling, seed=0, repetition_penalty=1.2)
-    evidence = pair.evidence(PROMPTS, EFFORT)
+    pair = SampledPair(decoder, flat, sampling, rule, repetition_penalty=1.2)
+    evidence = verify.evidence_of(pair, PROMPTS, EFFORT, seed=0)
     about = {"verifier": f"{rule}, {family}, T = {temperature}", "prompts": len(PROMPTS)}
     evidence_report(evidence, sampling, about).show()
     assert evidence.failures() == []
