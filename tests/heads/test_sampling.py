@@ -1,5 +1,7 @@
 """Probabilities and draws, against transformers' own processors and against exact laws."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import (
@@ -31,39 +33,47 @@ from drafthead.heads.sampling import (
 )
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("top_k", [0, 1, 5, 99])
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
-@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("typical_p", [1.0, 0.8, 0.2])
-def test_probabilities_equal_those_of_transformers(
-    temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
-) -> None:
+GRID = product(
+    (0.5, 1.0, 1.7),  # temperature
+    (0, 1, 5, 99),  # top_k
+    (1.0, 0.9, 0.3),  # top_p
+    (0.0, 0.1, 1.0),  # min_p
+    (1.0, 0.8, 0.2),  # typical_p
+)
+
+
+def warped_by_transformers(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
+    if sampling.typical_p < 1:
+        scores = TypicalLogitsWarper(sampling.typical_p)(None, scores)
+    return scores
+
+
+def test_probabilities_equal_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(14, 40, generator=generator)
     logits[7:] = logits[7:].round()  # many ties, as in 16 bits
-    scores = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    if min_p:
-        scores = MinPLogitsWarper(min_p)(None, scores)
-    if typical_p < 1:
-        scores = TypicalLogitsWarper(typical_p)(None, scores)
-    sampling = SamplingConfig(temperature, top_k, top_p, min_p, typical_p)
-    ours = probabilities(logits, sampling)
-    theirs = scores.softmax(-1)
-    assert torch.allclose(ours[:7], theirs[:7], atol=1e-7)
-    # Which of several equal tokens top-p keeps is left to an unstable sort there.
-    assert torch.allclose(ours.sort().values, theirs.sort().values, atol=1e-7)
-    of_a_tree = probabilities(logits.view(14, 1, 40).expand(14, 3, 40), sampling)
-    assert of_a_tree.equal(ours[:, None].expand(14, 3, 40)), "any leading shape"
-    if typical_p == 1:  # without branches, as in graphs
-        ordered, ids = logits.sort(descending=True, stable=True)
-        settings = sampling.settings(torch.device("cpu"))
-        kept = kept_of_sorted(ordered / temperature, settings).softmax(-1)
-        assert torch.allclose(torch.zeros_like(kept).scatter(-1, ids, kept), ours, atol=1e-7)
+    for numbers in GRID:
+        sampling = SamplingConfig(*numbers)
+        ours = probabilities(logits, sampling)
+        theirs = warped_by_transformers(logits, sampling).softmax(-1)
+        assert torch.allclose(ours[:7], theirs[:7], atol=1e-7), sampling
+        # Which of several equal tokens top-p keeps is left to an unstable sort there.
+        assert torch.allclose(ours.sort().values, theirs.sort().values, atol=1e-7), sampling
+        of_a_tree = probabilities(logits.view(14, 1, 40).expand(14, 3, 40), sampling)
+        assert of_a_tree.equal(ours[:, None].expand(14, 3, 40)), "any leading shape"
+        if sampling.typical_p == 1:  # without branches, as in graphs
+            ordered, ids = logits.sort(descending=True, stable=True)
+            settings = sampling.settings(torch.device("cpu"))
+            kept = kept_of_sorted(ordered / sampling.temperature, settings).softmax(-1)
+            again = torch.zeros_like(kept).scatter(-1, ids, kept)
+            assert torch.allclose(again, ours, atol=1e-7), sampling
 
 
 def test_of_equal_tokens_top_p_keeps_the_first() -> None:

@@ -496,19 +496,15 @@ def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(c
     assert logs[0] == logs[1]
 
 
-def test_the_on_policy_stage_is_entered_and_a_run_killed_in_it_continues_alike(configure):
+def test_the_on_policy_stage_is_entered_and_a_run_stopped_in_it_continues_alike(configure):
     """The last half of 24 steps drafts where decoding would; the first half is as ever."""
     ordinary = losses(run(configure("ordinary", max_steps=24)))
     settings = {"max_steps": 24, "save_every": 1, "on_policy": True, "on_policy_share": 0.5}
     expected = losses(run(configure("whole", **settings)))
     assert expected[:12] == ordinary[:12] and expected[12:] != ordinary[12:]
     assert sum(expected[-4:]) < sum(expected[:4])
-    config = configure("killed", **settings)
-    process = start(config)
-    folder = config.with_suffix("")
-    wait_for_step(process, folder, 16)
-    process.kill()
-    process.wait()
+    config = configure("stopped", **settings)
+    folder = interrupted(config, step=16)
     run(config)
     assert losses(folder) == pytest.approx(expected, abs=1e-6)
 
