@@ -7,7 +7,9 @@ them. `python tests/durations.py` makes those of the last run the committed ones
 import json
 import resource
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,19 +57,25 @@ class Durations:
             cache.set(KEY, self.seconds)
 
 
-def summary(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Long tests by name, and by file the sum of its short ones."""
-    found: dict[str, dict[str, float]] = {"long": {}, "short": {}}
+def summary(seconds: dict[str, float], about: str) -> dict[str, Any]:
+    """Long tests by name, and by file the sum of its short ones; `about` says how it was found."""
+    long, short = {}, {}
     for name, taken in sorted(seconds.items()):
         if taken >= SHORT:
-            found["long"][name] = round(taken, 1)
+            long[name] = round(taken, 1)
         else:
             file = name.partition("::")[0]
-            found["short"][file] = round(found["short"].get(file, 0.0) + taken, 2)
-    return found
+            short[file] = round(short.get(file, 0.0) + taken, 2)
+    return {"about": about, "long": long, "short": short}
+
+
+def total(committed: dict[str, Any]) -> float:
+    """The processor seconds of all tests in `durations.json`."""
+    return sum(committed["long"].values()) + sum(committed["short"].values())
 
 
 if __name__ == "__main__":
     last = json.loads(LAST.read_text())
-    COMMITTED.write_text(json.dumps(summary(last), indent=1) + "\n")
-    print(f"{len(last)} tests took {sum(last.values()):.0f} processor seconds: {COMMITTED}")
+    about = f"processor seconds of {len(last)} tests in one run, {date.today()}"
+    COMMITTED.write_text(json.dumps(summary(last, about), indent=1) + "\n")
+    print(f"{total(json.loads(COMMITTED.read_text())):.0f} {about}: {COMMITTED}")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from durations import COMMITTED, KEY
+from durations import COMMITTED, KEY, total
 from mutations import ROOT, main
 from stages import FILE, Moved, Mutation, read_stages
 
@@ -15,8 +15,7 @@ MOVED, MUTATIONS = read_stages()
 
 def test_the_first_stage_keeps_to_its_budget() -> None:
     """By the seconds of the last complete run, which `python tests/durations.py` commits."""
-    seconds = json.loads(COMMITTED.read_text())
-    assert sum(sum(part.values()) for part in seconds.values()) <= BUDGET
+    assert total(json.loads(COMMITTED.read_text())) <= BUDGET
 
 
 def test_a_long_test_of_the_first_stage_is_in_the_budget(request: pytest.FixtureRequest) -> None:

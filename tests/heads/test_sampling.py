@@ -32,7 +32,6 @@ from drafthead.heads.sampling import (
     signed,
 )
 
-
 GRID = product(
     (0.5, 1.0, 1.7),  # temperature
     (0, 1, 5, 99),  # top_k
