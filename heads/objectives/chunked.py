@@ -71,7 +71,7 @@ class _Summed(torch.autograd.Function):
             leaves = [
                 x[chunk].detach().requires_grad_(w) for x, w in zip(rows, wanted, strict=False)
             ]
-            gradients = [None if g is None else g[chunk] for g in of_rows] + sums
+            gradients = [None] * num_rows + sums
             of_chunks.append([])
             with torch.set_grad_enabled(any(wanted)):
                 for part, losses, ranks in parts(*leaves):
@@ -79,6 +79,9 @@ class _Summed(torch.autograd.Function):
                     total += part.detach()
                     of_chunks[-1] += [losses.detach(), ranks]
             sums = gradients[num_rows:]
+            for whole, gradient in zip(of_rows, gradients, strict=False):
+                if whole is not None and gradient is not None:
+                    whole[chunk] = gradient
         ctx.gradients = [*of_rows, *sums]  # type: ignore[attr-defined]
         known = [torch.cat(column) for column in zip(*of_chunks, strict=True)]
         ctx.mark_non_differentiable(*known)
@@ -103,9 +106,9 @@ def _add_gradients(
     found = torch.autograd.grad(part, [sources[place] for place in places], allow_unused=True)
     for place, gradient in zip(places, found, strict=True):
         if gradient is not None:
+            # Not in place: two sources may have got one tensor.
             before = sums[place]
-            # Sums of rows are views of what all chunks share.
-            sums[place] = gradient if before is None else before.add_(gradient)
+            sums[place] = gradient if before is None else before + gradient
 
 
 def _recomputed(parts: Parts, size: int, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

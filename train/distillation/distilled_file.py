@@ -21,7 +21,13 @@ from typing import Any, Self
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import write_text
 from drafthead.train.data.conversations import IDS_COLUMN
-from drafthead.train.jobs.outputs import only_writer
+from drafthead.train.jobs.outputs import (
+    REMEDY,
+    lock_path,
+    manifest_path,
+    only_writer,
+    other_settings,
+)
 
 
 @dataclass(frozen=True)
@@ -91,20 +97,6 @@ class Shard:
     def path(self, output: Path) -> Path:
         """The shard's own file: `answers.2-of-4.jsonl` of `answers.jsonl`."""
         return output.with_name(f"{output.stem}.{self.number}-of-{self.count}{output.suffix}")
-
-
-REMEDY = "choose another --output, or --overwrite to start again"
-
-
-def manifest_path(output: Path) -> Path:
-    """The JSON file beside the output that records the settings."""
-    # Not *.json: a folder of outputs can be read as training data.
-    return output.with_name(output.name + ".manifest")
-
-
-def lock_path(output: Path) -> Path:
-    """The file that the only writer of an output holds."""
-    return output.with_name(f".{output.name}.lock")
 
 
 def read_manifest(output: Path, remedy: str = REMEDY) -> dict[str, Any]:
@@ -272,11 +264,7 @@ class DistilledFile:
             return
         recorded = read_manifest(self.path)
         if difference := first_difference(recorded, asdict(self.settings)):
-            key, before, now = difference
-            raise UserError(
-                f"{self.path} was begun with {key} {before!r}, now {now!r}: give the same "
-                "settings, another --output, or --overwrite to start again"
-            )
+            raise other_settings(self.path, *difference)
         shard = None if self.shard is None else str(self.shard)
         if recorded.get("shard") != shard:
             raise UserError(

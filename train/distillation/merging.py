@@ -19,12 +19,10 @@ from drafthead.train.distillation.distilled_file import (
     Shard,
     Written,
     first_difference,
-    lock_path,
-    manifest_path,
     read_manifest,
     read_written,
 )
-from drafthead.train.jobs.outputs import only_writer
+from drafthead.train.jobs.outputs import lock_path, manifest_path, only_writer
 
 
 def find_shards(output: Path) -> list[Shard]:

@@ -11,6 +11,26 @@ from filelock import FileLock, Timeout
 
 from drafthead.heads.errors import UserError
 
+REMEDY = "choose another --output, or --overwrite to start again"
+
+
+def manifest_path(output: Path) -> Path:
+    """The JSON file beside the output that records the settings."""
+    # Not *.json: a folder of outputs can be read as training data.
+    return output.with_name(output.name + ".manifest")
+
+
+def lock_path(output: Path) -> Path:
+    """The file that the only writer of an output holds."""
+    return output.with_name(f".{output.name}.lock")
+
+
+def other_settings(output: Path, name: str, before: object, now: object) -> UserError:
+    """The error of an output that was begun with another value of a setting."""
+    return UserError(
+        f"{output} was begun with {name} {before!r}, now {now!r}: give the same settings, {REMEDY}"
+    )
+
 
 @contextmanager
 def only_writer(lock: Path, output: Path) -> Iterator[None]:

@@ -13,7 +13,14 @@ from typing import IO, Any
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import write_text
 from drafthead.train.jobs.console import AnswerBar
-from drafthead.train.jobs.outputs import full_disk_named, only_writer
+from drafthead.train.jobs.outputs import (
+    REMEDY,
+    full_disk_named,
+    lock_path,
+    manifest_path,
+    only_writer,
+    other_settings,
+)
 from drafthead.train.prompts.message_filter import MessageFilter
 from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
 
@@ -50,8 +57,7 @@ def invent(
     UserError for other settings, when another process writes the file, when the disk is full, and
     when many batches bring nothing that can be kept.
     """
-    lock = output.with_name(f".{output.name}.lock")
-    with full_disk_named(output), only_writer(lock, output):
+    with full_disk_named(output), only_writer(lock_path(output), output):
         return _invent(source, output, number, overwrite)
 
 
@@ -153,12 +159,6 @@ def texts_written(output: Path) -> list[str]:
     return [row["prompt"] if "prompt" in row else row["messages"][-1]["content"] for row in rows]
 
 
-def record_path(output: Path) -> Path:
-    """The JSON file beside the output with its settings and its progress."""
-    # Not *.json: a folder of outputs can be read as prompts.
-    return output.with_name(output.name + ".manifest")
-
-
 def begin(output: Path, settings: InventSettings, overwrite: bool) -> Progress:
     """The progress of a file; an empty file and a record if there is none.
 
@@ -175,28 +175,24 @@ def begin(output: Path, settings: InventSettings, overwrite: bool) -> Progress:
 
 def check_settings(output: Path, settings: InventSettings) -> Progress:
     """The recorded progress of a file; UserError if it was begun with other settings."""
-    remedy = "choose another --output, or --overwrite to start again"
     try:
-        record = json.loads(record_path(output).read_text(encoding="utf-8"))
+        record = json.loads(manifest_path(output).read_text(encoding="utf-8"))
         progress = Progress(**record["progress"])
         recorded = record["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{output} exists without a readable {record_path(output).name}, so it cannot be "
-            f"continued: {remedy}"
+            f"{output} exists without a readable {manifest_path(output).name}, so it cannot be "
+            f"continued: {REMEDY}"
         ) from error
     for key, value in asdict(settings).items():
         if recorded.get(key) != value:
-            raise UserError(
-                f"{output} was begun with {key} {recorded.get(key)!r}, now {value!r}: give the "
-                f"same settings, {remedy}"
-            )
+            raise other_settings(output, key, recorded.get(key), value)
     if output.stat().st_size < progress.size:
-        raise UserError(f"{output} has lost rows since it was written: {remedy}")
+        raise UserError(f"{output} has lost rows since it was written: {REMEDY}")
     return progress
 
 
 def save_progress(output: Path, settings: InventSettings, progress: Progress) -> None:
     """Write the record beside a file; a kill leaves the old one or the new one."""
     record = {"settings": asdict(settings), "progress": asdict(progress)}
-    write_text(record_path(output), json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_text(manifest_path(output), json.dumps(record, indent=2, ensure_ascii=False) + "\n")

@@ -118,3 +118,22 @@ def test_memory_does_not_grow_with_the_positions(
 
     # 36 more chunks cost less than the logits of a single one.
     assert peak(400) - peak(40) < chunk * vocab * 4
+
+
+def test_parameters_that_share_a_gradient_keep_their_own_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a sum autograd gives both terms one tensor: adding to it in place would count twice."""
+    monkeypatch.setattr(chunked, "MAX_LOGITS", 3)
+    some, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    rows = torch.randn(5, 1, requires_grad=True)
+
+    @in_chunks(1, [some, other])
+    def loss(chunk: torch.Tensor) -> Iterator[Part]:
+        for _ in range(2):
+            squares = (chunk + (some + other)).square()[:, 0]
+            yield squares.sum(), squares, squares
+
+    loss(rows)[0].backward()
+    for found in (some.grad, other.grad, rows.grad.sum(0)):
+        torch.testing.assert_close(found, 4 * rows.detach().sum(0))

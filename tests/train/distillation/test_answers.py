@@ -38,8 +38,8 @@ from drafthead.train.distillation.dialogue import row_seed, user_turns
 from drafthead.train.distillation.distilled_file import (
     DistilledFile,
     DistillSettings,
-    manifest_path,
 )
+from drafthead.train.jobs.outputs import manifest_path
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,9 @@ from tiny import tiny_llama
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.train.distillation import answers as distillation
-from drafthead.train.distillation.distilled_file import DistilledFile, Shard, manifest_path
+from drafthead.train.distillation.distilled_file import DistilledFile, Shard
 from drafthead.train.distillation.merging import merge
+from drafthead.train.jobs.outputs import manifest_path
 
 BATCHES = replace(SETTINGS, batch_size=3)
 

@@ -11,9 +11,9 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.jobs.outputs import only_writer
+from drafthead.train.jobs.outputs import manifest_path, only_writer
 from drafthead.train.prompts import invention
-from drafthead.train.prompts.invention import InventReport, invent, record_path
+from drafthead.train.prompts.invention import InventReport, invent
 from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
 
 SETTINGS = InventSettings("fake", batch_size=4)
@@ -124,8 +124,8 @@ def test_dropped_messages_are_counted_over_all_runs(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda path: record_path(path).unlink(), "cannot be continued"),
-        (lambda path: record_path(path).write_text("{"), "cannot be continued"),
+        (lambda path: manifest_path(path).unlink(), "cannot be continued"),
+        (lambda path: manifest_path(path).write_text("{"), "cannot be continued"),
         (lambda path: path.write_bytes(b""), "has lost rows"),
     ],
 )
