@@ -98,34 +98,17 @@ class TokenLoss:
     None where it reads only labels, and the true tokens [A]; it returns the losses [A].
     """
 
-    function: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-    reads_target: bool
-
-
-def _from_target(
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> TokenLoss:
-    def loss(
-        draft: torch.Tensor, target: torch.Tensor | None, labels: torch.Tensor
-    ) -> torch.Tensor:
-        assert target is not None
-        return function(draft, target)
-
-    return TokenLoss(loss, reads_target=True)
-
-
-def _mixed(draft: torch.Tensor, target: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    assert target is not None
-    return ce_and_tv(draft, target, labels)
+    function: Callable[..., torch.Tensor]
+    reads_target: bool = True
 
 
 TOKEN_LOSSES = {
-    "hard": TokenLoss(lambda draft, target, labels: hard_cross_entropy(draft, labels), False),
-    "soft": _from_target(soft_cross_entropy),
-    "tv": _from_target(total_variation),
-    "lk_alpha": _from_target(lk_alpha),
-    "lk_hybrid": _from_target(lk_hybrid),
-    "ce_tv": TokenLoss(_mixed, reads_target=True),
+    "hard": TokenLoss(lambda draft, _, labels: hard_cross_entropy(draft, labels), False),
+    "soft": TokenLoss(lambda draft, target, _: soft_cross_entropy(draft, target)),
+    "tv": TokenLoss(lambda draft, target, _: total_variation(draft, target)),
+    "lk_alpha": TokenLoss(lambda draft, target, _: lk_alpha(draft, target)),
+    "lk_hybrid": TokenLoss(lambda draft, target, _: lk_hybrid(draft, target)),
+    "ce_tv": TokenLoss(ce_and_tv),
 }
 
 
