@@ -99,10 +99,6 @@ WITH_PRONOUNS = {
     "lab/exactness/oracle.py",
     "lab/planning/trial.py",
     "lab/races/race.py",
-    "train/data/packing.py",
-    "train/data/token_table.py",
-    "train/learning/ranks.py",
-    "train/run/folder.py",
 }
 
 

@@ -21,8 +21,7 @@ from drafthead.train.learning.engines import HostMemory, build_accelerator
 from drafthead.train.learning.loop import Trainer
 from drafthead.train.learning.step import TrainingTask
 from drafthead.train.run.config import RunConfig, load_run_config, warn_of_slow_bfloat16
-from drafthead.train.run.folder import RunFolder
-from drafthead.train.run.saved_states import Sources
+from drafthead.train.run.folder import RunFolder, Sources
 from drafthead.train.run.starting_config import write_starting_config
 from drafthead.train.run.trainables import new_head
 

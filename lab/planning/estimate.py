@@ -17,7 +17,7 @@ from drafthead.train.features.kept import feature_bytes
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.step import LossModule
 from drafthead.train.optimizers import build_optimizers
-from drafthead.train.run.saved_states import KEPT_STATES
+from drafthead.train.run.folder import KEPT_STATES
 
 TARGET, HEAD, GRADIENTS = "target: weights", "head: weights", "head: gradients"
 OPTIMISER, AVERAGE = "optimiser: state", "average of weights (ema)"

@@ -24,10 +24,11 @@ from drafthead.train.run.folder import (
     BEST_FOLDER,
     EVALUATION_FILE,
     METRICS_FILE,
+    Progress,
     RunFolder,
     cut_log,
+    read_progress,
 )
-from drafthead.train.run.saved_states import Progress, read_progress
 from drafthead.train.run.trainables import kind_of
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from drafthead.train.optimizers import (
     set_learning_rates,
 )
 from drafthead.train.run.config import TrainConfig
-from drafthead.train.run.saved_states import Sources
+from drafthead.train.run.folder import Sources
 
 
 def decay_of_step(decay: float, step: int) -> float:

@@ -9,8 +9,7 @@ from torch import nn
 
 from drafthead.train.learning.evaluation import Evaluation
 from drafthead.train.learning.step import TrainingTask
-from drafthead.train.run.folder import BestEvaluation, RunFolder, provenance
-from drafthead.train.run.saved_states import Progress
+from drafthead.train.run.folder import BestEvaluation, Progress, RunFolder, provenance
 from drafthead.train.run.trainables import kind_of
 
 
