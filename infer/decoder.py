@@ -24,13 +24,13 @@ from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.drafters.with_lookup import learns_answers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.emissions import in_time, streamed
-from drafthead.infer.engine.graph_stepper import can_step_in_graphs
 from drafthead.infer.engine.logits_processing import processors_for
 from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.past import Memory
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.score_record import LogprobRecord
+from drafthead.infer.engine.stepper import steps_in_one_call
 from drafthead.infer.loaded import (
     Draft,
     Fitting,
@@ -408,7 +408,7 @@ class Decoder:
 
     def _rule(self, run: BatchRun, settings: DecodeSettings) -> Verifier:
         """The acceptance rule that the options name."""
-        in_graphs = can_step_in_graphs(self.target, run)
+        in_graphs = steps_in_one_call(self.target, run)
         default = "match" if in_graphs or self.drafter is None else self.drafter.sampling_rule
         rule = verifier_for(settings.verifier, run.request.sampling.temperature, default)
         return rule.with_options(settings.rule_options)

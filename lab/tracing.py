@@ -5,18 +5,16 @@ from typing import Unpack
 
 import torch
 
-from drafthead.heads.drafting.drafter import DraftSession
-from drafthead.heads.sampling import probabilities
+from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.target import TargetOutput
-from drafthead.heads.trees.recipe import Proposal
 from drafthead.heads.trees.tree import TokenTree
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.batch_run import BatchRun, Emitted
+from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.emissions import in_time
 from drafthead.infer.engine.loop import decode
-from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.results import DecodeResult
-from drafthead.infer.engine.stepper import EagerStepper, Outcome
+from drafthead.infer.engine.step import Outcome
+from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import (
     DecodeOptions,
     read_options,
@@ -66,39 +64,10 @@ class Trace:
     result: DecodeResult
 
 
-class TracingStepper(EagerStepper):
-    """Eager steps of one prompt that are remembered."""
-
-    def __init__(self, method: Method, run: BatchRun):
-        super().__init__(
-            method.target, run, method.drafter.features, method.rule, method.most_nodes
-        )
-        self.steps: list[TracedStep] = []
-        self._tree: TokenTree | None = None
-        self._output: TargetOutput | None = None
-
-    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
-        """A step, and how long its phases took."""
-        before = dict(self.run.stats.seconds)
-        emitted = super().step(session, proposal)
-        for phase, seconds in self.run.stats.seconds.items():
-            self.steps[-1].seconds[phase] = seconds - before[phase]
-        return emitted
-
-    def verified(self, proposal: Proposal | None) -> Outcome:
-        """The outcome, whose step is remembered."""
-        outcome = super().verified(proposal)
-        assert self._tree is not None and self._output is not None
-        sampling = self.run.request.sampling
-        logits = self._output.logits[0]
-        probs = logits.float().softmax(-1) if sampling.greedy else probabilities(logits, sampling)
-        self.steps.append(traced(self._tree, probs, outcome))
-        return outcome
-
-    def verify(self, tree: TokenTree) -> TargetOutput:
-        """One pass over all nodes of a tree; both are kept until the step is over."""
-        self._tree, self._output = tree, super().verify(tree)
-        return self._output
+def target_probs(output: TargetOutput, sampling: SamplingConfig) -> torch.Tensor:
+    """The target's distributions [N, V] after the nodes of the only row of a pass."""
+    logits = output.logits[0]
+    return logits.float().softmax(-1) if sampling.greedy else probabilities(logits, sampling)
 
 
 def traced(tree: TokenTree, probs: torch.Tensor, outcome: Outcome) -> TracedStep:
@@ -145,9 +114,20 @@ def trace(
     refuse_in_pieces(settings)
     run = BatchRun(decoder.request(prompt, settings, single=True), decoder.target.device)
     method = decoder.method(run, settings)
-    stepper = TracingStepper(method, run)
-    passes = decode(stepper, method.drafter, method.planner, method.recall(run))
-    for _ in in_time(passes, run):
-        pass
+    steps: list[TracedStep] = []
+
+    def watch(tree: TokenTree, output: TargetOutput, outcome: Outcome) -> None:
+        """Keep what a step was."""
+        steps.append(traced(tree, target_probs(output, run.request.sampling), outcome))
+
+    made_for = method.drafter.features, method.rule, method.most_nodes
+    stepper = Stepper(method.target, run, *made_for, watch)
+    passes = in_time(decode(stepper, method.drafter, method.planner, method.recall(run)), run)
+    next(passes)  # the prompt
+    before = dict(run.stats.seconds)
+    for _ in passes:
+        seconds = run.stats.seconds
+        steps[-1].seconds.update({phase: seconds[phase] - before[phase] for phase in seconds})
+        before = dict(seconds)
     prompt_ids = list(run.request.prompts[0])
-    return Trace(prompt_ids, stepper.steps, method.rule.name, decoder.result(run))
+    return Trace(prompt_ids, steps, method.rule.name, decoder.result(run))

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.row_state import RowState
-from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
+from drafthead.heads.kv_cache.cache_memory import power_of_two
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec

@@ -1,4 +1,4 @@
-"""Memory of caches that is used again: a CUDA graph is recorded for addresses.
+"""Few sizes, and memory that is used again: a CUDA graph is recorded for shapes and addresses.
 
 The cache of a new request gets the memory of an ended one of the same shape, so that the graphs
 that were recorded for that one serve it too.
@@ -113,3 +113,20 @@ def made_for(shapes: Sequence[Shape], like: torch.Tensor) -> object:
 def bytes_of(stores: Sequence[torch.Tensor]) -> int:
     """The size of tensors [...] together."""
     return sum(store.nbytes for store in stores)
+
+
+def power_of_two(count: int) -> int:
+    """The next of 1, 2, 4, 8, ..."""
+    return 1 << (count - 1).bit_length()
+
+
+def in_steps(count: int, unit: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... units: at most half more than `count`, beyond
+    the first unit.
+
+    With a unit of 128, 300 are 384 and 1300 are 1536.
+    """
+    units = -(-count // unit)
+    doubled = power_of_two(units)
+    between = doubled * 3 // 4
+    return unit * (between if between >= units else doubled)

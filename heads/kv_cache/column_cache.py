@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.few_sizes import in_steps
-from drafthead.heads.kv_cache.cache_memory import CacheMemory, FreshStores, Lease
+from drafthead.heads.kv_cache.cache_memory import CacheMemory, FreshStores, Lease, in_steps
 
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
 BLOCK = 128

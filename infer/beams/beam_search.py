@@ -34,7 +34,7 @@ from drafthead.infer.engine.loop import next_step
 from drafthead.infer.engine.past import Past
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import padded
-from drafthead.infer.engine.stepper import EagerStepper
+from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.stopping import FinishReason
 
 Children = Sequence[Mapping[int, Mapping[int, int]]]  # of each row: node -> token -> child
@@ -122,7 +122,7 @@ def replay(searches: Sequence[Search], scores: Scores, children: Children) -> No
         going = [each for each, table in pairs if each.advance(table, vocab, children)]
 
 
-class BeamStepper(EagerStepper):
+class BeamStepper(Stepper):
     """A target at work on the beams of a batch of prompts."""
 
     all_searches: Sequence[Search] = ()  # of each prompt

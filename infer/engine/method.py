@@ -9,7 +9,6 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
 from drafthead.infer.beams.beam_search import BeamStepper, search
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.graph_stepper import stepper_for
 from drafthead.infer.engine.loop import decode, read_prompts
 from drafthead.infer.engine.past import Memory, Past
 from drafthead.infer.engine.planner import Planner
@@ -29,8 +28,8 @@ class Method:
     memory: Memory | None = None
 
     def stepper(self, run: BatchRun) -> Stepper:
-        """What makes a batch's steps: graphs if the target is compiled and the rule allows it."""
-        return stepper_for(self.target, run, self.drafter.features, self.rule, self.most_nodes)
+        """What makes a batch's steps."""
+        return Stepper(self.target, run, self.drafter.features, self.rule, self.most_nodes)
 
     def decode(self, run: BatchRun) -> Iterator[Emitted]:
         """Decode a batch; yields what each pass of the target adds to each row."""

@@ -1,12 +1,11 @@
-"""One step of decoding: propose a tree, verify it in one pass of the target, commit the path.
+"""The steps of a batch: propose a tree, verify it in one pass of the target, commit the path.
 
-`EagerStepper` reads as the algorithm; `GraphStepper` in `graph_stepper.py` does the same work in
-one compiled graph. A step without a draft is a tree of the root alone.
+A compiled target verifies in one call where the rule follows it, see `step.StepFunction`; else pass
+and rule are calls of their own. A step without a draft is a tree of the root alone.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,57 +13,25 @@ import torch
 from drafthead.heads.coupling import NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
 from drafthead.heads.drafting.row_state import joined
-from drafthead.heads.few_sizes import power_of_two
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import NO_TOKEN, most_probable, probabilities, race
+from drafthead.heads.kv_cache.cache_memory import power_of_two
+from drafthead.heads.sampling import most_probable, probabilities, race
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.heads.trees.recipe import Proposal, known
+from drafthead.heads.trees.recipe import Proposal, TokenFiller, TreeRecipe, known
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.logits_processing import PathProcessing
 from drafthead.infer.engine.prefill import padded, prefill
+from drafthead.infer.engine.step import Draws, Outcome, StepFunction, settled
 from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
 ROOT = TreeShape(())  # a tree that proposes nothing
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step commits: the accepted path of each row's tree, and a token after each node."""
-
-    acceptance: Acceptance
-    tokens: torch.Tensor  # [B, P] after the path's nodes
-    features: Features  # [B, P, D] at the path's nodes
-    new_tokens: list[list[int]]  # the tokens as lists of each row's accept length
-    committed_lengths: torch.Tensor  # [B] committed positions, these included
-    in_place: bool  # whether the path's cache columns already follow the committed ones
-    hidden: torch.Tensor | None = None  # [B, D] last hidden state at the path's end, where known
-
-    @property
-    def width(self) -> int:
-        """The largest accept length."""
-        return max(map(len, self.new_tokens))
-
-    def readable(self) -> "Outcome":
-        """The same with token 0 for NO_TOKEN, which no model can read, except in `new_tokens`.
-
-        The batch refuses NO_TOKEN there, but not in rows that have ended and still run along.
-        """
-        if not any(NO_TOKEN in tokens for tokens in self.new_tokens):
-            return self
-        accepted = replace(self.acceptance, bonus=self.acceptance.bonus.clamp_min(0))
-        return replace(self, acceptance=accepted, tokens=self.tokens.clamp_min(0))
-
-    def committed(self, cache: TreeCache) -> Committed:
-        """What drafters receive of it, with the target's cache."""
-        accepted = self.acceptance
-        ends = None if self.hidden is None else Ends(accepted.bonus, self.hidden)
-        length, new_tokens = accepted.length, self.new_tokens
-        return Committed(self.tokens, self.features, length, self.width, ends, new_tokens, cache)
+# Called with the tree of a step, the pass over it, and what is committed.
+Watch = Callable[[TokenTree, TargetOutput, Outcome], None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +78,12 @@ class PromptPass:
         )
 
 
-class Stepper(ABC):
+def steps_in_one_call(target: Target, run: BatchRun) -> bool:
+    """Whether steps under rules that follow the target are compiled as a whole."""
+    return target.backend.compiles and run.request.samples_in_graphs
+
+
+class Stepper:
     """A target at work on a batch: what its cache holds, and the last token of each row."""
 
     def __init__(
@@ -121,9 +93,18 @@ class Stepper(ABC):
         features: FeatureSpec,
         verifier: Verifier,
         max_nodes: int = 1,
+        watch: Watch | None = None,
     ):
-        """`features` are those that the drafter reads; `max_nodes` is the most nodes of a tree."""
+        """`features` are those that the drafter reads; `max_nodes` is the most nodes of a tree.
+
+        Where `watch` is called after each pass, steps are made of separate calls.
+        """
         self.target, self.run, self.verifier, self.max_nodes = target, run, verifier, max_nodes
+        self.watch = watch
+        # A step in one call hands out no logits. The rule stays, so a record changes no text.
+        needs_logits = run.record is not None or watch is not None
+        follows = verifier.follows and not needs_logits
+        self.in_one_call = follows and steps_in_one_call(target, run)
         self.read_features = features
         self.features = features.with_last()  # plain steps and trees then share compiled passes
         self.cache: TreeCache = target.new_cache()
@@ -193,9 +174,44 @@ class Stepper(ABC):
             self.keep_active(session)
         return emitted
 
-    @abstractmethod
     def verified(self, proposal: Proposal | None) -> Outcome:
         """What a pass of the target accepts of a proposal; of none, a tree of the root alone."""
+        if not self.in_one_call:
+            tree, output = self.scored(proposal)
+            with self.run.stats.phase("accept"):
+                accept = self.accept_nothing if proposal is None else self.accept
+                outcome = accept(tree, output)
+            if self.watch is not None:
+                self.watch(tree, output, outcome)
+            return outcome
+        if isinstance(proposal, TreeRecipe):
+            recipe = proposal
+        else:
+            recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
+        self.run.stats.verified_nodes += recipe.num_nodes
+        with self.run.stats.phase("verify"):
+            verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
+            return verify(recipe, self.cache, draws, self.run.request.sampling.whole)
+
+    def function_for(self, filler: TokenFiller) -> StepFunction:
+        """The target's step for trees that are filled like this, made once."""
+        known, key = self.target.functions, (self.features, filler)
+        if key not in known:
+            # Not replaced, should another thread have been quicker: graphs are made only once.
+            known.setdefault(key, StepFunction(self.target, *key))
+        found: StepFunction = known[key]
+        return found
+
+    def draws(self, depth: int) -> Draws | None:
+        """What the target's own tokens are drawn with, the same numbers as in plain decoding."""
+        if self.run.random is None:
+            return None
+        return Draws(self.settings, self.run.random.ahead(depth + 1))
+
+    @cached_property
+    def settings(self) -> torch.Tensor:
+        """The request's sampling as `SamplingConfig.settings` [4]."""
+        return self.run.request.sampling.settings(self.target.device)
 
     def propose(self, session: DraftSession, budget: Budget) -> Proposal:
         """The session's proposal for the next step within a budget."""
@@ -218,6 +234,47 @@ class Stepper(ABC):
     def draft_settings(self) -> torch.Tensor:
         """The request's draft sampling as `SamplingConfig.settings` [4]."""
         return self.run.request.draft_sampling.settings(self.target.device)
+
+    def scored(self, proposal: Proposal | None) -> tuple[TokenTree, TargetOutput]:
+        """The tree of a proposal, and a pass of the target over its nodes."""
+        tree = self.root_alone() if proposal is None else known(proposal)
+        self.run.stats.verified_nodes += tree.num_nodes
+        with self.run.stats.phase("verify"):
+            return tree, self.verify(tree)
+
+    def verify(self, tree: TokenTree) -> TargetOutput:
+        """One pass of the target over all nodes of a tree."""
+        assert self.cache.lengths is not None
+        positions = self.target.legal_positions(self.cache.lengths[:, None] + tree.depths)
+        mask = self.target.tree_mask(self.cache, tree.ancestors)
+        tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
+        return self.target.run(tokens, positions, mask, self.features, self.cache)
+
+    def accept(self, tree: TokenTree, output: TargetOutput) -> Outcome:
+        """Apply the rule to the target's scores, in the form that it reads."""
+        assert self.cache.lengths is not None
+        run, verifier, scores = self.run, self.verifier, output.logits
+        if self.processing is not None:
+            scores = self.processing.after_nodes(tree, scores)
+        reads_probs = verifier.reads == "probs"
+        read = probabilities(scores, run.request.sampling) if reads_probs else scores
+        accepted = verifier.rule(tree, read, run.random)
+        result = settled(tree, accepted, output.features, self.cache.lengths)
+        outcome = Outcome.of(result, is_moved=False)
+        if run.record is not None:
+            rows = torch.arange(len(scores), device=scores.device)[:, None]
+            on_path = rows, accepted.path[:, : outcome.width]  # [B, P]
+            numbers = run.batch.active_numbers()
+            run.record.add(numbers, output.logits[on_path], scores[on_path], outcome.new_tokens)
+        return outcome
+
+    def accept_nothing(self, tree: TokenTree, output: TargetOutput) -> Outcome:
+        """The outcome of a step without a draft, under any rule: the target's own next token."""
+        tokens = self.next_tokens(output.logits[:, 0])
+        alone = Acceptance(torch.zeros_like(tokens)[:, None], torch.ones_like(tokens), tokens)
+        assert self.cache.lengths is not None
+        result = settled(tree, alone, output.features, self.cache.lengths)
+        return Outcome.of(result, is_moved=False)
 
     def commit(self, outcome: Outcome) -> None:
         """Keep the accepted path in the cache; the token after it is the next root."""
@@ -252,94 +309,3 @@ class Stepper(ABC):
         if self.processing is not None and other.processing is not None:
             self.processing.join(other.processing, order)
         self.run.join(other.run, order)
-
-
-class EagerStepper(Stepper):
-    """Steps of separate operations: any target, any rule, any logits processor."""
-
-    def verified(self, proposal: Proposal | None) -> Outcome:
-        """Score the nodes of a proposal in one pass, apply the acceptance rule."""
-        tree, output = self.scored(proposal)
-        with self.run.stats.phase("accept"):
-            return self.accept_nothing(output) if proposal is None else self.accept(tree, output)
-
-    def scored(self, proposal: Proposal | None) -> tuple[TokenTree, TargetOutput]:
-        """The tree of a proposal, and a pass of the target over its nodes."""
-        tree = self.root_alone() if proposal is None else known(proposal)
-        self.run.stats.verified_nodes += tree.num_nodes
-        with self.run.stats.phase("verify"):
-            return tree, self.verify(tree)
-
-    def verify(self, tree: TokenTree) -> TargetOutput:
-        """One pass of the target over all nodes of a tree."""
-        assert self.cache.lengths is not None
-        positions = self.target.legal_positions(self.cache.lengths[:, None] + tree.depths)
-        mask = self.target.tree_mask(self.cache, tree.ancestors)
-        tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
-        return self.target.run(tokens, positions, mask, self.features, self.cache)
-
-    def accept(self, tree: TokenTree, output: TargetOutput) -> Outcome:
-        """Apply the rule to the target's scores in the form that it reads."""
-        run, verifier, scores = self.run, self.verifier, output.logits
-        if self.processing is not None:
-            scores = self.processing.after_nodes(tree, scores)
-        reads_probs = verifier.reads == "probs"
-        read = probabilities(scores, run.request.sampling) if reads_probs else scores
-        acceptance = verifier.rule(tree, read, run.random)
-        tokens = following_tokens(tree, acceptance)
-        new_tokens, paths = read_table(in_one_table(tokens, acceptance))
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        if run.record is not None:
-            on_path = rows, acceptance.path[:, : max(map(len, paths))]  # [B, P]
-            numbers = run.batch.active_numbers()
-            run.record.add(numbers, output.logits[on_path], scores[on_path], new_tokens)
-        features = output.features.map(lambda hidden: hidden[rows, acceptance.path])
-        in_place = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
-        assert self.cache.lengths is not None
-        lengths = self.cache.lengths + acceptance.length
-        return Outcome(acceptance, tokens, features, new_tokens, lengths, in_place)
-
-    def accept_nothing(self, output: TargetOutput) -> Outcome:
-        """The outcome of a tree of the root alone, under any rule: the target's own next token."""
-        tokens = self.next_tokens(output.logits[:, 0])
-        path, ones = torch.zeros_like(tokens)[:, None], torch.ones_like(tokens)
-        assert self.cache.lengths is not None
-        return Outcome(
-            acceptance=Acceptance(path, ones, bonus=tokens),
-            tokens=tokens[:, None],
-            features=output.features,
-            new_tokens=[[token] for token in to_host(tokens)],
-            committed_lengths=self.cache.lengths + 1,
-            in_place=len(tokens) == 1,
-        )
-
-
-def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
-    """The token [B, P] after each node of the accepted path.
-
-    For root "a", accepted "b c" and bonus "d" the path is a b c and the tokens are b c d.
-    """
-    path_tokens = tree.tokens.gather(1, acceptance.path)
-    last = acceptance.length[:, None] - 1
-    # Rolled and not cut by its first: a compiled graph for any P has no dimension that may be 1.
-    return path_tokens.roll(-1, dims=1).scatter(1, last, acceptance.bonus[:, None])
-
-
-def in_one_table(
-    tokens: torch.Tensor,  # [B, P]
-    acceptance: Acceptance,
-) -> torch.Tensor:
-    """Accept lengths, tokens and paths as one tensor [B, 1 + 2P], for one copy to the host."""
-    return torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1)
-
-
-def read_table(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """Of the table [B, 1 + 2P] each row's tokens and path, as lists of its accept length.
-
-    This is the step's one synchronisation.
-    """
-    width = table.shape[1] // 2
-    rows = to_host(table)
-    new_tokens = [row[1 : 1 + row[0]] for row in rows]
-    paths = [row[1 + width : 1 + width + row[0]] for row in rows]
-    return new_tokens, paths

@@ -18,10 +18,10 @@ from drafthead.heads.trees.recipe import Proposal
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.draft_acceptance import Size
-from drafthead.infer.engine.graph_stepper import stepper_for
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import Planner, Propose
 from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import Verifier
 
@@ -160,7 +160,7 @@ def make_steps(
     limit = len(visits.sizes) * most + 1
     longer = replace(request, limits=[limit] * len(request.prompts))
     run = BatchRun(longer, target.device)
-    stepper = stepper_for(target, run, drafter.features, rule, most)
+    stepper = Stepper(target, run, drafter.features, rule, most)
     steps = decode(stepper, drafter, visits)
     next(steps)  # the prompt
     # The bar shows when it takes longer than a few seconds.

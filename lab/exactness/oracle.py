@@ -1,11 +1,19 @@
-"""The decoder that tests of exactness compare with: the target alone, by other code."""
+"""The decoder that tests of exactness compare with: the target alone, by other code.
 
+It shares prompt pass, cache and sampling with the engine, but neither trees nor verifiers nor
+graphs, so that an error in those cannot hide.
+"""
+
+import torch
+
+from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
+from drafthead.heads.host import to_host
+from drafthead.heads.trees.recipe import Proposal
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.batch_run import BatchRun
+from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.decode_options import DecodeSettings
-from drafthead.lab.exactness.plain import PlainStepper
 
 
 class OracleDecoder(Decoder):
@@ -23,3 +31,39 @@ class PlainMethod(Method):
     def stepper(self, run: BatchRun) -> Stepper:
         """What makes a batch's steps."""
         return PlainStepper(self.target, run, self.drafter.features, self.rule)
+
+
+class PlainStepper(Stepper):
+    """One token of each row a pass."""
+
+    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
+        """Read the last committed token of each row and pick the one after it."""
+        assert proposal is None, "the oracle never drafts"
+        self.run.stats.verified_nodes += 1
+        committed = self.feed_roots()
+        with self.run.stats.phase("commit"):
+            session.commit(committed)
+            emitted = self.run.take_step([[token] for token in to_host(self.roots)])
+            self.roots = self.roots.clamp_min(0)  # NO_TOKEN of rows that have ended
+            self.keep_active(session)
+        return emitted
+
+    def feed_roots(self) -> Committed:
+        """A pass over the last committed token of each row, and the tokens picked after them."""
+        cache = self.cache
+        assert cache.lengths is not None
+        with self.run.stats.phase("verify"):
+            positions = self.target.legal_positions(cache.lengths[:, None])
+            node = torch.ones(1, 1, 1, dtype=torch.bool, device=positions.device)
+            mask = cache.additive_mask(node, self.target.dtype)
+            output = self.target.run(self.roots[:, None], positions, mask, self.features, cache)
+            self.lengths = [length + 1 for length in self.lengths]
+            # A single row is where it belongs; the others are in the column of the longest.
+            path = torch.zeros_like(positions) if len(self.lengths) > 1 else None
+            cache.commit(path, cache.lengths + 1, max(self.lengths))
+        with self.run.stats.phase("accept"):
+            self.roots = self.next_tokens(output.logits[:, -1])
+        last = output.features.last
+        ends = Ends(self.roots, None if last is None else last[:, 0])
+        ones = torch.ones_like(self.roots)
+        return Committed(self.roots[:, None], output.features, ones, known_ends=ends)

@@ -15,7 +15,7 @@ from drafthead.heads.sampling import (
     sample,
 )
 from drafthead.heads.trees.tree import TokenTree, TreeShape
-from drafthead.infer.engine.stepper import following_tokens
+from drafthead.infer.engine.step import following_tokens
 from drafthead.infer.verifiers import Verifier
 from drafthead.lab.exactness.goodness_of_fit import Fit, fit
 

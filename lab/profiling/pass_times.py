@@ -19,7 +19,6 @@ from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.graph_stepper import stepper_for
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS
@@ -139,7 +138,7 @@ def greedy_stepper(
 ) -> Stepper:
     """The engine's stepper for a greedy request."""
     run = BatchRun(request, target.device)
-    return stepper_for(target, run, features, VERIFIERS["greedy"], max_nodes)
+    return Stepper(target, run, features, VERIFIERS["greedy"], max_nodes)
 
 
 def pass_alone(stepper: Stepper, nodes: int) -> Callable[[], TargetOutput]:

@@ -3,11 +3,11 @@
 from tiny import random_prompts
 
 from drafthead.heads.target.target import Target
-from drafthead.infer.engine.stepper import EagerStepper
+from drafthead.infer.engine.stepper import Stepper
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 
 def test_the_oracle_decodes_without_the_engines_steps(target: Target, monkeypatch) -> None:
-    monkeypatch.delattr(EagerStepper, "verified")
+    monkeypatch.delattr(Stepper, "verified")
     [answer] = OracleDecoder(target).generate(random_prompts(1), max_new_tokens=4).sequences
     assert len(answer) == 4

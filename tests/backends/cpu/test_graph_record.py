@@ -16,7 +16,7 @@ from drafthead.backends.cpu.fingerprint import OURS
 from drafthead.backends.cpu.graph_record import GraphRecord
 from drafthead.backends.cpu.substitutions import CpuKernels
 from drafthead.infer import Decoder
-from drafthead.infer.engine.graph_step import GraphStep
+from drafthead.infer.engine.step import StepFunction
 
 
 class Scaled(nn.Module):
@@ -158,7 +158,7 @@ def test_an_edit_discards_the_graphs_that_it_may_be_part_of(edited, is_other, mo
     def key() -> list[Any]:
         for kept in (fingerprint.source_version, fingerprint.version_of_backends):
             kept.cache_clear()
-        return [fingerprint.surroundings(), fingerprint.code(GraphStep, fingerprint.as_config)]
+        return [fingerprint.surroundings(), fingerprint.code(StepFunction, fingerprint.as_config)]
 
     before, read = key(), Path.read_bytes
     more = {OURS / edited: b"# edited"}

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from drafthead.heads.few_sizes import in_steps, power_of_two
-from drafthead.heads.kv_cache.cache_memory import MOST_UNUSED, CacheMemory, Lease
+from drafthead.heads.kv_cache.cache_memory import (
+    MOST_UNUSED,
+    CacheMemory,
+    Lease,
+    in_steps,
+    power_of_two,
+)
 
 LIKE = torch.zeros(1)
 

@@ -342,4 +342,4 @@ def test_an_answer_goes_on_uncompiled_where_it_meets_more_layouts_than_there_are
         found = decoder.generate(prompts(2), max_new_tokens=20, **options)
         assert found.sequences == expected
     warned = [record.message.split()[0] for record in caplog.records]
-    assert sorted(warned) == ["CompiledPass._forward", "GraphStep._step", "move_columns"]
+    assert sorted(warned) == ["CompiledPass._forward", "StepFunction._step", "move_columns"]

@@ -19,8 +19,7 @@ from drafthead.heads.families.recurrent.drafter import RecurrentSession
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.engine.prefill import padded, prefill
-from drafthead.infer.engine.prompt_groups import PASS_COST, prompt_groups
+from drafthead.infer.engine.prefill import PASS_COST, padded, prefill, prompt_groups
 
 IN_CHUNKS = GenerationConfig(prefill_chunk_size=3)
 PROMPTS = random_prompts(8)

@@ -17,8 +17,7 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.recordings import Recordings
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.few_sizes import power_of_two
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.kv_cache.cache_memory import CacheMemory, power_of_two
 from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe

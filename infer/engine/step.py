@@ -1,20 +1,24 @@
-"""A whole step as one graph: the pass, the verdict, the moves in the cache, and small drafts.
+"""A step after its draft: the pass over a tree, the verdict, and what is committed.
 
-Each part is short, but the pass has just flushed the CPU caches, so a dozen separate calls would
-cost more than their work. The graph serves the rules that accept the target's own tokens, `greedy`
-and `match`.
+`settled` is what a step commits of a pass, under any rule. `StepFunction` is a whole step as one
+function, which a backend compiles, under the rules that accept the target's own tokens (`greedy`
+and `match`). Its parts are short, but the pass has just flushed the CPU caches, so a dozen separate
+calls would cost more than their work.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.dims import Spec
-from drafthead.heads.few_sizes import power_of_two
+from drafthead.heads.drafting.drafter import Committed, Ends
+from drafthead.heads.host import to_host
+from drafthead.heads.kv_cache.cache_memory import power_of_two
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
-from drafthead.heads.sampling import draw, most_probable
+from drafthead.heads.sampling import NO_TOKEN, draw, most_probable
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.hooks import Taps
 from drafthead.heads.target.masks import LayerMasks
@@ -22,22 +26,128 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import TokenTree
-from drafthead.infer.engine.stepper import Outcome, following_tokens, in_one_table, read_table
 from drafthead.infer.verifiers.base import Acceptance, follow
 
 
 class StepResult(NamedTuple):
-    """What the graph of a step returns; paths have N places, whatever the depth of the tree."""
+    """What a step commits, in tensors; paths of N places serve trees of any depth."""
 
-    path: torch.Tensor  # [B, N] accepted nodes, see `Acceptance`
+    path: torch.Tensor  # [B, P] accepted nodes, see `Acceptance`
     length: torch.Tensor  # [B]
     bonus: torch.Tensor  # [B]
-    tokens: torch.Tensor  # [B, N] after the path's nodes
-    table: torch.Tensor  # [B, 1 + 2N] lengths, tokens and path, for one copy to the host
+    tokens: torch.Tensor  # [B, P] after the path's nodes
+    table: torch.Tensor  # [B, 1 + 2P] lengths, tokens and path, for one copy to the host
     committed: torch.Tensor  # [B] committed positions, these included
-    last: torch.Tensor | None  # [B, N, D] last hidden states at the path's nodes
-    taps: tuple[torch.Tensor, ...]  # [B, N, D] each
-    hidden: torch.Tensor | None  # [B, D] last hidden state at the path's end
+    last: torch.Tensor  # [B, P, D] last hidden states at the path's nodes
+    taps: tuple[torch.Tensor, ...]  # [B, P, D] each
+    hidden: torch.Tensor  # [B, D] last hidden state at the path's end
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step commits: the accepted path of each row's tree, and a token after each node."""
+
+    acceptance: Acceptance
+    tokens: torch.Tensor  # [B, P] after the path's nodes
+    features: Features  # [B, P, D] at the path's nodes
+    new_tokens: list[list[int]]  # the tokens as lists of each row's accept length
+    committed_lengths: torch.Tensor  # [B] committed positions, these included
+    hidden: torch.Tensor  # [B, D] last hidden state at the path's end
+    in_place: bool  # whether the path's cache columns already follow the committed ones
+
+    @classmethod
+    def of(cls, result: StepResult, is_moved: bool) -> "Outcome":
+        """Read a step's result; `is_moved` where the step has moved the path in the cache."""
+        new_tokens, paths = read_table(result.table)
+        is_straight = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
+        return cls(
+            Acceptance(result.path, result.length, result.bonus),
+            result.tokens,
+            Features(result.last, result.taps),
+            new_tokens,
+            result.committed,
+            result.hidden,
+            is_moved or is_straight,
+        )
+
+    @property
+    def width(self) -> int:
+        """The largest accept length."""
+        return max(map(len, self.new_tokens))
+
+    def readable(self) -> "Outcome":
+        """This outcome with token 0 for NO_TOKEN, which no model can read, except in `new_tokens`.
+
+        The batch refuses NO_TOKEN there, but not in rows that have ended and still run along.
+        """
+        if not any(NO_TOKEN in tokens for tokens in self.new_tokens):
+            return self
+        accepted = replace(self.acceptance, bonus=self.acceptance.bonus.clamp_min(0))
+        return replace(self, acceptance=accepted, tokens=self.tokens.clamp_min(0))
+
+    def committed(self, cache: TreeCache) -> Committed:
+        """What drafters receive of it, with the target's cache."""
+        accepted = self.acceptance
+        ends = Ends(accepted.bonus, self.hidden)
+        length, new_tokens = accepted.length, self.new_tokens
+        return Committed(self.tokens, self.features, length, self.width, ends, new_tokens, cache)
+
+
+def settled(
+    tree: TokenTree,
+    accepted: Acceptance,
+    features: Features,  # [B, N, D] of the pass
+    lengths: torch.Tensor,  # [B] committed positions before it
+) -> StepResult:
+    """What a step commits when its rule has accepted a path of the tree."""
+    path, length = accepted.path, accepted.length
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    on_path = features.map(lambda hidden: hidden[rows, path])
+    end = path.gather(1, length[:, None] - 1)
+    following = following_tokens(tree, accepted)
+    assert features.last is not None and on_path.last is not None  # engines always keep it
+    return StepResult(
+        path,
+        length,
+        accepted.bonus,
+        following,
+        in_one_table(following, accepted),
+        lengths + length,
+        on_path.last,
+        on_path.taps,
+        features.last[rows, end].squeeze(1),
+    )
+
+
+def following_tokens(tree: TokenTree, acceptance: Acceptance) -> torch.Tensor:
+    """The token [B, P] after each node of the accepted path.
+
+    For root "a", accepted "b c" and bonus "d" the path is a b c and the tokens are b c d.
+    """
+    path_tokens = tree.tokens.gather(1, acceptance.path)
+    last = acceptance.length[:, None] - 1
+    # Rolled and not cut by its first: a compiled graph for any P has no dimension that may be 1.
+    return path_tokens.roll(-1, dims=1).scatter(1, last, acceptance.bonus[:, None])
+
+
+def in_one_table(
+    tokens: torch.Tensor,  # [B, P]
+    acceptance: Acceptance,
+) -> torch.Tensor:
+    """Accept lengths, tokens and paths as one tensor [B, 1 + 2P], for one copy to the host."""
+    return torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1)
+
+
+def read_table(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """Of the table [B, 1 + 2P] each row's tokens and path, as lists of its accept length.
+
+    This is the step's one synchronisation.
+    """
+    width = table.shape[1] // 2
+    rows = to_host(table)
+    new_tokens = [row[1 : 1 + row[0]] for row in rows]
+    paths = [row[1 + width : 1 + width + row[0]] for row in rows]
+    return new_tokens, paths
 
 
 # Dimensions of the arguments of a step, but for those of the tokens.
@@ -61,7 +171,7 @@ class Draws(NamedTuple):
     keys: torch.Tensor  # [B, depth + 1] of races, of which place d is for the nodes of depth d
 
 
-class GraphStep:
+class StepFunction:
     """The steps of a target that keep the same features and fill their trees in the same way."""
 
     def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
@@ -70,7 +180,7 @@ class GraphStep:
         self.taps = Taps(target, features)
         dims = STEP | {"arguments": filler.dims}
         reads = features, filler.tokens, filler.dims, filler.reads
-        self.graphs = target.pass_function(self._step, dims, self.taps, self._variant, reads)
+        self.call = target.pass_function(self._step, dims, self.taps, self._variant, reads)
         backend = target.backend
         self.move = backend.replacement_of(move_columns)
         self.draw = backend.fused(backend.replacement_of(draw))
@@ -93,7 +203,9 @@ class GraphStep:
             # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
             unused = recipe.num_nodes - draws.keys.shape[1]
             draws = draws._replace(keys=pad(draws.keys, (0, unused)))
-        result: StepResult = self.graphs(
+        # A kernel reads from the settings whether more than a temperature is asked for.
+        filtered = not whole and not self.target.backend.has_kernels
+        result: StepResult = self.call(
             recipe.arguments,
             recipe.parents,
             recipe.depths,
@@ -104,18 +216,9 @@ class GraphStep:
             cache.keys,
             cache.values,
             draws,
-            not whole
-            and not self.target.backend.has_kernels,  # the kernel reads it from the settings
+            filtered,
         )
-        return Outcome(
-            acceptance=Acceptance(result.path, result.length, result.bonus),
-            tokens=result.tokens,
-            features=Features(result.last, result.taps),
-            new_tokens=read_table(result.table)[0],
-            committed_lengths=result.committed,
-            in_place=True,
-            hidden=result.hidden,
-        )
+        return Outcome.of(result, is_moved=True)
 
     def _step(
         self,
@@ -159,21 +262,7 @@ class GraphStep:
             else:  # columns after the path stay where they are
                 source = torch.where(steps < length[:, None], columns[path], places)
                 self.move(keys, values, source, places)
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        on_path = features.map(lambda hidden: hidden[rows, path])
-        end = path.gather(1, length[:, None] - 1)
-        following = following_tokens(tree, accepted)
-        return StepResult(
-            path,
-            length,
-            accepted.bonus,
-            following,
-            in_one_table(following, accepted),
-            lengths + length,
-            on_path.last,
-            on_path.taps,
-            None if features.last is None else features.last[rows, end].squeeze(1),
-        )
+        return settled(tree, accepted, features, lengths)
 
     def _target_tokens(
         self,
