@@ -16,7 +16,7 @@ from drafthead.lab.races.record import describe_run, prompt_ids
 from drafthead.lab.reports.theory import theory_report
 from drafthead.lab.speedup_model import MAX_CHAIN
 from drafthead.lab.theory.chains import head_chains, lookup_chains, model_chains
-from drafthead.lab.theory.theory import Terms, examine, measure_costs
+from drafthead.lab.theory.theory import Terms, examine
 from drafthead.scripts import options
 
 
@@ -52,8 +52,8 @@ def main(
     For every drafter, as chains, and every temperature: alpha, the chance that a drafted token is
     accepted, counted while decoding and computed from the distributions of target and draft; c,
     what drafting a token costs; the tokens per step, the speedup and the arithmetic that follow for
-    chains of 1 to 16 tokens, also with what verifying them really takes; and the best length.
-    Passes are not compiled. docs/theory.md explains each column.
+    chains of 1 to 16 tokens, and the best length; and why what is measured differs. Passes are not
+    compiled. docs/theory.md explains each column.
     """
     if not 1 <= draft_tokens <= MAX_CHAIN:
         raise UserError(f"--draft-tokens must be from 1 to {MAX_CHAIN}, got {draft_tokens}")
@@ -73,8 +73,7 @@ def main(
         )
     temperatures = tuple(dict.fromkeys(temperature or (0.0, 1.0)))
     terms = Terms(temperatures, top_p, max_new_tokens, draft_tokens, seed)
-    measured = [measure_costs(each, draft_tokens) for each in chains]
-    found = examine(loaded, measured, ids, terms)
+    found = examine(loaded, chains, ids, terms)
     about = {
         **describe_run(target, loaded), "prompts": len(ids), "max_new_tokens": max_new_tokens,
         "top_p": top_p, "draft_tokens": draft_tokens, "seed": seed,

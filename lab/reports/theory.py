@@ -35,17 +35,12 @@ SPEEDS: Columns = {
     "tokens": lambda theory: number(theory.run_length.tokens),
     "tau": lambda theory: number(theory.tau),
     "formula": lambda theory: number(theory.run_length.speedup),
-    "at cost": lambda theory: number(theory.run_length.speedup_at_cost),
     "measured": lambda theory: number(theory.speedup),
     "operations": lambda theory: number(theory.run_length.operations),
     "best K": lambda t: f"{t.prediction.best_length} ({t.prediction.best_speedup:.2f}x)",
-    "best K at cost": lambda t: f"{t.best_at_cost} ({t.speedup_at_cost(t.best_at_cost):.2f}x)",
 }
 # Lines of the table by K, and the fields of `LengthRow` that they show.
-QUANTITIES = {
-    "tokens": "tokens", "formula": "speedup", "at cost": "speedup_at_cost",
-    "operations": "operations",
-}  # fmt: skip
+QUANTITIES = {"tokens": "tokens", "formula": "speedup", "operations": "operations"}
 
 NOTICEABLE = 0.1  # a prediction that is further off gets a reason
 LEAST = 0.03  # reasons that change the prediction by less are left out
@@ -171,15 +166,14 @@ def draw(found: Sequence[Theory], title: str) -> Figure:
 
 
 def _draw_temperature(axes: Axes, found: Sequence[Theory]) -> None:
-    """Of each drafter the formula (dashed), the same at measured costs, and the measured point."""
+    """Of each drafter the formula, and the measured point."""
     for number_, theory in enumerate(found):
         colour = f"C{number_}"
         lengths = [row.length for row in theory.lengths]
-        axes.plot(lengths, [row.speedup for row in theory.lengths], "--", color=colour, lw=1)
-        at_cost = [row.speedup_at_cost for row in theory.lengths]
-        axes.plot(lengths, at_cost, color=colour, label=theory.drafter)
+        formula = [row.speedup for row in theory.lengths]
+        axes.plot(lengths, formula, color=colour, label=theory.drafter)
         axes.plot(theory.prediction.length, theory.speedup, "o", color=colour)
     axes.axhline(1, color=BASELINE, lw=1)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("K; dashed: the formula, solid: at measured costs, point: measured")
+    axes.set_xlabel("K; line: the formula, point: measured")
     axes.legend(fontsize=8)

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
@@ -11,6 +14,7 @@ from drafthead.heads.trees.tree import Budget, TreeShape
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.lab.profiling.pass_times import after_random_text, pass_alone, proposals_alone
 from drafthead.lab.speedup_model import MAX_CHAIN
 
 
@@ -55,3 +59,23 @@ def model_chains(name: str, model: Target, target: Target) -> Chains:
 def lookup_chains(name: str, target: Target) -> Chains:
     """Prompt lookup; where it finds nothing, a chain of no tokens counts as one that is refused."""
     return Chains(name, target, MAX_CHAIN, PromptLookup)
+
+
+@torch.no_grad()
+def operations_ratio(chains: Chains, length: int) -> float:
+    """c^: arithmetic of one drafted token of a chain / that of the target's pass over one token.
+
+    Additions and multiplications of matrix products and attention are counted while both run.
+    """
+    drafter = chains.drafter(length)
+    stepper, prompt = after_random_text(chains.target, drafter, 1, length + 1)
+    target = operations(pass_alone(stepper, 1))
+    ((_, propose),) = proposals_alone(drafter, [chain_budget(length)], stepper, prompt)
+    return operations(propose) / length / target
+
+
+def operations(call: Callable[[], object]) -> int:
+    """Floating-point operations of torch's matrix products and attention in a call."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()

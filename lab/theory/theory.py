@@ -15,7 +15,6 @@ from drafthead.lab.races.race import Record, prepare, race
 from drafthead.lab.speedup_model import (
     ChainPrediction,
     StepParts,
-    best_length,
     chain_speedup,
     deviation_factors,
     expected_tokens,
@@ -23,13 +22,7 @@ from drafthead.lab.speedup_model import (
     predict_chain,
 )
 from drafthead.lab.theory.acceptance import Share, counted_alpha, counted_by_depth, share_of
-from drafthead.lab.theory.chain_costs import (
-    ChainCosts,
-    PassRatios,
-    operations_ratio,
-    time_chains,
-)
-from drafthead.lab.theory.chains import Chains
+from drafthead.lab.theory.chains import Chains, operations_ratio
 from drafthead.lab.theory.given_answers import GivenAnswer, acceptance_chances
 
 RULE = "rejection"  # above temperature 0: the rule that the theory is about
@@ -53,7 +46,6 @@ class LengthRow:
     length: int
     tokens: float  # of a step
     speedup: float  # with one c for all lengths, and verification as long as a plain pass
-    speedup_at_cost: float  # with what drafting and verifying this length, and the host, take here
     operations: float  # arithmetic per token, plain decoding's being 1
 
 
@@ -69,8 +61,8 @@ class Theory:
     chances: Share  # mean of the acceptance chance of a first token, over all places of the answers
     chances_at_steps: float  # the same over the places where steps began: as `by_depth[0]`
     operations_cost: float  # c^
-    costs: ChainCosts
     step: StepParts  # of the steps that were decoded
+    plain: StepParts  # of plain steps
     prediction: ChainPrediction  # for the chains that were decoded
     lengths: list[LengthRow]
     tau: float
@@ -85,57 +77,30 @@ class Theory:
     @property
     def factors(self) -> dict[str, float]:
         """Why that is not what was predicted, see `deviation_factors`."""
-        return deviation_factors(self.prediction, self.tau, self.step, self.costs.plain)
+        return deviation_factors(self.prediction, self.tau, self.step, self.plain)
 
     @property
     def run_length(self) -> LengthRow:
         """What the theory says of the chains that were decoded."""
         return self.lengths[self.prediction.length - 1]
 
-    def speedup_at_cost(self, length: int) -> float:
-        """The speedup of a length by what it costs; 0 is plain decoding."""
-        return self.lengths[length - 1].speedup_at_cost if length else 1.0
-
-    @property
-    def best_at_cost(self) -> int:
-        """The best K by the costs of each length; 0 is plain decoding."""
-        return best_length(self.speedup_at_cost, len(self.lengths))
-
-
-@dataclass(frozen=True)
-class MeasuredChains:
-    """A drafter with what its chains cost here."""
-
-    chains: Chains
-    passes: PassRatios
-    operations: float  # c^
-
-
-def measure_costs(chains: Chains, length: int) -> MeasuredChains:
-    """Time chains, and count the arithmetic of one of `length` tokens; see `time_chains`."""
-    operations = operations_ratio(chains, min(length, chains.longest))
-    return MeasuredChains(chains, time_chains(chains), operations)
-
 
 def examine(
-    target: Target,
-    drafters: Sequence[MeasuredChains],
-    prompts: Sequence[list[int]],
-    terms: Terms,
+    target: Target, drafters: Sequence[Chains], prompts: Sequence[list[int]], terms: Terms
 ) -> list[Theory]:
     """Decode prompts with each drafter and plainly, in turns, and compare with the theory."""
     found = []
     for temperature in terms.temperatures:
         sampling = SamplingConfig(temperature, top_p=terms.top_p)
         plain, *records = decoded(target, drafters, prompts, sampling, terms)
-        for measured, record in zip(drafters, records, strict=True):
-            found.append(theory_of(measured, record, plain, prompts, terms))
+        for chains, record in zip(drafters, records, strict=True):
+            found.append(theory_of(chains, record, plain, prompts, terms))
     return found
 
 
 def decoded(
     target: Target,
-    drafters: Sequence[MeasuredChains],
+    drafters: Sequence[Chains],
     prompts: Sequence[list[int]],
     sampling: SamplingConfig,
     terms: Terms,
@@ -143,7 +108,7 @@ def decoded(
     """Answers to all prompts, one by one in turns: plain decoding's, then each drafter's."""
     rule = "greedy" if sampling.greedy else RULE
     contestants: list[Contestant] = [Ours(PLAIN, "none", sampling, Decoder(target))]
-    for chains in (measured.chains for measured in drafters):
+    for chains in drafters:
         decoder = chains.decoder(min(terms.length, chains.longest))
         contestants.append(Ours(chains.name, chains.name, sampling, decoder, verifier=rule))
     batches = [[prompt] for prompt in prompts]
@@ -153,18 +118,17 @@ def decoded(
 
 
 def theory_of(
-    measured: MeasuredChains,
+    chains: Chains,
     record: Record,
     plain: Record,
     prompts: Sequence[list[int]],
     terms: Terms,
 ) -> Theory:
     """What was measured of a drafter's answers, beside what the theory makes of it."""
-    chains, sampling = measured.chains, record.contestant.sampling
-    length, longest = min(terms.length, chains.longest), chains.longest
+    sampling, longest = record.contestant.sampling, chains.longest
+    length = min(terms.length, longest)
     ledger, plain_ledger = record.ledger(), plain.ledger()
-    step, plain_step = ledger.parts(plain_ledger), plain_ledger.parts(plain_ledger)
-    costs = ChainCosts(measured.passes, plain_step, step.host)
+    step, operations = ledger.parts(plain_ledger), operations_ratio(chains, length)
     accept_lengths = accept_lengths_of(record)
     flat = [n for answer in accept_lengths for n in answer]
     prediction = predict_chain(flat, length, step.draft / length, longest)
@@ -181,11 +145,11 @@ def theory_of(
         by_depth=counted_by_depth(accept_lengths, length),
         chances=share_of([sum(c) for c in chances], [len(c) for c in chances]),
         chances_at_steps=mean_at_steps(chances, accept_lengths),
-        operations_cost=measured.operations,
-        costs=costs,
+        operations_cost=operations,
         step=step,
+        plain=plain_ledger.parts(plain_ledger),
         prediction=prediction,
-        lengths=length_rows(prediction, costs, measured.operations, longest),
+        lengths=length_rows(prediction, operations, longest),
         tau=ledger.tau,
         tokens_per_second=ledger.tokens_per_second,
         plain_tokens_per_second=plain_ledger.tokens_per_second,
@@ -193,7 +157,7 @@ def theory_of(
 
 
 def length_rows(
-    prediction: ChainPrediction, costs: ChainCosts, operations_cost: float, longest: int
+    prediction: ChainPrediction, operations_cost: float, longest: int
 ) -> list[LengthRow]:
     """What the theory says of chains of 1 to `longest` tokens."""
     alpha = prediction.alpha
@@ -202,7 +166,6 @@ def length_rows(
             length,
             expected_tokens(alpha, length),
             chain_speedup(alpha, length, prediction.cost),
-            expected_tokens(alpha, length) / costs.step(length),
             operations_factor(alpha, length, operations_cost),
         )
         for length in range(1, longest + 1)

@@ -23,20 +23,11 @@ from drafthead.lab.speedup_model import (
     operations_factor,
     predict_chain,
 )
-from drafthead.lab.theory import chain_costs
 from drafthead.lab.theory.acceptance import (
     Share,
     counted_alpha,
     counted_by_depth,
     share_of,
-)
-from drafthead.lab.theory.chain_costs import (
-    ChainCosts,
-    PassRatios,
-    operations_ratio,
-    rising,
-    time_chains,
-    timed_lengths,
 )
 from drafthead.lab.theory.chains import (
     Chains,
@@ -44,6 +35,7 @@ from drafthead.lab.theory.chains import (
     head_chains,
     lookup_chains,
     model_chains,
+    operations_ratio,
 )
 from drafthead.lab.theory.given_answers import (
     GivenAnswer,
@@ -179,26 +171,6 @@ def test_chances_at_steps_are_those_of_the_places_where_steps_began() -> None:
     assert mean_at_steps([[0.1, 0.2, 0.3, 0.4, 0.5], []], [[2, 3], []]) == pytest.approx(0.2)
 
 
-def test_a_step_costs_its_draft_its_pass_and_the_host() -> None:
-    passes = PassRatios(lengths=(1, 3), draft=(0.2, 0.4), verify=(1.2, 1.6))
-    costs = ChainCosts(passes, StepParts(draft=0.0, verify=0.8, host=0.2), host=0.3)
-    assert costs.step(0) == 1
-    assert costs.step(2) == pytest.approx(0.8 * (0.3 + 1.4) + 0.3)
-    assert costs.step(9) == costs.step(3), "no longer chain is drafted"
-
-
-def test_a_longer_chain_is_never_cheaper() -> None:
-    assert rising(1.0, [0.9, 1.3, 1.2]) == (1.0, 1.3, 1.3)
-    quick = ChainCosts(PassRatios((1,), (0.0,), (1.0,)), StepParts(0.0, 0.8, 0.2), host=0.1)
-    assert quick.step(1) == quick.step(0) == 1
-
-
-def test_chains_are_timed_at_their_greatest_length_and_some_below() -> None:
-    assert timed_lengths(16) == (1, 2, 4, 8, 16)
-    assert timed_lengths(5) == (1, 2, 4, 5)
-    assert timed_lengths(1) == (1,)
-
-
 def every_kind(target, make_target, make_head) -> list[Chains]:
     draft = make_target(seed=1, layers=1)
     head = make_head("hydra", target)
@@ -207,14 +179,6 @@ def every_kind(target, make_target, make_head) -> list[Chains]:
         model_chains("draft", draft, target),
         lookup_chains("lookup", target),
     ]
-
-
-def test_every_kind_of_drafter_is_timed(target, make_target, make_head, monkeypatch) -> None:
-    monkeypatch.setattr(chain_costs, "ROUNDS", 1)
-    for chains in every_kind(target, make_target, make_head):
-        passes = time_chains(chains)
-        assert passes.lengths == timed_lengths(chains.longest)
-        assert min(passes.draft) > 0 and min(passes.verify) > 0
 
 
 def test_arithmetic_is_that_of_the_passes(target, make_target, make_head) -> None:

@@ -9,7 +9,6 @@ import torch
 from tiny import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from drafthead.lab.theory import chain_costs
 from drafthead.scripts import cli
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -29,9 +28,6 @@ def theory(monkeypatch, capsys, tmp_path):
         content = json.loads(file.read_text()) if file.exists() else {}
         return stop.value.code or 0, printed.out + printed.err, content
 
-    # Two lengths are timed instead of five, once.
-    monkeypatch.setattr(chain_costs, "TIMED_LENGTHS", (1,))
-    monkeypatch.setattr(chain_costs, "ROUNDS", 1)
     return run
 
 
