@@ -1,7 +1,6 @@
 """A few real steps in a process of their own: how fast they are, and how much memory they take.
 
-The process sets the run up as training does, in a temporary folder, and prints a line of JSON for
-each step.
+The process sets the run up as training does, in a temporary folder, and prints a line of JSON.
 """
 
 import json
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,67 +24,38 @@ MOST_STEPS, MOST_SECONDS = 6, 45
 
 
 @dataclass(frozen=True)
-class TrialStep:
-    """A step of a trial, and the most memory that its process has had until then."""
-
-    rows: int
-    tokens: int  # supervised
-    seconds: float
-    target_share: float  # of the seconds, for the target's features
-    peak: int  # bytes
-
-
-@dataclass(frozen=True)
 class Trial:
-    """The steps of a trial. The first one sets much up and does not count for the speed."""
+    """The steps of a trial. The first one sets much up: it counts for the memory alone."""
 
-    steps: tuple[TrialStep, ...]
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that the process has had."""
-        return self.steps[-1].peak
+    steps: int
+    rows: int  # of a step
+    tokens: int  # supervised, of the timed steps
+    seconds: float  # of the timed steps
+    target_seconds: float  # of them, for the target's features
+    peak: int  # the most bytes that the process has had
 
     @property
     def tokens_per_s(self) -> float:
         """Supervised tokens a second."""
-        return sum(s.tokens for s in self._timed) / sum(s.seconds for s in self._timed)
+        return self.tokens / self.seconds
 
     @property
     def tokens_per_s_kept(self) -> float:
         """Supervised tokens a second where all features are read from a folder in no time."""
-        seconds = sum(s.seconds * (1 - s.target_share) for s in self._timed)
-        return sum(s.tokens for s in self._timed) / seconds
-
-    @property
-    def _timed(self) -> tuple[TrialStep, ...]:
-        return self.steps[1:] or self.steps
+        return self.tokens / (self.seconds - self.target_seconds)
 
 
-def run_trial(config: Path, settings: Sequence[str], shown: Callable[[TrialStep], None]) -> Trial:
-    """Try the run of a configuration, in a process of its own; `shown` gets each step.
+def run_trial(config: Path, settings: Sequence[str]) -> Trial:
+    """Try the run of a configuration, in a process of its own.
 
     Raises UserError with the process's own words when it failed.
     """
     command = [sys.executable, "-m", "drafthead.lab.planning.trial", str(config), *settings]
-    steps = []
-    with (
-        tempfile.TemporaryFile("w+") as words,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                steps.append(TrialStep(**json.loads(line)))
-                shown(steps[-1])
-        finally:
-            if process.poll() is None:
-                process.terminate()
-        if process.wait() != 0 or not steps:
-            words.seek(0)
-            printed = words.read().strip().splitlines() or ["it printed nothing"]
-            raise UserError(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}")
-    return Trial(tuple(steps))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        printed = done.stderr.strip().splitlines() or ["it printed nothing"]
+        raise UserError(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}")
+    return Trial(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def as_trial(config: RunConfig, folder: str) -> RunConfig:
@@ -99,27 +69,23 @@ def as_trial(config: RunConfig, folder: str) -> RunConfig:
     )
 
 
-def trial_steps(config: RunConfig) -> Iterator[TrialStep]:
+def tried(config: RunConfig) -> Trial:
     """Set up a run and do its first steps, for a limited time."""
     with tempfile.TemporaryDirectory() as folder:
         config = as_trial(config, folder)
         accelerator = build_accelerator(config)
         trainer = build_trainer(accelerator, config, config.folder())
+        steps: list[tuple[float, float, float]] = []  # tokens, seconds, seconds of the target
         began = time.perf_counter()
-        for step in range(MOST_STEPS):
-            rows = trainer.order.rows_of_step(step)
+        while len(steps) < MOST_STEPS and time.perf_counter() - began < MOST_SECONDS:
+            rows = trainer.order.rows_of_step(len(steps))
             started = time.perf_counter()
-            sums = trainer.runner.run(step, 0.5, rows)
-            ended = time.perf_counter()
-            yield TrialStep(
-                rows=len(rows),
-                tokens=trainer.task.train.supervised_in(rows),
-                seconds=ended - started,
-                target_share=sums.target_seconds / (ended - started),
-                peak=peak_bytes(accelerator.device),
-            )
-            if ended - began > MOST_SECONDS:
-                break
+            sums = trainer.runner.run(len(steps), 0.5, rows)
+            seconds = time.perf_counter() - started
+            steps.append((trainer.task.train.supervised_in(rows), seconds, sums.target_seconds))
+        tokens, seconds, of_target = map(sum, zip(*(steps[1:] or steps), strict=True))
+        peak = peak_bytes(accelerator.device)
+        return Trial(len(steps), len(rows), int(tokens), seconds, of_target, peak)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -132,7 +98,6 @@ def peak_bytes(device: torch.device) -> int:
 
 if __name__ == "__main__":
     try:
-        for done in trial_steps(load_run_config(Path(sys.argv[1]), sys.argv[2:])):
-            print(json.dumps(vars(done)), flush=True)
+        print(json.dumps(vars(tried(load_run_config(Path(sys.argv[1]), sys.argv[2:])))))
     except UserError as error:
         sys.exit(str(error))

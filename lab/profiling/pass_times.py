@@ -1,4 +1,4 @@
-"""Passes alone: the time of target and drafter outside the engine, and the time that it adds.
+"""Passes alone: the time of target and drafter outside the engine.
 
 Everything is timed in turns, so that a machine that slows down slows all of it down.
 """
@@ -27,7 +27,6 @@ from drafthead.lab.profiling.clock import seconds_of
 COMMITTED = 256  # cache columns before a pass
 PASS_SIZES = (1, 2, 4, 8, 16, 32, 64)
 ROUNDS = 9
-STEPS = 40
 WARM_UP = 3  # calls of each kind that are not counted: they compile, allocate, fill caches
 
 GREEDY = SamplingConfig()
@@ -54,9 +53,8 @@ def time_passes(
     batch: int = 1,
     sizes: Sequence[int] = PASS_SIZES,
     rounds: int = ROUNDS,
-    budgets: Sequence[Budget] | None = None,
 ) -> PassTimes:
-    """Time the target at `sizes` and the drafter at `budgets`, by default all its main ones.
+    """Time the target at `sizes` and the drafter at its sizes.
 
     The text is `COMMITTED` random tokens, or as many as the context holds. A proposal follows one
     newly committed token, whose commit is not timed.
@@ -64,15 +62,14 @@ def time_passes(
     stepper, prompt = after_random_text(target, drafter, batch, max(sizes))
     passes = {nodes: pass_alone(stepper, nodes) for nodes in sizes}
     verify: dict[int, list[float]] = {nodes: [] for nodes in sizes}
-    if budgets is None:
-        budgets = paid_budgets(drafter) if drafter else ()
+    budgets = paid_budgets(drafter) if drafter else ()
     draft: dict[Budget, list[float]] = {budget: [] for budget in budgets}
     for _ in trange(WARM_UP + rounds, desc="passes alone", unit="round", leave=False):
         for nodes, call in passes.items():
             verify[nodes].append(seconds_of(call, target.device))
         if drafter is not None:
-            for budget, seconds in time_proposals(drafter, budgets, stepper, prompt).items():
-                draft[budget].append(seconds)
+            for budget, propose in proposals_alone(drafter, budgets, stepper, prompt):
+                draft[budget].append(seconds_of(propose, target.device))
     return PassTimes(batch, stepper.cache.longest, medians(verify), medians(draft))
 
 
@@ -87,17 +84,6 @@ def after_random_text(
     )
     stepper = greedy_stepper(target, endless(text.tolist(), 1), features, max_nodes)
     return stepper, stepper.prefill()[0]
-
-
-def time_proposals(
-    drafter: Drafter, budgets: Sequence[Budget], stepper: Stepper, prompt: Committed
-) -> dict[Budget, float]:
-    """Seconds of one proposal for each budget, in a fresh session that has read the prompt."""
-    device = stepper.target.device
-    return {
-        budget: seconds_of(propose, device)
-        for budget, propose in proposals_alone(drafter, budgets, stepper, prompt)
-    }
 
 
 def proposals_alone(

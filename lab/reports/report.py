@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import matplotlib
+from jinja2 import Environment
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
@@ -103,6 +105,12 @@ def print_table(table: Table, notes: Sequence[str] = ()) -> None:
         console.print(shown)
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True, markup=False)
+
+
+def page(template: str, values: Mapping[str, Any]) -> str:
+    """A page of this folder with its values; all text in them is escaped."""
+    text = files("drafthead.lab.reports").joinpath(template).read_text("utf-8")
+    return Environment(autoescape=True).from_string(text).render(values)
 
 
 def machine_line(about: Mapping[str, Any]) -> str:

@@ -4,13 +4,11 @@ import json
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter, ValidationError
@@ -21,7 +19,7 @@ from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.diagnosis.checks import Finding, faults_first
 from drafthead.lab.races.comparison import PLAIN, ComparisonRow
 from drafthead.lab.reports.comparison import NAMES, category_tables, race_table
-from drafthead.lab.reports.report import OURS, THEIRS, Table, number
+from drafthead.lab.reports.report import OURS, THEIRS, Table, number, page
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
 
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
@@ -43,9 +41,7 @@ class Section:
 
 def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
     """The page. All text is escaped."""
-    template = files("drafthead.lab.reports").joinpath("run_page.html").read_text("utf-8")
-    page = Environment(autoescape=True).from_string(template)
-    return page.render(title=title, facts=facts, sections=sections)
+    return page("run_page.html", {"title": title, "facts": facts, "sections": sections})
 
 
 def training_section(folder: Path) -> Section:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import groupby
 from typing import Any, Literal
 
@@ -12,12 +11,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.formats.printing import visible
 from drafthead.infer.request.text_pieces import GrowingAnswer
+from drafthead.lab.reports.report import page
 from drafthead.lab.tracing import Trace, TracedStep
 
 Kind = Literal["own", "drafted", "rejected"]
 STYLES: dict[Kind, str] = {"own": "", "drafted": "green", "rejected": "red strike"}
 MARKS = {"own": ("", ""), "drafted": ("{+", "+}"), "rejected": ("[-", "-]")}
-DATA = "__DATA__"  # in the page, where the trace goes
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,8 @@ def as_text(trace: Trace, tokenizer: PreTrainedTokenizerBase, coloured: bool) ->
 
 def as_page(trace: Trace, tokenizer: PreTrainedTokenizerBase, about: dict[str, str]) -> str:
     """The page; `about` holds lines for its head, such as the names of models."""
-    page = files("drafthead.lab.reports").joinpath("trace_page.html").read_text("utf-8")
     data = json.dumps(page_data(trace, tokenizer, about), ensure_ascii=True)
-    return page.replace(DATA, data.replace("<", "\\u003c"))
+    return page("trace_page.html", {"data": data.replace("<", "\\u003c")})
 
 
 def page_data(

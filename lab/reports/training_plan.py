@@ -184,6 +184,6 @@ def notes_on(plan: TrainingPlan) -> list[str]:
         return [*notes, f"the speed was not measured: {plan.untried}"]
     return [
         *notes,
-        f"measured in {len(trial.steps)} steps of {trial.steps[0].rows} rows on this machine; "
+        f"measured in {trial.steps} steps of {trial.rows} rows on this machine; "
         "evaluations and saving come on top",
     ]

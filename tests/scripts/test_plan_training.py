@@ -10,7 +10,7 @@ import pytest
 from runs import write_inputs, write_run
 
 from drafthead.heads.errors import UserError
-from drafthead.lab.planning.trial import Trial, TrialStep
+from drafthead.lab.planning.trial import Trial
 from drafthead.scripts import cli, plan_training
 
 
@@ -58,10 +58,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_change(plan) -> None:
 
 
 def test_time_follows_from_the_trial(plan, monkeypatch) -> None:
-    def step(seconds: float) -> TrialStep:
-        return TrialStep(rows=4, tokens=100, seconds=seconds, target_share=0.5, peak=3 * 10**8)
-
-    trial = Trial((step(50), step(1), step(1)))
+    trial = Trial(3, rows=4, tokens=200, seconds=2.0, target_seconds=1.0, peak=3 * 10**8)
     monkeypatch.setattr(plan_training, "run_trial", lambda *_: trial)
     status, out, _, record = plan("--tokens", "720000", "--devices", "2")
     assert status == 0 and "this device's speed times 2, an upper bound, untested" in out
