@@ -37,7 +37,8 @@ from drafthead.train.data.supervision import SupervisedTokens
 
 logger = logging.getLogger(__name__)
 
-BATCH = 1024  # sequences that are written at a time
+NOTES = "notes.json"
+BATCH = 1024  # sequences that are made at a time
 # Of the files; raise it when other tokens are made of a conversation, or the notes have other
 # fields.
 VERSION = 6
@@ -208,8 +209,9 @@ def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTa
     arguments that the tokenizer's chat template does not read.
     """
     check_template_arguments(tokenizer, reading.template_arguments)
-    folder, key = cache_or_scratch("tokens"), key_of(reading, tokenizer)
-    notes = folder / f"{key}.json"
+    key = key_of(reading, tokenizer)
+    folder = cache_or_scratch("tokens") / key
+    notes = folder / NOTES  # are there before the rows are
     rows = partial(rows_of_source, reading, tokenizer, notes)
     try:
         data = Dataset.from_generator(rows, COLUMNS, cache_dir=str(folder), fingerprint=key)
