@@ -11,17 +11,21 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from drafthead.train.data.training_rows import check_writers, training_data
+from drafthead.train.data.training_rows import Sources, check_writers, training_data
 from drafthead.train.features.kept import kept_features
 from drafthead.train.features.reading import load_target
 from drafthead.train.jobs.console import quiet_libraries, run_launched
-from drafthead.train.jobs.outputs import full_disk_named
+from drafthead.train.jobs.outputs import full_disk_named, only_writer
 from drafthead.train.jobs.weights import weights_fingerprint
-from drafthead.train.learning.engines import HostMemory, build_accelerator
+from drafthead.train.learning.engines import (
+    HostMemory,
+    build_accelerator,
+    warn_of_slow_bfloat16,
+)
 from drafthead.train.learning.loop import Trainer
 from drafthead.train.learning.step import TrainingTask
-from drafthead.train.run.config import RunConfig, load_run_config, warn_of_slow_bfloat16
-from drafthead.train.run.folder import RunFolder, Sources
+from drafthead.train.run.config import RunConfig, load_run_config
+from drafthead.train.run.folder import RunFolder
 from drafthead.train.run.starting_config import write_starting_config
 from drafthead.train.run.trainables import new_head
 
@@ -32,10 +36,11 @@ def train(config: RunConfig) -> bool:
     """Train a head as configured; False when it was stopped and can be continued."""
     accelerator = build_accelerator(config)
     folder = config.folder()
-    lock = folder.locked() if accelerator.is_main_process else nullcontext()
-    with full_disk_named(folder.path), lock, logging_redirect_tqdm():
+    path, is_main = folder.path, accelerator.is_main_process
+    lock = only_writer(path / ".lock", path) if is_main else nullcontext()
+    with full_disk_named(path), lock, logging_redirect_tqdm():
         if folder.status(config.train.overwrite) == "finished":
-            logger.info("%s holds this run, finished: nothing to do", folder.path)
+            logger.info("%s holds this run, finished: nothing to do", path)
             return True
         finished = build_trainer(accelerator, config, folder).fit()
     accelerator.end_training()
@@ -59,7 +64,7 @@ def build_trainer(accelerator: Accelerator, config: RunConfig, folder: RunFolder
     check_writers(", ".join(data.sources), writers, config.target.name, sources.target)
     counts = rows.sequences.token_counts(target.vocab_size)
     head = new_head(config.family, config.head, target, counts, settings.init_from)
-    kept = kept_features(data, precision, head, target, rows, sources.target)
+    kept = kept_features(data, precision, head, target, rows, sources)
     task = TrainingTask(target, config.target.name, head, sources, rows, held_out, kept)
     return Trainer(accelerator, task, settings, config.optimizer, folder, memory)
 

@@ -34,6 +34,7 @@ from drafthead.train.data.packing import RowOrder, TokenBatch, collate, pack, pa
 from drafthead.train.data.token_table import TokenSequence, TokenTable
 from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.features.reading import check_row_length, positions_in_segments, read_features
+from drafthead.train.jobs.outputs import only_writer
 from drafthead.train.learning import loop
 from drafthead.train.learning.evaluation import Evaluation, evaluate, measure
 from drafthead.train.learning.loop import Trainer
@@ -458,8 +459,9 @@ def test_a_disk_that_is_full_while_saving_loses_no_step(configure, monkeypatch):
 
 def test_a_folder_that_another_process_trains_into_is_refused(configure):
     config = configure()
+    folder = load_run_config(config).folder().path
     with (
-        load_run_config(config).folder().locked(),
+        only_writer(folder / ".lock", folder),
         pytest.raises(UserError, match=r"another process is writing .*run: wait"),
     ):
         run(config)

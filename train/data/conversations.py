@@ -10,10 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.row_forms import Message, RowContent, content_of
 from drafthead.train.data.row_sources import Row, rows_of
@@ -58,26 +55,6 @@ def stored_tokens(values: Mapping[str, Any], place: str) -> StoredTokens | None:
 
 def _are_ids(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
-
-
-def check_vocabulary(stored: StoredTokens, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raise UserError that names `where` if the ids cannot be those of this tokenizer.
-
-    It is an UnusableRowError if they may be, but for an id that the tokenizer does not have.
-    """
-    if stored.vocabulary != vocabulary_of(tokenizer):
-        raise UserError(
-            f"the token ids in {where} are not those of the tokenizer of "
-            f"{tokenizer.name_or_path or 'this model'}: distil the prompts with this target, or "
-            f"remove the column `{IDS_COLUMN}` to train on the text"
-        )
-    ids = (i for turn in stored.answers for i in (*turn.prompt, *turn.answer))
-    largest = max(ids, default=0)
-    if largest >= len(tokenizer):
-        raise UnusableRowError(
-            f"token id {largest} in {where} is beyond the tokenizer's {len(tokenizer)} tokens: "
-            "distil the row again"
-        )
 
 
 ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id")

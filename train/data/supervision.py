@@ -18,7 +18,13 @@ from drafthead.heads.target.chat_template import (
     reads,
     template_options,
 )
-from drafthead.train.data.conversations import AnswerTokens, Conversation, check_vocabulary
+from drafthead.heads.target.loading import vocabulary_of
+from drafthead.train.data.conversations import (
+    IDS_COLUMN,
+    AnswerTokens,
+    Conversation,
+    StoredTokens,
+)
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import Message, is_unwritten
 
@@ -283,6 +289,26 @@ def supervised_sequences(
             "an answer's first token"
         )
     return made
+
+
+def check_vocabulary(stored: StoredTokens, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raise UserError that names `where` if the ids cannot be those of this tokenizer.
+
+    It is an UnusableRowError if they may be, but for an id that the tokenizer does not have.
+    """
+    if stored.vocabulary != vocabulary_of(tokenizer):
+        raise UserError(
+            f"the token ids in {where} are not those of the tokenizer of "
+            f"{tokenizer.name_or_path or 'this model'}: distil the prompts with this target, or "
+            f"remove the column `{IDS_COLUMN}` to train on the text"
+        )
+    ids = (i for turn in stored.answers for i in (*turn.prompt, *turn.answer))
+    largest = max(ids, default=0)
+    if largest >= len(tokenizer):
+        raise UnusableRowError(
+            f"token id {largest} in {where} is beyond the tokenizer's {len(tokenizer)} tokens: "
+            "distil the row again"
+        )
 
 
 def unread_by_template(

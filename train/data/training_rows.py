@@ -73,6 +73,14 @@ class DataConfig:
         )
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Hashes of what a run learns from; a run that goes on must have the same."""
+
+    data: str  # see `PackedData.fingerprint`
+    target: str  # see `weights_fingerprint`
+
+
 def training_data(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,

@@ -27,7 +27,7 @@ from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.seven_bits import rounded
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
-from drafthead.train.data.training_rows import DataConfig
+from drafthead.train.data.training_rows import DataConfig, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -202,12 +202,11 @@ def kept_features(
     head: DraftHead,
     target: Target,
     rows: PackedData,
-    weights: str,
+    sources: Sources,
 ) -> KeptFeatures | None:
     """The features of the training rows in `data.feature_folder`, if there is one.
 
-    `weights` is the target's `weights_fingerprint`. Raises UserError for a folder of something
-    else, and when there is nothing to keep or no room.
+    Raises UserError for a folder of something else, and when there is nothing to keep or no room.
     """
     if config.feature_folder is None:
         return None
@@ -219,7 +218,7 @@ def kept_features(
         )
     as_int8 = config.feature_dtype == "int8"
     how = f"int8 of {dtype}" if as_int8 else dtype
-    source = FeatureSource(weights, rows.fingerprint(), how, mixed_precision)
+    source = FeatureSource(sources.target, sources.data, how, mixed_precision)
     kept = KeptFeatures(Path(config.feature_folder), source, spec, as_int8)
     size = feature_bytes(spec, target.hidden_size, target.dtype, as_int8)
     lengths = [rows.row_length(row) for row in range(len(rows.rows))]

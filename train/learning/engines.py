@@ -1,7 +1,9 @@
 """The engine that shares a run among processes: what the launcher asked for, or an error."""
 
 import ctypes
+import logging
 import os
+import time
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -11,6 +13,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from drafthead.heads.errors import UserError
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.config import RunConfig, TrainConfig
+
+logger = logging.getLogger(__name__)
 
 # What the launcher sets for each engine.
 ENGINES = {
@@ -138,3 +142,34 @@ class HostMemory:
         """Give free memory back to the system, if that is due."""
         if self.trim is not None and step % STEPS_BETWEEN == 0:
             self.trim(0)
+
+
+SIZE, REPEATS = 1024, 3
+WORTH_SAYING = 1.3
+
+
+def product_seconds(dtype: torch.dtype) -> float:
+    """The time of a product of two [SIZE, SIZE] matrices on the CPU, the best of `REPEATS`."""
+    a, b = torch.ones(2, SIZE, SIZE, dtype=dtype)
+    times = []
+    for _ in range(1 + REPEATS):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def warn_of_slow_bfloat16(device: torch.device, mixed_precision: str) -> None:
+    """Say so when training in bfloat16 takes longer than it would in float32.
+
+    Processors with AVX512-BF16 and without AMX may need twice the time.
+    """
+    if device.type != "cpu" or mixed_precision != "bf16":
+        return
+    ratio = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
+    if ratio > WORTH_SAYING:
+        logger.warning(
+            "this processor multiplies matrices %.1f times faster in float32 than in bfloat16: "
+            "train.mixed_precision=no is faster here, and takes more memory",
+            ratio,
+        )

@@ -21,6 +21,7 @@ from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
+from drafthead.train.data.training_rows import Sources
 from drafthead.train.features.kept import KeptFeatures
 from drafthead.train.features.reading import FeatureReader, computing_in
 from drafthead.train.learning.ranks import chain_lengths, replayed
@@ -31,7 +32,6 @@ from drafthead.train.optimizers import (
     set_learning_rates,
 )
 from drafthead.train.run.config import TrainConfig
-from drafthead.train.run.folder import Sources
 
 
 def decay_of_step(decay: float, step: int) -> float:

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.storage.files import write_text
-from drafthead.train.jobs.outputs import only_writer
+from drafthead.train.data.training_rows import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +35,6 @@ class Progress:
     step: int = 0  # optimiser steps done
     seconds: float = 0.0  # of training, evaluating and saving
     supervised_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Hashes of what a run learns from; a run that goes on must have the same."""
-
-    data: str  # see `PackedData.fingerprint`
-    target: str  # see `weights_fingerprint`
 
 
 class SavedStates:
@@ -205,10 +196,6 @@ class RunFolder:
         self.path, self.settings = path, json.loads(json.dumps(settings))
         self.defaults: Settings = json.loads(json.dumps(defaults))
         self.states = SavedStates(path / "state")
-
-    def locked(self) -> AbstractContextManager[None]:
-        """Nobody else may train into the folder; UserError when somebody does."""
-        return only_writer(self.path / ".lock", self.path)
 
     def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
         """What the folder holds; "new" also means that an old run may be overwritten.

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from drafthead.train.learning import engines
 from drafthead.train.run import config
 
 CPU = torch.device("cpu")
 
 
 def warning(monkeypatch, caplog, seconds: dict[torch.dtype, float], mixed: str = "bf16") -> str:
-    monkeypatch.setattr(config, "product_seconds", seconds.__getitem__)
-    config.warn_of_slow_bfloat16(CPU, mixed)
+    monkeypatch.setattr(engines, "product_seconds", seconds.__getitem__)
+    engines.warn_of_slow_bfloat16(CPU, mixed)
     return caplog.text
 
 
@@ -26,7 +27,7 @@ def test_nothing_is_said_where_it_would_not_help(monkeypatch, caplog, bfloat16: 
 
 
 def test_a_product_takes_time():
-    assert 0 < config.product_seconds(torch.float32) < 60
+    assert 0 < engines.product_seconds(torch.float32) < 60
 
 
 @pytest.mark.parametrize(
