@@ -29,7 +29,7 @@ from drafthead.train.run.folder import (
     cut_log,
     read_progress,
 )
-from drafthead.train.run.trainables import kind_of
+from drafthead.train.run.trainables import noun_of
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class Trainer:
         self._write_head(is_last=True)
         if self.accelerator.is_main_process:
             self.folder.finish()
-        logger.info("the %s is in %s", kind_of(self.task.head).noun, self.folder.path)
+        logger.info("the %s is in %s", noun_of(self.task.head), self.folder.path)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from drafthead.train.learning.evaluation import Evaluation
 from drafthead.train.learning.step import TrainingTask
 from drafthead.train.run.folder import BestEvaluation, Progress, RunFolder, provenance
-from drafthead.train.run.trainables import kind_of
+from drafthead.train.run.trainables import save_trained
 
 
 class RunWriter:
@@ -72,7 +72,7 @@ class RunWriter:
             "target_precision": target.precision,
             "evaluation": evaluation.summary() if evaluation else None,
         }
-        kind_of(head).save(head, folder, target, self.task.target_name, origin)
+        save_trained(head, folder, target, self.task.target_name, origin)
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:

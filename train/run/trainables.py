@@ -1,10 +1,10 @@
-"""What a run can train, by the name of its family: draft heads and draft models; a new one."""
+"""What a run can train, by the name of its family: draft heads and draft models."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,26 +33,28 @@ def trainable(family: str) -> type[DraftHead]:
     return classes[family]
 
 
-class Kind(NamedTuple):
-    """How what a run trains is called, written and read again."""
-
-    noun: str
-    save: Callable[[Any, Path, Target, str, dict[str, Any]], None]  # head, folder, target, ...
-    weights: Callable[[Any, Path, Target], dict[str, torch.Tensor]]  # of a trained one in a folder
+def noun_of(head: DraftHead) -> str:
+    """What a run trains, in words."""
+    return "draft model" if isinstance(head, Student) else "head"
 
 
-def kind_of(head: DraftHead) -> Kind:
-    """The kind of what a run trains."""
-    return DRAFT_MODEL if isinstance(head, Student) else HEAD
-
-
-def _save_head(
+def save_trained(
     head: DraftHead, folder: Path, target: Target, target_name: str, origin: dict[str, Any]
 ) -> None:
-    save_head(head, folder, target, target_name, origin, dtype=target.dtype)
+    """Write what a run has trained, in the type of the target; `origin` is what JSON can hold."""
+    if isinstance(head, Student):
+        save_draft_model(head, folder, target, target_name, origin)
+    else:
+        save_head(head, folder, target, target_name, origin, dtype=target.dtype)
 
 
-def _head_weights(head: DraftHead, folder: Path, target: Target) -> dict[str, torch.Tensor]:
+def trained_weights(head: DraftHead, folder: Path, target: Target) -> dict[str, torch.Tensor]:
+    """The weights of what stands in a folder, by the names that `head` has for them.
+
+    Raises UserError when it is of another family.
+    """
+    if isinstance(head, Student):
+        return draft_model_weights(folder)
     trained = load_head(folder, target)
     if trained.family != head.family:
         raise UserError(
@@ -60,12 +62,6 @@ def _head_weights(head: DraftHead, folder: Path, target: Target) -> dict[str, to
             f"is {head.family}"
         )
     return trained.state_dict()
-
-
-HEAD = Kind("head", _save_head, _head_weights)
-DRAFT_MODEL = Kind(
-    "draft model", save_draft_model, lambda _head, folder, _target: draft_model_weights(folder)
-)
 
 
 def new_head(
@@ -96,7 +92,7 @@ def begin_with(head: DraftHead, source: str, target: Target) -> None:
     Layers beyond those of that head come last and change nothing at first. Raises UserError when it
     is of another family or, but for that, of another shape.
     """
-    found = kind_of(head).weights(head, Path(source), target)
+    found = trained_weights(head, Path(source), target)
     found |= silent_layers(head, found)
     wanted = head.state_dict()
     for name in sorted({*wanted, *found}):
