@@ -7,7 +7,7 @@ decoding, tests and comparison find it in `HEADS`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -149,3 +149,22 @@ def head_family(name: str) -> type[DraftHead]:
     if name not in HEADS:
         raise UserError(f"unknown head family {name!r}; known families: {', '.join(sorted(HEADS))}")
     return HEADS[name]
+
+
+Value = TypeVar("Value")
+MARK = "only training reads it"
+# The type of a field of a head's configuration that only its training reads. Heads that differ in
+# these alone draft with the same code, and take the same time for it, so that they share compiled
+# graphs and measured costs.
+ForTraining = Annotated[Value, MARK]
+
+
+def is_for_training(annotation: Any) -> bool:
+    """Whether a field of this type is read by training alone."""
+    return MARK in getattr(annotation, "__metadata__", ())
+
+
+def drafting_fields(config: Any) -> dict[str, Any]:
+    """The values of a dataclass by their names, without those that only training reads."""
+    read = (field.name for field in fields(config) if not is_for_training(field.type))
+    return {name: getattr(config, name) for name in read}

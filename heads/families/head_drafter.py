@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from drafthead.heads.backend import EAGER, Backend, TreeKernels, backend_for
-from drafthead.heads.base import DraftHead
+from drafthead.heads.base import DraftHead, drafting_fields
 from drafthead.heads.coupling import Choice
 from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Drafter
@@ -17,7 +17,6 @@ from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.heads.layers.decoder_layer import frequencies_in
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
-from drafthead.heads.training_fields import drafting_fields
 from drafthead.heads.trees.levels import Level, levels_of
 from drafthead.heads.trees.static import StaticTrees
 from drafthead.heads.trees.tree import Budget, TreeShape

@@ -7,11 +7,10 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from drafthead.backends.cpu.fingerprint import described
-from drafthead.heads.base import HEADS, DraftHead
+from drafthead.heads.base import HEADS, DraftHead, drafting_fields, is_for_training
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
 from drafthead.heads.target.target import Target
-from drafthead.heads.training_fields import drafting_fields, is_for_training
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.tracing import trace

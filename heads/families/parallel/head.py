@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss, register_head
+from drafthead.heads.base import (
+    MAX_RANK,
+    DraftHead,
+    ForTraining,
+    HeadBatch,
+    HeadLoss,
+    register_head,
+)
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel.correction import Correction
 from drafthead.heads.families.parallel.transformer import (
@@ -38,7 +45,6 @@ from drafthead.heads.objectives.losses import (
 )
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.training_fields import ForTraining
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.
 BLOCKS_AT_ONCE = 32

@@ -11,13 +11,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from drafthead.heads.base import register_head
+from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerStore, Rotation
 from drafthead.heads.objectives.losses import feature_loss
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.training_fields import ForTraining
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.heads.base import HeadBatch, HeadLoss
+from drafthead.heads.base import ForTraining, HeadBatch, HeadLoss
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.objectives.anchors import is_anchor
@@ -23,7 +23,6 @@ from drafthead.heads.objectives.losses import (
 )
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
-from drafthead.heads.training_fields import ForTraining
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from drafthead.heads.base import register_head
+from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns
@@ -20,7 +20,6 @@ from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
-from drafthead.heads.training_fields import ForTraining
 from drafthead.heads.trees.static import MEDUSA_PATHS
 
 
