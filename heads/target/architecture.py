@@ -2,12 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TypeVar
 
 from torch import nn
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
 
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 # Where the architectures of transformers keep their decoder layers and their final norm.
 LAYER_NAMES = ("layers", "h", "blocks", "block")
 NORM_NAMES = (
@@ -70,3 +74,23 @@ def cache_argument(function: Callable[..., object]) -> str:
     """The name of the argument for keys and values of a `forward`; empty where it takes none."""
     takes = inspect.signature(function).parameters
     return next((name for name in CACHE_NAMES if name in takes), "")
+
+
+def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Make a model's configuration that of some of its layers.
+
+    Settings that list a value for each layer keep those of the chosen layers. Two end tokens of a
+    model of two layers are no such setting.
+    """
+    count = config.num_hidden_layers
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
+            setattr(config, name, [value[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
+
+
+def with_own_children(module: AnyModule) -> AnyModule:
+    """A copy whose submodules can be replaced; until then they are those of the original."""
+    twin = copy(module)
+    twin._modules = dict(module._modules)
+    return twin

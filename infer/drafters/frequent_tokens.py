@@ -12,7 +12,7 @@ from torch import nn
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
-from drafthead.heads.target.part import with_own_children
+from drafthead.heads.target.architecture import with_own_children
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.draft_model import DraftModel
 

@@ -19,12 +19,12 @@ from drafthead.backends.compiled import Compiled
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.contrib.own_layers.own_layers import OwnLayers
+from drafthead.contrib.own_layers.part import part_of
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.hooks import hook_lock
-from drafthead.heads.target.part import part_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder

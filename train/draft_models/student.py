@@ -25,10 +25,9 @@ from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
 from drafthead.heads.storage.files import let_others_read, write_text
-from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder
+from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder, keep_layers
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
-from drafthead.heads.target.part import keep_layers
 from drafthead.heads.target.placement import whole_weight
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.frequent_tokens import (

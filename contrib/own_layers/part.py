@@ -6,20 +6,22 @@ Draft & Verify (Zhang et al., 2023, arXiv 2309.08168) leaves out layers anywhere
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
-from typing import TypeVar
+from copy import deepcopy
 
 import torch
 from torch import nn
-from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder
+from drafthead.heads.target.architecture import (
+    LAYER_NAMES,
+    find_decoder,
+    keep_layers,
+    with_own_children,
+)
 from drafthead.heads.target.hooks import hook_lock, in_this_thread, share_lock
 from drafthead.heads.target.target import Target
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
 CHECKED = 4  # tokens that a part reads to show that it is one
 
 
@@ -54,26 +56,6 @@ def refuse_other_layers(target: Target, layers: Sequence[int], named: str = "") 
         f"layers {named or list(layers)} cannot draft: the target has layers 0 to {last}, and of "
         "these at least one is named, in ascending order and each once"
     )
-
-
-def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
-    """Make a model's configuration that of some of its layers.
-
-    Settings that list a value for each layer keep those of the chosen layers. Two end tokens of a
-    model of two layers are no such setting.
-    """
-    count = config.num_hidden_layers
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
-            setattr(config, name, [value[layer] for layer in layers])
-    config.num_hidden_layers = len(layers)
-
-
-def with_own_children(module: AnyModule) -> AnyModule:
-    """A copy whose submodules can be replaced; until then they are those of the original."""
-    twin = copy(module)
-    twin._modules = dict(module._modules)
-    return twin
 
 
 def with_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
