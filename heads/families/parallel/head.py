@@ -150,8 +150,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         if self.output is not None:
             self.output.weight.data.copy_(target.output_weight()[self.draft_ids])
         if self.correction is not None:
-            tokens = torch.arange(target.vocab_size, device=target.device)
-            self.correction.begin_alike(target.embed(tokens))
+            self.correction.begin_alike(target.input_weight())
 
     def base_logits(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., Vd] of slots [..., D] before the correction."""

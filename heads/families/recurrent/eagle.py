@@ -5,7 +5,6 @@ hidden state at t + 1, which the target's own output head turns into the guess o
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
-from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerStore, Rotation
+from drafthead.heads.layers.decoder_layer import DecoderLayer
 from drafthead.heads.objectives.losses import feature_loss
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
@@ -57,15 +56,7 @@ class EagleHead(RecurrentHead):
 
     def initialize(self, target: Target) -> None:
         """Copy the target's embeddings if the head has its own; the output head is the target's."""
-        if self.embed_tokens is not None:
-            tokens = torch.arange(target.vocab_size, device=target.device)
-            self.embed_tokens.weight.data.copy_(target.embed(tokens))
-
-    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
-        """Embeddings [..., D] of tokens [...]: the target's, or the head's own."""
-        if self.embed_tokens is None:
-            return super().embed(token_ids, target)
-        return self.embed_tokens(token_ids)
+        self.copy_embeddings(target)
 
     def encode(self, features: Features) -> torch.Tensor:
         """The final hidden states [B, T, D]; in training with noise."""
@@ -75,19 +66,9 @@ class EagleHead(RecurrentHead):
             return features.last
         return features.last + noise * (2 * torch.rand_like(features.last) - 1)
 
-    def run_layers(
-        self,
-        embeds: torch.Tensor,  # [B, T, D]
-        states: torch.Tensor,  # [B, T, D]
-        rotation: Rotation,
-        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        store: LayerStore,
-    ) -> torch.Tensor:
-        """Outputs [B, T, D]: embedding and state are mixed into one vector for the layers."""
-        hidden = self.fc(torch.cat([embeds, states], dim=-1))
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, mask, partial(store, index))
-        return hidden
+    def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Embeddings and states [B, T, D] mixed into one vector [B, T, D]."""
+        return (self.fc(torch.cat([embeds, states], dim=-1)),)
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., V]: the target's output head reads outputs [..., D] as its own states."""

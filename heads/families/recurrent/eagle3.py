@@ -7,7 +7,6 @@ P-EAGLE (arXiv 2602.01469) feeds nothing back: one pass over mask tokens drafts 
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,6 @@ from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHe
 from drafthead.heads.layers.decoder_layer import (
     DecoderLayer,
     GatedMlp,
-    LayerStore,
     RMSNorm,
     Rotation,
     SelfAttention,
@@ -83,7 +81,10 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads embedding and state side by side."""
+    """A decoder layer whose attention reads embedding and state side by side.
+
+    So its projections are twice as wide, while the residual path carries the state alone.
+    """
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -156,9 +157,7 @@ class Eagle3Head(RecurrentHead):
         """Copy the target's output head and the scale of its final norm, if they fit."""
         if self.config.hidden_size != self.config.target_hidden_size:
             return
-        if self.embed_tokens is not None:
-            tokens = torch.arange(target.vocab_size, device=target.device)
-            self.embed_tokens.weight.data.copy_(target.embed(tokens))
+        self.copy_embeddings(target)
         weight = target.output_weight()
         ids = self.draft_ids
         self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
@@ -171,26 +170,6 @@ class Eagle3Head(RecurrentHead):
             taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
         joined = torch.cat(taps, dim=-1)
         return self.fc(self.input_norm(joined) if self.config.tap_norm == "joint" else joined)
-
-    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
-        """Embeddings [..., D] of tokens [...]: the target's, or the head's own."""
-        return (
-            target.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
-        )
-
-    def run_layers(
-        self,
-        embeds: torch.Tensor,  # [B, T, D]
-        states: torch.Tensor,  # [B, T, D]
-        rotation: Rotation,
-        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        store: LayerStore,
-    ) -> torch.Tensor:
-        """Outputs [B, T, D]: the first layer reads embeddings and states, the others its output."""
-        hidden = self.layers[0](embeds, states, rotation, mask, partial(store, 0))
-        for index, layer in enumerate(self.layers[1:], 1):
-            hidden = layer(hidden, rotation, mask, partial(store, index))
-        return hidden
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
         """The outputs [..., D], normed in EAGLE-3.1."""

@@ -7,6 +7,7 @@ last output beyond that.
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class RecurrentHead(HeadByDepth):
     """A head that drafts by feeding back its own outputs."""
 
     layers: nn.ModuleList
+    embed_tokens: nn.Embedding | None  # the head's own, if it has any
 
     def __init__(self, config: RecurrentConfig, draft_vocab_size: int = 0):
         """`draft_vocab_size` is the number of tokens that the head can guess; 0 for all."""
@@ -71,11 +73,20 @@ class RecurrentHead(HeadByDepth):
     def encode(self, features: Features) -> torch.Tensor:
         """The states [B, T, D] of positions where the target has run."""
 
-    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
-        """Embeddings [..., D] of tokens [...]: the target's own, unless a head has others."""
-        return target.embed(token_ids)
+    def copy_embeddings(self, target: Target) -> None:
+        """Fill the head's own embeddings, if it has any, with the target's."""
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(target.input_weight())
 
-    @abstractmethod
+    def embed(self, token_ids: torch.Tensor, target: Target) -> torch.Tensor:
+        """Embeddings [..., D] of tokens [...]: the target's, or the head's own."""
+        own = self.embed_tokens
+        return target.embed(token_ids) if own is None else own(token_ids)
+
+    def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the first layer reads of embeddings and states [B, T, D]: both, side by side."""
+        return embeds, states
+
     def run_layers(
         self,
         embeds: torch.Tensor,  # [B, T, D] of the token after each position
@@ -85,6 +96,10 @@ class RecurrentHead(HeadByDepth):
         store: LayerStore,
     ) -> torch.Tensor:
         """The outputs [B, T, D]; `store` takes the keys and values of each layer."""
+        hidden = self.layer_inputs(embeds, states)
+        for index, layer in enumerate(self.layers):
+            hidden = (layer(*hidden, rotation, mask, partial(store, index)),)
+        return hidden[0]
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
         """The states [..., D] of the next positions, from outputs [..., D]."""
