@@ -20,7 +20,7 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats import load_head, recognised
-from drafthead.heads.formats.hub import local_copy, may_be_hub_id
+from drafthead.heads.formats.checkpoint import local_copy, may_be_hub_id
 from drafthead.heads.registry import Registry
 from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.gguf_files import gguf_file, is_fetched_name

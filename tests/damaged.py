@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, Written
 
 from drafthead.heads.formats import load_head
+from drafthead.heads.formats.checkpoint import weight_files
 from drafthead.heads.formats.drafthead import save_head
-from drafthead.heads.formats.files import weight_files
 from drafthead.heads.target.target import Target
 
 EXAMPLES = [

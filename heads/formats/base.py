@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, checkpoints_at
+from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
+from drafthead.heads.formats.files import CONFIG_FILE
 from drafthead.heads.formats.keys import WRITTEN, Keys, Reasons
 from drafthead.heads.storage.files import let_others_read
 from drafthead.heads.target.features import Features

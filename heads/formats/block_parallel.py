@@ -21,7 +21,7 @@ from drafthead.heads.formats.base import (
     WritableFormat,
     base_name,
 )
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import (
     Count,
     Keys,
@@ -62,7 +62,7 @@ PARTS = {
 }
 PREFIX = "transformer."
 CORRECTIONS = {"vanilla": "markov", "gated": "gated", "rnn": "recurrent"}
-COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "output"}
+COPIES = {"embedding": "embed_tokens.weight", "output": "lm_head.weight"}
 
 
 # Reading
@@ -179,12 +179,9 @@ def read_block(
     hidden = options["hidden_size"]
     keys.check(target_hidden_size=hidden)
     vocabulary = draft_vocabulary(checkpoint, vocab, keys.draft_vocab_size)
-    copies = {
-        kind: checkpoint.load(name)
-        for name, kind in COPIES.items()
-        if name in checkpoint.tensors and not (kind == "output" and vocabulary)
-    }
-    left_out = {"d2t", "t2d", *(name for name, kind in COPIES.items() if kind in copies)}
+    # With a draft vocabulary the file's output head is the head's own, of fewer rows.
+    names = {k: n for k, n in COPIES.items() if not (k == "output" and vocabulary)}
+    copies, left_out = checkpoint.present(names), {"d2t", "t2d", *names.values()}
     found = {
         our_name(name): checkpoint.load(name) for name in checkpoint.tensors if name not in left_out
     }
@@ -276,11 +273,7 @@ def correction_of(checkpoint: Checkpoint, keys: BlockKeys, hidden_size: int) -> 
     names, found = checkpoint.tensors, {"correction": "none", "correction_rank": 1}
     confident = "confidence_head.proj.weight" in names
     claimed = keys.one_of("enable_confidence_head", "use_confidence_head", default=confident)
-    if claimed != confident:
-        raise UserError(
-            f"{checkpoint.weights}: enable_confidence_head is {claimed}, but its tensors say "
-            "otherwise"
-        )
+    checkpoint.check_flag("enable_confidence_head", claimed, confident)
     if "markov_head.markov_w1.weight" in names:
         rank = checkpoint.shape("markov_head.markov_w1.weight", 2)[1]
         keys.check(markov_rank=rank)

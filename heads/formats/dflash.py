@@ -39,7 +39,7 @@ from drafthead.heads.formats.block_parallel import (
     their_tensors,
     window_keys,
 )
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import Keys, TargetLayers
 from drafthead.heads.formats.layers import SLIDING, layer_keys, num_layers_of, with_output_bias
 

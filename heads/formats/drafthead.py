@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from drafthead.heads.base import MAX_RANK, DraftHead, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import WEIGHTS, Foreign, Format, TargetFacts, register_format
-from drafthead.heads.formats.files import CONFIG_FILE, Checkpoint, read_json
+from drafthead.heads.formats.checkpoint import Checkpoint
+from drafthead.heads.formats.files import CONFIG_FILE, read_json
 from drafthead.heads.formats.keys import (
     MOST_PARTS,
     MOST_SIZE,

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.recurrent.eagle import EagleConfig
 from drafthead.heads.formats.base import (
     DEPTH,
@@ -23,7 +22,7 @@ from drafthead.heads.formats.base import (
     Written,
     register_format,
 )
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import WRITTEN, Keys, Parts, Place, Reasons, Vocabulary
 from drafthead.heads.formats.layers import (
     LayerKeys,
@@ -77,12 +76,10 @@ class Eagle(WritableFormat):
         keys = checkpoint.keys(EagleKeys, *place)
         config = config_of(checkpoint, place, keys)
         tensors = {name: checkpoint.load(name) for name in checkpoint.tensors if name != EMBEDDING}
-        copies = {}
         vocab = keys.vocab_size or 0
         if EMBEDDING in checkpoint.tensors:
             vocab = checkpoint.shape(EMBEDDING, 2)[0]
             keys.check(vocab_size=vocab, draft_vocab_size=vocab)
-            copies["embedding"] = checkpoint.load(EMBEDDING)
         return Foreign(
             "eagle",
             replace(config, vocab_size=vocab),
@@ -91,7 +88,7 @@ class Eagle(WritableFormat):
             needs_target="" if vocab else "how large the vocabulary is",
             notes=(f"the file does not state the draft's depth: {USUAL_DEPTH} is used",)
             * (keys.drafthead_depth is None),
-            copies=copies,
+            copies=checkpoint.present({"embedding": EMBEDDING}),
         )
 
     def written(self, export: Export) -> Written:
@@ -155,8 +152,7 @@ def config_of(checkpoint: Checkpoint, place: Place, keys: EagleKeys) -> EagleCon
     """Shape of the head, from the tensors as far as possible, else from the configuration."""
     tensors = checkpoint.tensors
     has_bias = "fc.bias" in tensors
-    if keys.bias not in (None, has_bias):
-        raise UserError(f"{checkpoint.weights}: bias is {not has_bias}, but fc.bias says otherwise")
+    checkpoint.check_flag("bias", keys.bias, has_bias)
     num_layers = num_layers_of(tensors)
     keys.check(num_hidden_layers=num_layers)
     refuse_windows(checkpoint.config_file, keys, num_layers)

@@ -32,8 +32,8 @@ from drafthead.heads.formats.base import (
     base_name,
     register_format,
 )
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.dflash import our_taps
-from drafthead.heads.formats.files import Checkpoint
 from drafthead.heads.formats.keys import (
     Keys,
     LayerIds,
@@ -196,9 +196,7 @@ def read_eagle3(
         needs_target=""
         if taps is not None
         else "which layers it reads (they follow from how many layers the target has)",
-        copies={"embedding": checkpoint.load(EMBEDDINGS)}
-        if frozen and EMBEDDINGS in tensors
-        else {},
+        copies=checkpoint.present({"embedding": EMBEDDINGS} if frozen else {}),
         notes=notes,
     )
 
@@ -247,12 +245,10 @@ def check_norms(
         stated_flags += [(keys, "use_aux_norm", "each")]
         stated_flags += [(keys.eagle_config, "norm_before_fc", "joint")]
     for holder, key, norm in stated_flags:
-        found = config.tap_norm == norm
         stated = getattr(holder, key)
-        if (found and optional if stated is None else stated) != found:
-            raise UserError(
-                f"{checkpoint.weights}: {key} is {not found}, but its tensors say otherwise"
-            )
+        if stated is None and not optional:
+            stated = False
+        checkpoint.check_flag(key, stated, config.tap_norm == norm)
 
 
 def default_inputs(num_layers: int) -> tuple[int, ...]:

@@ -94,12 +94,12 @@ def export_head(
     nothing, when the format cannot express the head, when the files are read back as another head,
     or when the reader's arithmetic has another result.
     """
-    written = writable(name, head.family)
+    known = writable(name, head.family)
     with fresh_folder(folder) as temporary, torch.no_grad():
-        written.written(Export(head, facts, target)).save(temporary)
+        known.written(Export(head, facts, target)).save(temporary)
         stand_in = target or StandIn(facts)
         found, foreign = read_foreign(temporary, TargetFacts.of(stand_in))
-        if found is not written:
+        if found is not known:
             raise UserError(f"files written as {name} are read as {found.name}: nothing is kept")
         again = build_head(foreign, temporary, stand_in)
         if again.depth != head.depth:
@@ -110,7 +110,7 @@ def export_head(
         probe, tree = draw_chain(head, stand_in)
         _, tree_again = draw_chain(again, stand_in)
         difference = max(
-            difference_of(written.replay(temporary, probe), tree),
+            difference_of(known.replay(temporary, probe), tree),
             difference_of(log_probs_by_token(tree_again, stand_in.vocab_size), tree),
         )
         if not difference <= TOLERANCE:

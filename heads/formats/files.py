@@ -12,24 +12,19 @@ import json
 import os
 import pickletools
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from stat import S_ISLNK, S_ISREG
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.hub import behind_hub_link, local_copy
-from drafthead.heads.formats.keys import Account, Keys
+from drafthead.heads.formats.keys import Keys
 from drafthead.heads.formats.printing import shown
-
-KeysType = TypeVar("KeysType", bound=Keys)
 
 CONFIG_FILE = "config.json"
 PICKLES = (".pt", ".pth", ".bin")
@@ -40,8 +35,6 @@ MOST_TENSORS, MOST_DIMENSIONS = 2**16, 8  # of a file; of a tensor
 # Every opcode of a pickle may make an object, every third a tensor of 600 bytes. An honest tensor
 # takes about 30 opcodes, so these are for 3,000 tensors of any size, or any number of 2 kB each.
 FREE_OPCODES, BYTES_PER_OPCODE = 100_000, 64
-# A file may hold one tensor under several names, but not so often that memory runs out.
-MOST_REPEATED = 2
 SMALL = 2**20  # bytes of a file that may be sparse
 
 # All globals that a pickle of plain tensors needs; any other might be code.
@@ -84,8 +77,8 @@ class Stored:
 def file_size(path: Path) -> int:
     """Size in bytes of a plain file.
 
-    Raises UserError for a link (but see `hub`), a folder, a device, and a file that is mostly
-    holes: it would take much more memory than disk.
+    Raises UserError for a link (but see `behind_hub_link`), a folder, a device, and a file that is
+    mostly holes: it would take much more memory than disk.
     """
     try:
         status = behind_hub_link(path).lstat()
@@ -305,61 +298,6 @@ class ShardedFile(TensorFile):
         return self.shards[self.places[name]].mapped(name)
 
 
-# Names of modules that training wraps around others, and outer ones that some projects save too.
-WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-OUTER = ("draft_model.", "model.")
-# How other projects begin names, and how most do: TorchSpec, Model-Optimizer, older SpecForge.
-USUAL = {
-    "context_proj.": "fc.",
-    "context_norm.": "hidden_norm.",
-    "final_norm.": "norm.",
-    "markov_w1.": "markov_head.markov_w1.",
-    "markov_w2.": "markov_head.markov_w2.",
-    "gate_proj.": "markov_head.gate_proj.",
-    "joint_proj.": "markov_head.joint_proj.",
-    "confidence_proj.": "confidence_head.proj.",
-    "logit_head.": "",
-}
-
-
-def usual_name(name: str) -> str:
-    """The name that most projects give to a tensor.
-
-    ``_orig_mod.model.layers.0.mlp.up_proj.weight`` is ``layers.0.mlp.up_proj.weight``.
-    """
-    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-    for outer in OUTER:
-        name = name.removeprefix(outer)
-    for theirs, usual in USUAL.items():
-        if name.startswith(theirs):
-            return usual + name.removeprefix(theirs)
-    return name
-
-
-class RenamedFile(TensorFile):
-    """The tensors of a file under other names."""
-
-    def __init__(self, file: TensorFile, names: dict[str, str]):
-        """`names` are those in the file by the new ones."""
-        self.path, self.size, self.inner, self.names = file.path, file.size, file, names
-        self.stored = {name: file.stored[old] for name, old in names.items()}
-
-    def mapped(self, name: str) -> torch.Tensor:
-        """One tensor [...], a view of the mapped file."""
-        return self.inner.mapped(self.names[name])
-
-
-def renamed(file: TensorFile) -> TensorFile:
-    """A file whose tensors have their usual names; raises UserError when two have the same one."""
-    names: dict[str, str] = {}
-    for name in file.stored:
-        if (other := names.setdefault(usual_name(name), name)) != name:
-            raise UserError(f"{file.path} holds {shown(other)} and {shown(name)}, which are one")
-    if all(name == old for name, old in names.items()):
-        return file
-    return RenamedFile(file, names)
-
-
 def open_tensors(path: Path) -> TensorFile:
     """The tensors of a file whose kind is known by its suffix."""
     if path.suffix == ".safetensors":
@@ -369,132 +307,6 @@ def open_tensors(path: Path) -> TensorFile:
     raise UserError(f"{path} is neither safetensors nor one of {', '.join(PICKLES)}")
 
 
-@dataclass
-class Checkpoint:
-    """A configuration and one set of weights in its folder, which is opened at first use."""
-
-    path: Path  # as the user named it
-    weights: Path  # a file of tensors, or an index of several
-    config: dict[str, Any]  # {} when there is no config.json
-    loaded: int = 0  # bytes so far
-    account: Account = field(default_factory=Account)  # of the configuration's keys
-
-    @cached_property
-    def file(self) -> TensorFile:
-        """The opened weights under their usual names; raises UserError when they are damaged."""
-        if self.weights.name.endswith(INDEX):
-            return renamed(ShardedFile(self.weights))
-        return renamed(open_tensors(self.weights))
-
-    @property
-    def tensors(self) -> dict[str, Stored]:
-        """Shape and type of every tensor by name; nothing is loaded."""
-        return self.file.stored
-
-    @property
-    def size(self) -> int:
-        """Bytes of the weights on disk."""
-        return self.file.size
-
-    @property
-    def config_file(self) -> Path:
-        """Where the configuration is, if there is one."""
-        return self.weights.parent / CONFIG_FILE
-
-    def keys(self, declared: type[KeysType], *place: str) -> KeysType:
-        """The declared keys of the configuration, or of the object in it to which keys lead.
-
-        Raises UserError naming the file, the key and its value.
-        """
-        self.account.add(declared, place)
-        return declared.of(self.section(*place), self.config_file, ".".join(place))
-
-    def section(self, *place: str) -> dict[str, Any]:
-        """The configuration, or the object in it to which keys lead; {} if there is none.
-
-        Raises UserError when there is something else.
-        """
-        found: Any = self.config
-        for depth, key in enumerate(place):
-            found = found.get(key)
-            if found is None:
-                return {}
-            if not isinstance(found, dict):
-                named = ".".join(place[: depth + 1])
-                raise UserError(
-                    f"{self.config_file}: {named} is {shown(found)}, but must be an object"
-                )
-        return found
-
-    def load(self, name: str) -> torch.Tensor:
-        """One tensor [...] on the CPU, as stored.
-
-        Raises UserError when there is none, and when all that was loaded would take much more
-        memory than the file has bytes: several tensors of a pickle may be views of one storage.
-        """
-        self.loaded += self._stored(name).nbytes
-        if self.loaded > MOST_REPEATED * self.size:
-            raise UserError(
-                f"{self.weights} has {self.size:,} bytes but its tensors would take at least "
-                f"{self.loaded:,}"
-            )
-        return self.file.load(name)
-
-    def same(self, name: str, other: str) -> bool:
-        """Whether two tensors are equal; none is copied."""
-        if self._stored(name) != self._stored(other):
-            return False
-        return torch.equal(self.file.mapped(name), self.file.mapped(other))
-
-    def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
-        """Shape of a tensor; raises UserError when it has another number of dimensions."""
-        shape = self._stored(name).shape
-        if len(shape) != dimensions:
-            raise UserError(f"{self.weights}: {name} has shape {shown(list(shape))}")
-        return shape
-
-    def _stored(self, name: str) -> Stored:
-        if name not in self.tensors:
-            raise UserError(f"{self.weights} lacks the tensor {name}")
-        return self.tensors[name]
-
-
-def checkpoints_at(path: Path) -> Iterator[Checkpoint]:
-    """Every set of weights in a folder, or the one file, each with the folder's configuration.
-
-    OWNER/NAME that is not here is looked for on the hub. Raises UserError when there are no weights
-    at all.
-    """
-    path = local_copy(path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist: is it a trained head?")
-    folder = path if path.is_dir() else path.parent
-    has_config = (folder / CONFIG_FILE).exists() or (folder / CONFIG_FILE).is_symlink()
-    config = read_json(folder / CONFIG_FILE) if has_config else {}
-    found = [path] if path != folder else weight_files(folder)
-    if not found:
-        raise UserError(
-            f"{folder / 'model.safetensors'} does not exist, nor any other file in .safetensors, "
-            f"{', '.join(PICKLES)}: is {path} a trained head?"
-        )
-    for weights in found:
-        yield Checkpoint(path, weights, config)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that may hold weights, the most likely first.
-
-    An index replaces the files that it lists; safetensors come before pickles.
-    """
-    names = sorted(entry.name for entry in folder.iterdir())
-    kinds = (".safetensors" + INDEX, ".bin" + INDEX, ".safetensors", *PICKLES)
-    by_kind = [[name for name in names if name.endswith(kind)] for kind in kinds]
-    ordered = [name for names in by_kind for name in names]
-    likely = ("model.safetensors", "pytorch_model.bin")
-    ordered.sort(key=lambda name: (not name.endswith(INDEX), name not in likely))
-    return [folder / name for name in ordered]
-
-
 def reason_of(error: Exception) -> str:
     """Why torch does not load a pickle, on one line.
 
@@ -502,3 +314,23 @@ def reason_of(error: Exception) -> str:
     """
     message = str(error).strip() or repr(error)
     return message.rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0]
+
+
+def behind_hub_link(path: Path) -> Path:
+    """Where a link in a snapshot of the hub's cache leads; `path` itself if it is anything else.
+
+    The cache shows a file as a link: ``models--OWNER--NAME/snapshots/COMMIT/config.json`` leads to
+    ``models--OWNER--NAME/blobs/HASH``. No other link in a checkpoint is followed.
+
+    Worked example: ``models--a--b/snapshots/12/config.json``, a link to ``../../blobs/34``, gives
+    ``models--a--b/blobs/34``. Of a link to ``../../../other/blobs/34`` the path itself is returned.
+    """
+    if not path.is_symlink():
+        return path
+    leads_to = Path(path.parent, path.readlink())
+    for snapshot in path.absolute().parents:
+        if snapshot.parent.name == "snapshots":
+            blobs = (snapshot.parent.parent / "blobs").resolve()
+            blob = leads_to.parent.resolve() / leads_to.name  # which may not be a link itself
+            return blob if blob.parent == blobs else path
+    return path

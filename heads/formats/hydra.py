@@ -26,7 +26,7 @@ from drafthead.heads.formats.base import (
     refuse_others,
     register_format,
 )
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import Count, Keys, only
 from drafthead.heads.formats.layers import PlainLayers
 from drafthead.heads.layers.decoder_layer import LayerConfig
@@ -130,15 +130,15 @@ class Hydra(WritableFormat):
         size, vocab = config.hidden_size, config.vocab_size
         if UNUSED[0] in checkpoint.tensors and checkpoint.shape(UNUSED[0], 2) != (vocab, size):
             raise UserError(f"{checkpoint.weights}: {UNUSED[0]} is no embedding of {vocab} tokens")
-        has_embedding = EMBEDDING in checkpoint.tensors
+        copies = checkpoint.present({"embedding": EMBEDDING})
         return Foreign(
             "hydra",
             config,
             {name: checkpoint.load(other) for name, other in theirs.items()},
             TargetFacts(base_name(checkpoint), size, vocab),
             needs_target="the shape of its prefix layer" if config.prefix_layer else "",
-            notes=("its embedding is ignored: the target's own is used",) * has_embedding,
-            copies={"embedding": checkpoint.load(EMBEDDING)} if has_embedding else {},
+            notes=("its embedding is ignored: the target's own is used",) * len(copies),
+            copies=copies,
         )
 
     def written(self, export: Export) -> Written:
@@ -212,8 +212,7 @@ def config_of(checkpoint: Checkpoint, keys: HydraKeys) -> HydraConfig:
     vocab = checkpoint.shape(f"{output_name(config, 0)}.weight", 2)[0]
     config = replace(config, grounded=width != size, hidden_size=size, vocab_size=vocab)
     keys.check(hydra_num_heads=config.num_heads, hydra_num_layers=config.num_blocks)
-    if keys.grounded_heads not in (None, config.grounded):
-        raise UserError(f"{checkpoint.weights}: heads of width {width} contradict grounded_heads")
+    checkpoint.check_flag("grounded_heads", keys.grounded_heads, config.grounded)
     if not prefix_layer:
         return config
     inner = checkpoint.shape(LAYER + "mlp.gate_proj.weight", 2)[0]

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import Tensors
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import (
     WRITTEN,
     Count,

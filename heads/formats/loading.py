@@ -9,8 +9,8 @@ import torch
 from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError, first_line
 from drafthead.heads.formats.base import FORMATS, Foreign, Format, TargetFacts
+from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
 from drafthead.heads.formats.drafthead import check_head_config
-from drafthead.heads.formats.files import Checkpoint, checkpoints_at
 from drafthead.heads.formats.printing import one_sentence, shown
 from drafthead.heads.target.target import Target
 

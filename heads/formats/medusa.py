@@ -28,7 +28,7 @@ from drafthead.heads.formats.base import (
     refuse_others,
     register_format,
 )
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import (
     Count,
     Keys,
@@ -254,11 +254,7 @@ class MergedMedusa(Format):
         return replace(
             foreign,
             target=replace(foreign.target, name=str(checkpoint.path), num_layers=layers),
-            copies={
-                kind: checkpoint.load(name)
-                for kind, name in names.items()
-                if name in checkpoint.tensors
-            },
+            copies=checkpoint.present(names),
             notes=(
                 *foreign.notes,
                 "the target's weights in it are ignored: pass it as --target too",

@@ -21,7 +21,7 @@ from drafthead.heads.formats.base import (
     refuse_others,
     register_format,
 )
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import (
     WRITTEN,
     Count,

@@ -26,7 +26,7 @@ from drafthead.heads.formats.base import (
     Written,
     register_format,
 )
-from drafthead.heads.formats.files import Checkpoint
+from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import (
     WRITTEN,
     Keys,

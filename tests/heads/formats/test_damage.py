@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats import FORMATS, load_head
 from drafthead.heads.formats.base import WritableFormat
-from drafthead.heads.formats.files import Checkpoint, checkpoints_at
+from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
 
 CASES = 200
 SECONDS = 20  # of computing, for one checkpoint

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.files import read_json
-from drafthead.heads.formats.hub import behind_hub_link, may_be_hub_id
+from drafthead.heads.formats.checkpoint import may_be_hub_id
+from drafthead.heads.formats.files import behind_hub_link, read_json
 
 CONTENT = '{"found": true}'
 
