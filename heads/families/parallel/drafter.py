@@ -11,14 +11,19 @@ from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
-from drafthead.heads.families.parallel.candidates import CANDIDATES, Block, Candidates
+from drafthead.heads.families.parallel.candidates import (
+    CANDIDATES,
+    Block,
+    Candidates,
+    best_first_growth,
+    num_candidates,
+)
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.best_first import best_first_growth, num_candidates
 from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables

@@ -12,7 +12,13 @@ from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.parallel.candidates import CANDIDATES, Block, Candidates
+from drafthead.heads.families.parallel.candidates import (
+    CANDIDATES,
+    Block,
+    Candidates,
+    best_first_growth,
+    num_candidates,
+)
 from drafthead.heads.families.parallel.drafter import Growing, ParallelSession
 from drafthead.heads.families.parallel.head import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel.transformer import spread_taps
@@ -20,7 +26,6 @@ from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.best_first import best_first_growth, num_candidates
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
