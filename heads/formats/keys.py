@@ -97,7 +97,10 @@ class Keys(BaseModel):
         Raises UserError naming the file, the key, its value and what it must be.
         """
         try:
-            given = content if cls.knows_null else without_nulls(content)
+            read = content
+            if cls.model_config["extra"] == "ignore":  # what is not read is not copied either
+                read = {key: content[key] for key in cls.model_fields if key in content}
+            given = read if cls.knows_null else without_nulls(read)
             # Validated as JSON, in which a list is as good as a tuple.
             found = cls.model_validate_json(json.dumps(given))
         except (ValidationError, RecursionError) as error:
