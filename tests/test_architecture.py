@@ -19,6 +19,9 @@ from code_figures import (
     upward_imports,
 )
 
+from drafthead.heads.drafting.drafter import Drafter, DraftSession
+from drafthead.heads.drafting.row_state import RowState
+
 MODULES = all_modules()
 FILES = [ROOT / module.path for module in MODULES]
 PRIVATE = re.compile(r"torch\.(?:\w+\.)*_[^_]")
@@ -100,6 +103,21 @@ WITH_PRONOUNS = {
     "lab/planning/trial.py",
     "lab/races/race.py",
 }
+
+
+def test_a_drafter_and_its_session_have_ten_members() -> None:
+    """What the engine asks of whatever proposes tokens; `row_state` says what a row's state is."""
+    members = {
+        name
+        for part in (Drafter, DraftSession, RowState)
+        for name in (*vars(part), *part.__annotations__)
+        if not name.startswith("_")
+    }
+    session = {"propose", "commit", "keep_rows", "join_rows", "cut"}
+    assert members - {"row_state"} == {
+        *("features", "budgets", "sampling_rule", "compile", "start"),
+        *session,
+    }
 
 
 def test_docstrings_name_their_nouns() -> None:

@@ -2,8 +2,9 @@
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -41,9 +42,12 @@ class GuessTree:
         places = range(len(tokens))
         return cls(list(tokens), list(places), [place + 1 for place in places], list(scores))
 
-    def order(self) -> list[int]:
+    def order(self) -> Sequence[int]:
         """The nodes, numbered from 0 on, the best first; of equals the first."""
-        return sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))
+        scores = self.scores
+        if all(first >= second for first, second in pairwise(scores)):
+            return range(len(scores))
+        return sorted(range(len(scores)), key=lambda node: (-scores[node], node))
 
     def best(self, nodes: int) -> "GuessTree":
         """The tree of the `nodes` best nodes; of equals the first.
@@ -59,19 +63,20 @@ class GuessTree:
             [self.scores[node] for node in kept],
         )
 
-    def chances(self, counts: Sequence[int]) -> np.ndarray:  # [n, D]
-        """How likely the best 1, 5, ... nodes, n numbers of them, are accepted to depth 1, 2, ...
+    def chances(self, counts: Iterable[int]) -> Iterator[list[float]]:
+        """How likely the best 1, 5, ... nodes are accepted to depth 1, 2, ..., for each number.
 
         A true text follows one path at most, so what the nodes of a depth promise adds up.
         """
-        if not self.tokens or not counts:
-            return np.zeros((len(counts), 1))
-        order = self.order()
-        of_nodes = np.zeros((len(order), max(self.depths)))
-        depths = np.array(self.depths)[order] - 1
-        of_nodes[np.arange(len(order)), depths] = np.exp(np.array(self.scores)[order])
-        sums = np.minimum(of_nodes.cumsum(0), 1)
-        return np.asarray(sums[[min(count, len(order)) - 1 for count in counts]])
+        order, done = self.order(), 0
+        reached: list[float] = []
+        for count in counts:
+            for node in order[done:count]:
+                if self.depths[node] > len(reached):  # by one: its parent was there before
+                    reached.append(0.0)
+                reached[self.depths[node] - 1] += math.exp(self.scores[node])
+            done = max(done, count)
+            yield reached
 
 
 class GrowingTree:

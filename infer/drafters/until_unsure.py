@@ -27,10 +27,8 @@ import torch
 
 from drafthead.heads.host import to_host
 from drafthead.heads.trees.tree import UNMEASURED_ALPHA
+from drafthead.infer.engine.draft_acceptance import FIRST_WEIGHT, MEMORY, Calibration
 
-RANGES = 8  # equal parts of [0, 1] in which guesses are judged apart
-FIRST_WEIGHT = 16.0  # levels as which the first belief counts, in each range: that guesses are true
-MEMORY = 128  # levels after which an observation keeps 1/e of its weight
 STOP_WEIGHT = 0.1  # of a level that was not drafted, as which the first belief counts again
 
 
@@ -43,25 +41,14 @@ class Sureness:
     """
 
     def __init__(self) -> None:
-        middles = [(place + 0.5) / RANGES for place in range(RANGES)]
-        self.guessed = [FIRST_WEIGHT * middle for middle in middles]  # sums over levels, by range
-        self.accepted = list(self.guessed)
+        self.chance = Calibration()  # that a path is accepted to a level, by the draft's guess
         # Of levels that were followed by another: chances that they were accepted, and how often
         # the one after them was. The quotient is alpha_next.
         self.reached = FIRST_WEIGHT
         self.passed = FIRST_WEIGHT * UNMEASURED_ALPHA
 
-    def chance(self, guess: float) -> float:
-        """The probability that a path is accepted to a level, by the draft's guess of it.
-
-        Where guesses of about 0.6 add up to 10 and 5 of these levels were accepted, 0.6 becomes
-        0.3.
-        """
-        place = range_of(guess)
-        return min(1.0, guess * self.accepted[place] / self.guessed[place])
-
     def next_chance(self, guess: float) -> float:
-        """The same for the level after, of which the draft knows nothing yet."""
+        """The probability for the level after, of which the draft knows nothing yet."""
         return self.chance(guess) * min(1.0, self.passed / self.reached)
 
     def add(self, guesses: Sequence[float], levels: int, accepted: int) -> None:
@@ -73,19 +60,13 @@ class Sureness:
         """
         keep = 1 - 1 / MEMORY
         for level, guess in enumerate(guesses, 1):
-            place, chance = range_of(guess), self.chance(guess)
+            chance = self.chance(guess)
             weight, followed = 1.0, float(accepted > level)
             if level == levels:
                 weight, followed = STOP_WEIGHT, UNMEASURED_ALPHA * chance
             self.reached = keep * self.reached + weight * chance
             self.passed = keep * self.passed + weight * followed
-            self.guessed[place] = keep * self.guessed[place] + guess
-            self.accepted[place] = keep * self.accepted[place] + (accepted >= level)
-
-
-def range_of(guess: float) -> int:
-    """The range of [0, 1] that a guess lies in."""
-    return min(int(guess * RANGES), RANGES - 1)
+            self.chance.add(guess, accepted >= level)
 
 
 class OneDraft:

@@ -140,50 +140,55 @@ def share_that_reached(accept_lengths: Sequence[int], depths: int) -> Table:
 
 
 class Calibration:
-    """How often drafts were right, against their own guess of that.
+    """How often guesses came true, by their size, in 16 bins.
 
-    Guesses are judged by their size, in 16 bins: where guesses of about 0.6 add up to 10 and 5 of
-    them came true, 0.6 becomes 0.5. Several threads may teach it; if one addition overwrites
-    another, little is lost.
+    Where guesses of about 0.6 add up to 10 and 5 of them came true, 0.6 becomes 0.3. Several
+    threads may teach it; if one addition overwrites another, little is lost.
     """
 
     def __init__(self) -> None:
-        self.guessed = FIRST_WEIGHT * (np.arange(BINS) + 0.5) / BINS  # sums of guesses, by bin
-        self.accepted = self.guessed.copy()
+        self.guessed = [FIRST_WEIGHT * (place + 0.5) / BINS for place in range(BINS)]  # sums
+        self.accepted = list(self.guessed)
 
-    def __call__(self, guesses: Table) -> Table:
-        """What guesses [...] in [0, 1] come true at."""
-        bins = bins_of(guesses)
-        return np.minimum(guesses * self.accepted[bins] / self.guessed[bins], 1)
+    def __call__(self, guess: float) -> float:
+        """What a guess in [0, 1] comes true at."""
+        place = bin_of(guess)
+        return min(1.0, guess * self.accepted[place] / self.guessed[place])
 
-    def reached(self, guesses: Table) -> Table:
-        """How often depths 1, 2, ... are reached, by a draft's guesses [..., D] of that.
+    def add(self, guess: float, came_true: bool) -> None:
+        """Record a guess."""
+        place, keep = bin_of(guess), 1 - 1 / MEMORY
+        self.guessed[place] = keep * self.guessed[place] + guess
+        self.accepted[place] = keep * self.accepted[place] + came_true
+
+    def reached(self, guesses: Sequence[float]) -> list[float]:
+        """How often depths 1, 2, ... are reached, by a draft's guesses of that.
 
         What is judged is each depth if the one before it was reached: after guesses 0.6 and 0.3,
         that a second token is right in half of the cases. So what comes true deep down, after all
         tokens before, says nothing of first tokens that promise as little.
         """
-        return np.asarray(self(further(guesses)).cumprod(-1))
+        found, product, before = [], 1.0, 1.0
+        for chance in guesses:  # written out: it is asked for several sizes at each step
+            guess = min(1.0, chance / before) if before > 0 else 0.0
+            place = min(int(guess * BINS), BINS - 1)
+            product *= min(1.0, guess * self.accepted[place] / self.guessed[place])
+            found.append(product)
+            before = chance
+        return found
 
-    def add_reached(self, guesses: Table, length: int) -> None:
-        """Record how deep a draft was accepted, by its guesses [D] and the tokens committed."""
-        judged = further(guesses)[:length]
-        self.add(judged, (np.arange(1, len(judged) + 1) < length).astype(np.float64))
-
-    def add(self, guesses: Table, accepted: Table) -> None:
-        """Record guesses [n], and which of them came true [n]."""
-        keep = 1 - 1 / MEMORY
-        for place, guess, came_true in zip(bins_of(guesses), guesses, accepted, strict=True):
-            self.guessed[place] = keep * self.guessed[place] + guess
-            self.accepted[place] = keep * self.accepted[place] + came_true
-
-
-def further(guesses: Table) -> Table:
-    """The chances [..., D] that each depth is reached if the one before it is."""
-    before = np.concatenate([np.ones_like(guesses[..., :1]), guesses[..., :-1]], axis=-1)
-    return np.divide(guesses, before, out=np.zeros_like(guesses), where=before > 0)
+    def add_reached(self, guesses: Sequence[float], length: int) -> None:
+        """Record how deep a draft was accepted, by its guesses and the tokens committed."""
+        for depth, guess in enumerate(further(guesses)[:length], start=1):
+            self.add(guess, depth < length)
 
 
-def bins_of(guesses: Table) -> NDArray[np.int64]:
-    """The bins [...] that guesses [...] lie in."""
-    return np.minimum(np.asarray(guesses) * BINS, BINS - 1).astype(np.int64)
+def further(guesses: Sequence[float]) -> list[float]:
+    """The chances that each depth is reached if the one before it is."""
+    pairs = zip(guesses, (1.0, *guesses), strict=False)
+    return [min(1.0, chance / before) if before > 0 else 0.0 for chance, before in pairs]
+
+
+def bin_of(guess: float) -> int:
+    """The bin that a guess in [0, 1] lies in."""
+    return min(int(guess * BINS), BINS - 1)

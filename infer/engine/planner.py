@@ -21,6 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from statistics import fmean
 from typing import Self
 
@@ -46,6 +47,7 @@ JUDGED_ROWS = 8
 # Nodes of the free draft that is asked for, at first and at least: twice as many where all of them
 # have paid, and half as many where none has for so many steps. To find them takes time.
 FIRST_FREE_NODES, FEWEST_FREE_NODES, UNUSED_STEPS = 16, 8, 16
+HOPELESS = 0.8  # of the best size's promised tokens a second: larger sizes are not looked at
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,10 @@ class FixedPlan(Planner):
 class Prices:
     """What free drafts are weighed by during a run; costs are in plain steps."""
 
-    free: Table  # [F] of a step of each free size, as far as known
-    dearest: Table  # [F] the same, on the cautious side
+    free: Sequence[float]  # of a step of each free size, as far as known
+    dearest: Sequence[float]  # the same, on the cautious side
     run: float  # of a step of the run's size
-    reached: Table | None  # [D] how often the run's own drafts are accepted to each depth
+    reached: Sequence[float] | None  # how often the run's own drafts are accepted to each depth
     for_drafts: float  # that drafts may still lose
     for_trials: float  # that trials may still lose
 
@@ -210,30 +212,33 @@ class AdaptivePlan:
 
         None where they bring less than a step of the run's size, whose drafts get such nodes too.
         """
-        settings = self.settings
-        counts = [size.nodes - 1 for size in (*self.free, run.size) if size is not None]
-        # [F or F + 1, D] of each row
-        hoped = [tree.chances(counts) for tree in free.trees[:JUDGED_ROWS]]
-        found = [self.calibration.reached(chances) for chances in hoped]
-        places = slice(len(self.free))
-        tokens = 1 + np.mean([chances.sum(1)[places] for chances in found], axis=0)  # [F]
+        settings, rows = self.settings, free.trees[:JUDGED_ROWS]
         own = 1.0
-        if prices.reached is not None:
-            own += float(np.mean([both(chances[-1], prices.reached) for chances in found]))
+        if run.size is not None and prices.reached is not None:
+            for tree in rows:
+                (chances,) = tree.chances([run.size.nodes - 1])
+                own += both(self.calibration.reached(chances), prices.reached) / len(rows)
         least = settings.required_gain * own / prices.run  # tokens in the time of a plain step
-        rates, lost = tokens / prices.free, prices.dearest - 1  # if nothing is accepted
-        pays = (rates >= least) & (lost <= prices.for_drafts - run.lost)
-        if pays.any():
-            best = np.where(pays, rates, 0).max()
-            place = int(np.argmax(pays & (rates * settings.required_gain >= best)))
-            return self.free[place], False
-        # What scores promise, and what they came true at when drafts were last kept.
-        hopes = 1 + np.mean([chances.sum(1)[places] for chances in hoped], axis=0)
-        worth = hopes / prices.free >= least
-        worth &= np.maximum(lost, settings.least_loss) <= min(prices.for_trials, prices.for_drafts)
-        if not worth.any():
-            return None, False
-        return self.free[int(np.argmax(worth * hopes / prices.free))], True
+        for_drafts = prices.for_drafts - run.lost
+        for_trials = min(prices.for_trials, for_drafts)
+        best, kept, most, tried = 0.0, None, 0.0, None  # rates: as known, and as scores promise
+        each_row = [tree.chances([size.nodes - 1 for size in self.free]) for tree in rows]
+        for size, cost, dearest, of_rows in zip(
+            self.free, prices.free, prices.dearest, zip(*each_row, strict=True), strict=False
+        ):
+            rate = (1 + fmean(sum(self.calibration.reached(each)) for each in of_rows)) / cost
+            hope = (1 + fmean(sum(each) for each in of_rows)) / cost
+            # The smallest that promises nearly as much as the best; nothing may be accepted.
+            if rate >= max(least, settings.required_gain * best) and dearest - 1 <= for_drafts:
+                best, kept = rate, size
+            if hope >= max(least, most) and dearest - 1 <= for_trials:
+                tried = size
+            most = max(most, hope)
+            if size.nodes >= free.num_nodes or hope < HOPELESS * most:
+                break  # each further node promises less than those before
+        if kept is not None or settings.least_loss > for_trials:
+            return kept, False
+        return tried, tried is not None
 
     def next_run(self, last: Run | None) -> Run:
         """What to do after a run in the same decoding, if there was one."""
@@ -265,7 +270,8 @@ class AdaptivePlan:
             return  # some rows have ended
         for tree, length in zip(draft.trees[:JUDGED_ROWS], accept_lengths, strict=False):
             if tree.tokens:
-                self.calibration.add_reached(tree.chances([len(tree.tokens)])[0], length)
+                (chances,) = tree.chances([len(tree.tokens)])
+                self.calibration.add_reached(chances, length)
 
     def _prices(self, size: Size) -> Prices:
         """What free drafts are weighed by beside drafts of a size."""
@@ -274,10 +280,10 @@ class AdaptivePlan:
         ratios = np.exp(log_seconds - log_seconds[0])
         caution = np.exp(self.settings.caution * self.costs.deviations_from(None))
         return Prices(
-            free=ratios[places],
-            dearest=(ratios * caution)[places],
+            free=ratios[places].tolist(),
+            dearest=(ratios * caution)[places].tolist(),
             run=float(ratios[place]),
-            reached=None if size is None else self.acceptance.reached()[place],
+            reached=None if size is None else self.acceptance.reached()[place].tolist(),
             for_drafts=self.draft_account,
             for_trials=self.trial_account,
         )
@@ -342,11 +348,9 @@ class AdaptivePlan:
         self.trial_account = max(least, min(trials, settings.most_for_trials))
 
 
-def both(free: Table, own: Table) -> float:
-    """The tokens of a tree with the nodes of two drafts, accepted to depths [D1] and [D2]."""
-    shared = min(len(free), len(own))
-    deeper = free[shared:].sum() + own[shared:].sum()
-    return float(np.maximum(free[:shared], own[:shared]).sum() + deeper)
+def both(free: Sequence[float], own: Sequence[float]) -> float:
+    """The tokens of a tree with the nodes of two drafts, by how often each reaches depth 1, ..."""
+    return sum(map(max, zip_longest(free, own, fillvalue=0.0)))
 
 
 class PlannedDecoding(Planner):

@@ -236,4 +236,4 @@ def test_every_kind_of_draft_model_stops_and_learns(target, make_drafter, name) 
     assert result.sequences == Decoder(target).generate(prompts, max_new_tokens=24).sequences
     assert result.stats.verified_nodes < budget.nodes * result.stats.steps
     (sureness,) = drafter.sureness.values()
-    assert sureness.guessed != Sureness().guessed
+    assert sureness.chance.guessed != Sureness().chance.guessed

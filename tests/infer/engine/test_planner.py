@@ -513,11 +513,12 @@ def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
 
 def test_guesses_become_what_guesses_of_their_size_came_true_at() -> None:
     """Worked example of `Calibration`, apart from what is believed at first."""
-    judged, few = Calibration(), np.array([0.1, 0.9])
+    judged = Calibration()
     for step in range(10_000):
-        judged.add(np.array([0.6]), np.array([step % 10 < 3]))
-    assert judged(np.array([0.6])) == pytest.approx([0.3], abs=0.06)
-    assert judged(few) == pytest.approx(few), "guesses of another size are believed"
+        judged.add(0.6, step % 10 < 3)
+    assert judged(0.6) == pytest.approx(0.3, abs=0.06)
+    assert judged(0.1) == pytest.approx(0.1), "guesses of another size are believed"
+    assert judged.reached([0.6, 0.06]) == pytest.approx([judged(0.6), judged(0.6) * 0.1])
 
 
 def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
