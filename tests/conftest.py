@@ -164,7 +164,6 @@ def unsure(target: Target) -> DraftModel:
     return drafter
 
 
-MOVED = moved_by_file()
 SMALL_MODELS = (
     "by-text",
     "draft-model",
@@ -244,6 +243,7 @@ DRAFTERS = [
     *NO_HEADS,
     *BRANCHED,
 ]
+MOVED = moved_by_file()  # what waits for the second stage
 # One of each class of session, and of each form of tree: they prove each claim in the first stage.
 REPRESENTATIVES = [
     "medusa:tree", "hydra:chain", "eagle:own", "parallel:own", "draft-model", "by-text",

@@ -18,7 +18,7 @@ FOLDERS = (
     "scripts", "tests", "train",
 )  # fmt: skip
 LINKED = ("assets",)  # large, and nothing writes there
-PASSED, FAILED = 0, 1  # of pytest
+FAILED = 1  # tests, says pytest; other numbers are of other faults
 
 
 def copied(folder: Path) -> None:
@@ -37,18 +37,8 @@ def status(folder: Path, test: str) -> int:
     """What pytest ends with when it runs a test of a copy."""
     # Two copies of a package would be found, if the original's stayed in the path.
     environment = {**os.environ, "PYTHONPATH": str(folder / ".typing")}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        test,
-    ]
+    options = "-q", "-x", "-n", "0", "-p", "no:cacheprovider"
+    command = [sys.executable, "-m", "pytest", *options, test]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
 
 
