@@ -134,9 +134,9 @@ class Board:
                     ("limit", race.limit), ("max-new-tokens", race.max_new_tokens),
                     ("rounds", race.rounds), ("seed", race.seed),
                     *(("temperature", temperature) for temperature in race.temperatures),
-                    *(("head", entry.run.train.output) for entry in self.entries),
+                    *(("draft", entry.run.train.output) for entry in self.entries),
                 )]  # fmt: skip
-                words += ["--draft-model", race.draft_model] if race.draft_model else []
+                words += ["--draft", race.draft_model] if race.draft_model else []
                 words += ["--compile"] if engine == "compiled" else []
                 words += [] if size == "planned" else [f"--tree-nodes={size}"]
                 found[name] = words

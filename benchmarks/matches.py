@@ -15,10 +15,10 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.any_target import tokenizer_named
 from drafthead.infer.drafters.lookup import LONGEST, Past
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
-from drafthead.scripts.data.inspect_data import load_tokenizer
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.token_table import TokenTable, token_table
 
@@ -46,7 +46,7 @@ def main(
     limit: Annotated[int, typer.Option(help="Use this many conversations.")] = 2000,
 ) -> None:
     """Count how often what followed a match was right, by the length of the match."""
-    table = token_table(Reading(data, None, ROW, limit), load_tokenizer(tokenizer))
+    table = token_table(Reading(data, None, ROW, limit), tokenizer_named(tokenizer))
     seen, right = counted(table)
     shares = [a / b if b else None for a, b in zip(right, seen, strict=True)]
     rows = [

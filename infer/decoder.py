@@ -124,7 +124,7 @@ class Decoder:
         which), ``layers:0-7,20-29`` for some of the target's own layers (``layers:0-9`` is an exit
         after ten), a `Drafter`, or None for plain decoding. Alone, or in a list beside one of
         these, lookup drafts what was written before: `lookup` in the prompt and the answer;
-        `ngrams:FOLDER` also in what `drafthead build-datastore` has counted; `answers` also in what
+        `ngrams:FOLDER` also in what `drafthead data index` has counted; `answers` also in what
         this decoder reads and says from now on, up to the last 200,000 tokens. A tree then has the
         best nodes of both (`WithLookup`).
 

@@ -215,7 +215,7 @@ def named_lookup(_argument: str, fitting: Fitting) -> Drafter:
 
 @register_drafter("ngrams", "FOLDER", beside=True)
 def named_ngrams(folder: str, fitting: Fitting) -> Drafter:
-    """Lookup also in what `drafthead build-datastore` has written into a folder."""
+    """Lookup also in what `drafthead data index` has written into a folder."""
     return store_lookup(Path(folder), fitting.target)
 
 
@@ -285,7 +285,7 @@ def described(target: Target, drafter: Drafter | None) -> str:
 
 
 def store_lookup(folder: Path, target: Target) -> StoreLookup:
-    """Lookup in what `drafthead build-datastore` has written into a folder.
+    """Lookup in what `drafthead data index` has written into a folder.
 
     Raises UserError when it holds nothing of this target's tokens.
     """

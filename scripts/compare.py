@@ -1,131 +1,187 @@
 """`drafthead compare`: which way of decoding is fastest here, and by how much."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from drafthead.contrib.own_layers.own_layers import chosen_layers
-from drafthead.heads.target.any_target import load_target
-from drafthead.heads.target.target import Target
-from drafthead.infer.drafters.model_drafter import load_draft_model
-from drafthead.infer.loaded import DEFAULT_CHAIN, store_lookup
-from drafthead.lab.races.racing import DraftOptions, RaceTerms, entrants, run_races
-from drafthead.lab.races.record import Prompt, describe_run, read_prompts
-from drafthead.lab.races.unfinished_race import UnfinishedRace
-from drafthead.lab.reports.comparison import (
-    comparison_report,
-    divergence_notes,
-)
+from drafthead.heads.errors import UserError
 from drafthead.scripts import options
-from drafthead.train.jobs.weights import weights_fingerprint
 
+PROMPTS, THEORY_PROMPTS = 20, 8  # unless the user says how many
 UNFINISHED = "unfinished.jsonl"  # in the output's folder, until the report is written
 
 
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """What everybody decodes, and how often."""
+
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="0 is greedy; repeatable. 0 by default.")
+    ] = None
+    top_p: options.TopP = 1.0
+    max_new_tokens: options.MaxNewTokens = 128
+    seed: options.Seed = 0
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Use this many prompts, from the first; by default 20.", min=1),
+    ] = None
+    batch_size: options.BatchSize = 1
+    rounds: Annotated[int, typer.Option(help="Times that every prompt is decoded.")] = 3
+    prompt_column: options.PromptColumn = None
+    template_argument: options.TemplateArgument = None
+
+
 def main(
-    target: options.TargetName,
+    *,
+    model: options.Model,
     prompts: Annotated[
         str,
         typer.Option(
             help="JSONL, Parquet or data set; Spec-Bench's question file works unchanged."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for comparison.json, .md and .png.")],
-    head: options.HeadNames = None,
-    draft_model: options.DraftModelName = None,
-    draft_layers: options.DraftLayers = None,
-    datastore: options.DatastoreFolder = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(help="0 is greedy; repeatable.")
-    ] = None,
-    top_p: options.TopP = 1.0,
-    max_new_tokens: options.MaxNewTokens = 128,
-    prompt_column: options.PromptColumn = None,
-    template_argument: options.TemplateArgument = None,
-    batch_size: options.BatchSize = 1,
-    limit: options.PromptLimit = 20,
-    rounds: Annotated[int, typer.Option(help="Times that every prompt is decoded.")] = 3,
-    tree_nodes: options.TreeNodes = None,
-    draft_tokens: options.DraftTokens = None,
+    output: Annotated[Path, typer.Option(help="Folder for the table as .json, .md and .png.")],
+    drafting: options.Drafting,
+    race: Race,
+    rule: options.RuleName = "auto",
     compile: options.CompileSwitch = False,
-    verifier: Annotated[
-        str,
+    theory: Annotated[
+        bool,
         typer.Option(
-            help="auto is lossless; typical and lenient are lossy and need a temperature, top_k "
-            "and distance are lossy and need temperature 0."
+            "--theory",
+            help="Instead of a race: what Leviathan et al. (2023) predict for chains of each "
+            "drafter at temperatures 0 and 1, on 8 prompts, beside measurement.",
         ),
-    ] = "auto",
-    dtype: options.DtypeName = "auto",
-    device: options.DeviceName = "auto",
-    seed: options.Seed = 0,
+    ] = False,
 ) -> None:
     """Time plain decoding, transformers' generate, draft model, own layers, lookup and heads.
 
-    All decode the same prompts, in turns. "speedup" is over plain decoding on this engine, "over
-    generate" over transformers' model.generate; "bound" is the speedup that tau and the measured
-    phases allow. Where prompts have a "category", as Spec-Bench's have, the categories are listed
-    as well, if prompts are decoded one by one. With --batch-size so many are decoded together, and
-    tokens/s are those of all rows. On a CPU bfloat16 is faster only if the processor computes in
-    it. After a stop the same command goes on with the answers that it had.
+    All decode the same prompts, in turns; --draft names heads, a draft model, own layers and an
+    index, each of which takes part alone and with lookup beside it. "speedup" is over plain
+    decoding on this engine, "over generate" over transformers' model.generate; "bound" is the
+    speedup that tau and the measured phases allow. Where prompts have a "category", as Spec-Bench's
+    have, the categories are listed as well, if prompts are decoded one by one. With --batch-size so
+    many are decoded together, and tokens/s are those of all rows. On a CPU bfloat16 is faster only
+    if the processor computes in it. After a stop the same command goes on with the answers that it
+    had. docs/theory.md explains the columns of --theory.
     """
-    temperatures = tuple(temperature or [0.0])
-    terms = RaceTerms(temperatures, max_new_tokens, rounds, verifier, seed, batch_size, top_p)
-    loaded = load_target(target, dtype, device)
-    assistant = load_draft_model(draft_model, loaded, dtype) if draft_model else None
-    chain = DEFAULT_CHAIN if draft_tokens is None else draft_tokens
-    stored = None if datastore is None else store_lookup(datastore, loaded)
-    own_layers = () if draft_layers is None else chosen_layers(draft_layers, loaded)
-    drafts = DraftOptions(chain, tree_nodes, compile)
-    racers = entrants(loaded, head or [], assistant, own_layers, stored, drafts)
-    arguments = options.template_values(template_argument)
-    questions = read_prompts(prompts, limit, racers.plain, max_new_tokens, arguments, prompt_column)
-    run = describe_run(target, loaded)
-    files = [*(head or []), *(Path(name) for name in (datastore,) if name)]
-    models = [loaded, *([assistant] if assistant else [])]
+    if theory:
+        other = {
+            "--batch-size": race.batch_size > 1, "--rounds": race.rounds != 3,
+            "--rule": rule != "auto", "--compile": compile, "--tree-nodes": drafting.tree_nodes,
+            "--prompt-column": race.prompt_column, "--template-argument": race.template_argument,
+        }  # fmt: skip
+        options.refuse(other, "--theory decodes chains, one prompt at a time")
+        compare_with_theory(model, drafting, prompts, race, output)
+    else:
+        run_race(model, drafting, prompts, race, rule, compile, output)
+
+
+def run_race(
+    model: options.Model,
+    drafting: options.Drafting,
+    prompts: str,
+    terms: Race,
+    rule: str,
+    compile: bool,
+    output: Path,
+) -> None:
+    """Race, print the table and write it; raises UserError for what cannot take part."""
+    from drafthead.contrib.own_layers.own_layers import chosen_layers
+    from drafthead.heads.target.any_target import load_target
+    from drafthead.infer.drafters.model_drafter import load_draft_model
+    from drafthead.infer.loaded import DEFAULT_CHAIN, store_lookup
+    from drafthead.lab.races import racing, record
+    from drafthead.lab.races.unfinished_race import begun_race
+    from drafthead.lab.reports import comparison
+
+    temperatures = tuple(terms.temperature or [0.0])
+    race = racing.RaceTerms(
+        temperatures, terms.max_new_tokens, terms.rounds, rule, terms.seed, terms.batch_size,
+        terms.top_p,
+    )  # fmt: skip
+    named = racing.by_kind(drafting.draft or ())
+    heads = [Path(each) for each in named.get("head", ())]
+    small, layers, index = (racing.the_only(named, kind) for kind in ("model", "layers", "ngrams"))
+    target = load_target(model.target, model.dtype, model.device)
+    assistant = load_draft_model(small, target, model.dtype) if small else None
+    length = DEFAULT_CHAIN if drafting.draft_tokens is None else drafting.draft_tokens
+    drafts = racing.DraftOptions(length, drafting.tree_nodes, compile)
+    own_layers = chosen_layers(layers, target) if layers else ()
+    stored = store_lookup(Path(index), target) if index else None
+    racers = racing.entrants(target, heads, assistant, own_layers, stored, drafts)
+    arguments = options.template_values(terms.template_argument)
+    questions = record.read_prompts(
+        prompts, terms.limit or PROMPTS, racers.plain, terms.max_new_tokens, arguments,
+        terms.prompt_column,
+    )  # fmt: skip
+    run = record.describe_run(model.target, target)
+    files = [*heads, *([Path(index)] if index else [])]
+    models = [target, *([assistant] if assistant else [])]
     unfinished = begun_race(output / UNFINISHED, run, questions, models, files)
-    rows, differing = run_races(racers, questions, terms, unfinished)
-    notes = divergence_notes(differing, rows, len(questions)) if 0 in temperatures else []
+    rows, differing = racing.run_races(racers, questions, race, unfinished)
+    notes = []
+    if 0 in temperatures:
+        notes = comparison.divergence_notes(differing, rows, len(questions))
     about = {
-        **run, "prompts": len(questions), "max_new_tokens": max_new_tokens,
-        "rounds": rounds, "batch_size": batch_size, "top_p": top_p, "template_arguments": arguments,
+        **run, "prompts": len(questions), "max_new_tokens": terms.max_new_tokens,
+        "rounds": terms.rounds, "batch_size": terms.batch_size, "top_p": terms.top_p,
+        "template_arguments": arguments,
         "divergences": [vars(divergence) for divergence in differing],
     }  # fmt: skip
-    report = comparison_report(rows, notes, about)
-    report.show()
-    report.write(output / "comparison.json")
+    options.finish(comparison.comparison_report(rows, notes, about), output / "comparison.json")
     unfinished.end()
 
 
-def begun_race(
-    path: Path,
-    run: dict[str, object],
-    questions: Sequence[Prompt],
-    models: Sequence[Target],
-    files: Sequence[Path],
-) -> UnfinishedRace:
-    """The race that an earlier run has begun, or a new one; a line says if there was one.
+def compare_with_theory(
+    model: options.Model, drafting: options.Drafting, prompts: str, terms: Race, output: Path
+) -> None:
+    """Measure chains of each drafter and set what the theory predicts beside it.
 
-    It is the same race if command, machine and versions in `run`, prompts, weights of the models
-    and files are the same. Heads on the hub are known by their names alone.
+    For every temperature: alpha, the chance that a drafted token is accepted, counted while
+    decoding and computed from the distributions of target and draft; c, what drafting a token
+    costs; the tokens per step, the speedup and the arithmetic that follow for chains of 1 to 16
+    tokens, and the best length; and why what is measured differs. Passes are not compiled.
     """
-    made_of = {
-        **run,
-        "prompts": questions,
-        "weights": [weights_fingerprint(model) for model in models],
-        "files": {str(path): states(path) for path in files},
-    }
-    race = UnfinishedRace(path, made_of)
-    if race.begun and race.changed:
-        print(f"{path} is of another race (not the same: {', '.join(race.changed)}): begins anew")
-    elif race.batches:
-        print(f"{path}: goes on after {len(race.batches)} batches of prompts, which are kept")
-    return race
+    from drafthead.heads.formats import load_head
+    from drafthead.infer import Decoder
+    from drafthead.infer.drafters.model_drafter import load_draft_model
+    from drafthead.infer.loaded import DEFAULT_CHAIN
+    from drafthead.lab.races import racing, record
+    from drafthead.lab.reports.theory import theory_report
+    from drafthead.lab.speedup_model import MAX_CHAIN
+    from drafthead.lab.theory import chains as kinds
+    from drafthead.lab.theory import theory
 
-
-def states(path: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a file or of the files in a folder; none of what is not here."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
-    found = [(file.relative_to(path).as_posix(), file.stat()) for file in files if file.is_file()]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    length = DEFAULT_CHAIN if drafting.draft_tokens is None else drafting.draft_tokens
+    if not 1 <= length <= MAX_CHAIN:
+        raise UserError(f"--draft-tokens must be from 1 to {MAX_CHAIN}, got {length}")
+    named = racing.by_kind(drafting.draft or ())
+    if other := sorted(named.keys() - {"head", "model", "lookup"}):
+        raise UserError(f"the theory is of chains, which {other[0]} do not draft: leave them out")
+    target = model.load()
+    heads = [Path(each) for each in named.get("head", ())]
+    chains = [kinds.head_chains(path.name, load_head(path, target), target) for path in heads]
+    for name in named.get("model", ()):
+        small = load_draft_model(name, target, model.dtype)
+        chains.append(kinds.model_chains(Path(name).name, small, target))
+    if "lookup" in named:
+        chains.append(kinds.lookup_chains("prompt lookup", target))
+    theory.refuse_names([each.name for each in chains])
+    limit = terms.limit or THEORY_PROMPTS
+    ids = record.prompt_ids(prompts, limit, Decoder(target), terms.max_new_tokens)
+    if len(ids) < 2:
+        raise UserError(
+            f"{prompts} gives {len(ids)} prompt within --limit {limit}: intervals are taken over "
+            "answers, so give at least 2"
+        )
+    temperatures = tuple(dict.fromkeys(terms.temperature or (0.0, 1.0)))
+    how = theory.Terms(temperatures, terms.top_p, terms.max_new_tokens, length, terms.seed)
+    found = theory.examine(target, chains, ids, how)
+    about = {
+        **record.describe_run(model.target, target), "prompts": len(ids), "draft_tokens": length,
+        "max_new_tokens": terms.max_new_tokens, "top_p": terms.top_p, "seed": terms.seed,
+    }  # fmt: skip
+    options.finish(theory_report(found, about), output / "theory.json")

@@ -12,18 +12,18 @@ if ! drafthead fetch smollm2; then
     echo "SmolLM2 is not to be had, so this is the demo on the small model of the tests (make demo-offline)." >&2
     exec sh scripts/demo_offline.sh
 fi
-[ -d "$run/datastore" ] || drafthead build-datastore --data assets/smollm2_answers/answers.parquet \
+[ -d "$run/datastore" ] || drafthead data index --data assets/smollm2_answers/answers.parquet \
     --target smollm2 --output "$run/datastore"
 # Uncompiled, for an answer at once; what follows is compiled, which takes minutes the first time.
-drafthead generate --target smollm2 --head $shipped --datastore "$run/datastore" --max-new-tokens 128 \
+drafthead generate --target smollm2 --draft $shipped --draft "ngrams:$run/datastore" --max-new-tokens 128 \
     --prompt "How do I write a good commit message? Give me an example."
-drafthead distill --target smollm2 --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
+drafthead data distill --target smollm2 --prompts $prompts/train.jsonl --output "$run/distilled.jsonl" \
     --max-new-tokens 160 --batch-size 64 --limit 128 --compile
-drafthead distill --target smollm2 --prompts $prompts/validation.jsonl --output "$run/validation.jsonl" \
+drafthead data distill --target smollm2 --prompts $prompts/validation.jsonl --output "$run/validation.jsonl" \
     --max-new-tokens 160 --batch-size 64 --limit 16 --compile
 accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     train/train_heads.py --config configs/demo_smollm2.yaml \
     data.train="$run/distilled.jsonl" data.validation="$run/validation.jsonl" train.output="$run/eagle3"
-drafthead compare --target smollm2 --head $shipped --head "$run/eagle3" --datastore "$run/datastore" --compile \
+drafthead compare --target smollm2 --draft $shipped --draft "$run/eagle3" --draft "ngrams:$run/datastore" --compile \
     --prompts $prompts/test.jsonl --output "$run/comparison" --limit 6 --rounds 1 --max-new-tokens 96
-echo "Now talk to it: drafthead chat --target smollm2 --head $shipped --compile --show-drafts"
+echo "Now talk to it: drafthead chat --target smollm2 --draft $shipped --compile --show-drafts"

@@ -1,16 +1,26 @@
-"""Options that several verbs share: the same name, type and help everywhere."""
+"""Options that several verbs share: alone, and in groups.
+
+A group is a dataclass whose fields are options; a verb that has it as a parameter has all of them.
+Its methods make what they describe. Like all files of verbs this one imports no torch at the top.
+"""
 
 import json
-from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from drafthead.heads.errors import UserError
+
+if TYPE_CHECKING:
+    from drafthead.heads.target.target import Target
+    from drafthead.infer import DecodeOptions, Decoder
+    from drafthead.lab.reports.report import Report
+    from drafthead.train.data.fitted_rows import Reading
 
 
 class InterruptedVerbError(Exception):
@@ -20,8 +30,7 @@ class InterruptedVerbError(Exception):
 def with_groups(main: Callable[..., None]) -> Callable[..., None]:
     """A verb for typer, which knows no groups of options: their fields become its own options.
 
-    A parameter of `main` whose type is a dataclass is such a group. The verb raises
-    InterruptedVerbError instead of KeyboardInterrupt.
+    The verb raises InterruptedVerbError instead of KeyboardInterrupt.
     """
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
@@ -71,26 +80,31 @@ def at_least_one(option: typer.CallbackParam, value: int) -> int:
 
 
 TargetName = Annotated[str, typer.Option(help="Target model: folder, GGUF file or hub id.")]
-HEAD_HELP = "Trained head: a folder or a file of any known format, or OWNER/NAME on the hub."
-HeadName = Annotated[Path | None, typer.Option(help=HEAD_HELP)]
-NeededHeadName = Annotated[Path, typer.Option(help=HEAD_HELP)]
-HeadNames = Annotated[list[Path] | None, typer.Option(help=f"{HEAD_HELP} Repeatable.")]
-DraftModelName = Annotated[
-    str | None, typer.Option(help="Separate draft model, with any tokenizer.")
+DtypeName = Annotated[
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16, float16; or a lossy copy of the model: int7, with weights "
+        "of seven bits, of which compiled passes on a CPU read half as much; int8 or int4, those "
+        "of bitsandbytes, uncompiled."
+    ),
 ]
-DraftLayers = Annotated[
-    str | None,
-    typer.Option(help="Layers of the target that draft for it: 0-9, or 0-7,20-29."),
+DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+HeadPath = Annotated[
+    Path,
+    typer.Argument(
+        help="Trained head: a folder or a file of any known format, or OWNER/NAME on the hub.",
+        metavar="HEAD",
+    ),
 ]
-PromptLookupSwitch = Annotated[
-    bool, typer.Option(help="Draft from the prompt and the answer so far.")
-]
-DatastoreFolder = Annotated[
-    Path | None,
-    typer.Option(help="Folder of build-datastore: draft what the target has written before."),
-]
+Prompt = Annotated[str | None, typer.Option(help="The user's message; by default standard input.")]
 PromptLimit = Annotated[
     int, typer.Option(help="Use this many prompts, from the first.", callback=at_least_one)
+]
+AnswerLimit = Annotated[
+    int,
+    typer.Option(
+        help="Use this many conversations of a file, from the first.", callback=at_least_one
+    ),
 ]
 BatchSize = Annotated[
     int,
@@ -103,28 +117,21 @@ TopP = Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps 
 Seed = Annotated[
     int, typer.Option(help="For sampled answers: same seed, same answer (with the same tree size).")
 ]
-TreeNodes = Annotated[
-    int | None,
-    typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
-]
-DraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Most tokens on a path of a draft model, own layers or lookup; 4 by default."
-    ),
-]
 CompileSwitch = Annotated[
     bool, typer.Option(help="Compile the passes: minutes the first time, then faster.")
 ]
-DtypeName = Annotated[
+RULES = (
+    "Acceptance rule: auto, greedy, rejection, traversal and match are lossless. Lossy ones change "
+    "the output: typical, lenient, and at temperature 0 top_k and distance"
+)
+RuleName = Annotated[str, typer.Option(help=f"{RULES}.")]
+Rule = Annotated[
     str,
     typer.Option(
-        help="auto, float32, bfloat16, float16; or a lossy copy of the model: int7, with weights "
-        "of seven bits, of which compiled passes on a CPU read half as much; int8 or int4, those "
-        "of bitsandbytes, uncompiled."
+        help=f"{RULES}, with options as in typical:typical_epsilon=0.1,typical_delta=0.3.",
+        metavar="NAME[:OPTION=VALUE,...]",
     ),
 ]
-DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 TemplateArgument = Annotated[
     list[str] | None,
     typer.Option(
@@ -143,36 +150,182 @@ Strict = Annotated[
     typer.Option("--strict", help="End at the first row that cannot be used; else it is left out."),
 ]
 NewFolder = Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")]
-HeadPath = Annotated[Path, typer.Argument(help=HEAD_HELP)]
+JsonFile = Annotated[Path | None, typer.Option(help="JSON file to write.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Start the output from the beginning.")
+]
 
 
-def draft_names(
-    head: Path | None = None,
-    draft_model: str | None = None,
-    draft_layers: str | None = None,
-    prompt_lookup: bool = False,
-    datastore: Path | None = None,
-) -> list[str]:
-    """What `Decoder.from_pretrained` takes as `draft`, of the options of a verb."""
-    kinds = {"head": head, "model": draft_model, "layers": draft_layers, "ngrams": datastore}
-    named = [f"{kind}:{value}" for kind, value in kinds.items() if value is not None]
-    return [*named, *(["lookup"] if prompt_lookup else [])]
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The target, and how it is loaded."""
+
+    target: TargetName
+    dtype: DtypeName = "auto"
+    device: DeviceName = "auto"
+
+    def load(self) -> "Target":
+        """The loaded model, a decoder-only one; raises UserError for any other."""
+        from drafthead.heads.target.target import Target
+
+        return Target.from_pretrained(self.target, self.dtype, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """What drafts, and how much."""
+
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What proposes tokens: the folder or hub id of a head or a draft model, lookup "
+            "(what followed the same words in prompt and answer), ngrams:FOLDER of data index, "
+            "layers:0-9 of the target itself. Repeatable: lookup and ngrams go beside others.",
+            metavar="WHAT",
+        ),
+    ] = None
+    tree_nodes: Annotated[
+        int | None,
+        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
+    ] = None
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens on a path of a draft model, own layers or lookup; 4 by default."
+        ),
+    ] = None
+
+    def decoder(
+        self, model: Model, compile: bool = False, draft_temperature: float | None = None
+    ) -> "Decoder":
+        """The target with its drafter; raises UserError for what cannot be loaded or combined."""
+        from drafthead.infer import Decoder
+
+        return Decoder.from_pretrained(
+            model.target, self.draft, self.tree_nodes, self.draft_tokens, draft_temperature,
+            model.dtype, model.device, compile=compile,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """What drafts, in a word or some."""
+        return " + ".join(Path(each).name for each in self.draft or ()) or "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """How long answers become, and how their tokens are chosen."""
+
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Anything of transformers' GenerationConfig, and frequency_penalty and "
+            "presence_penalty: min_p=0.1, repetition_penalty=1.2, stop_strings=END, max_time=5, "
+            "num_beams=4, num_return_sequences=2. Repeatable.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None
+    seed: Seed = 0
+    template_argument: TemplateArgument = None
+
+    def options(self, rule: str = "auto", logprobs: int | None = None) -> "DecodeOptions":
+        """Keywords for `Decoder.generate`, `stream` and `chat`.
+
+        A rule comes with its options: "top_k:accept_top=3" is `verifier="top_k"` and
+        `accept_top=3`. Raises UserError as `values`.
+        """
+        from transformers.generation.configuration_utils import GenerationConfig
+
+        given = values(self.setting, "--set", plain_text=True)
+        if own := sorted(given.keys() & {field.name for field in fields(self)}):
+            raise UserError(f"--set {own[0]}: write --{own[0].replace('_', '-')} instead")
+        try:
+            config = GenerationConfig(do_sample=self.temperature > 0, **given)
+        except ValueError as error:
+            raise UserError(f"--set: {str(error).splitlines()[0]}") from error
+        name, _, of_rule = rule.partition(":")
+        keywords: Any = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "generation_config": config,
+            "chat_template_kwargs": template_values(self.template_argument),
+            "verifier": name,
+            "logprobs": logprobs,
+        }
+        return keywords | values(of_rule.split(",") if of_rule else None, "--rule")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How rows of data are read."""
+
+    prompt_column: PromptColumn = None
+    template_argument: TemplateArgument = None
+    strict: Strict = False
+
+    def reading(self, source: str, max_length: int, limit: int | None) -> "Reading":
+        """How a source is read, cut to a number of tokens and of conversations."""
+        from drafthead.train.data.fitted_rows import Reading
+
+        arguments = template_values(self.template_argument)
+        return Reading(
+            source, self.prompt_column, max_length, limit,
+            template_arguments=arguments, strict=self.strict,
+        )  # fmt: skip
+
+
+def refuse(given: Mapping[str, object], reason: str) -> None:
+    """Raise UserError, with the reason, for the first option that is given: that is not false."""
+    if named := [name for name, value in given.items() if value]:
+        raise UserError(f"{reason}: leave {named[0]} out")
+
+
+def finish(report: "Report", path: Path | None) -> None:
+    """Show a report, and write its files beside the JSON file at the path, if there is one."""
+    report.show()
+    if path is not None:
+        report.write(path)
 
 
 def template_values(given: list[str] | None) -> dict[str, Any]:
-    """The arguments by name; raises UserError for one that is not NAME=VALUE with a JSON value."""
-    values: dict[str, Any] = {}
+    """The arguments of a chat template by name; raises UserError as `values`."""
+    return values(given, "--template-argument")
+
+
+def values(given: list[str] | None, option: str, plain_text: bool = False) -> dict[str, Any]:
+    """What is written NAME=VALUE, by name, with values that are JSON.
+
+    With `plain_text` other values are texts, and a name that is given again becomes a list. Raises
+    UserError, which names the option, for another form.
+    """
+    found: dict[str, Any] = {}
     for one in given or ():
-        name, equals, value = one.partition("=")
+        name, equals, text = one.partition("=")
         if not name.isidentifier() or not equals:
-            raise UserError(f"--template-argument is written NAME=VALUE, got {one}")
-        if name in values:
-            raise UserError(f"--template-argument {name} is given twice")
+            raise UserError(f"{option} is written NAME=VALUE, got {one}")
+        if name in found and not plain_text:
+            raise UserError(f"{option} {name} is given twice")
         try:
-            values[name] = json.loads(value)
+            value = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(
-                f"--template-argument {one}: {value or 'nothing'} is no JSON; write true, false, "
-                f"numbers, or text in double quotes: '{name}=\"text\"'"
-            ) from error
-    return values
+            if not plain_text:
+                raise UserError(
+                    f"{option} {one}: {text or 'nothing'} is no JSON; write true, false, "
+                    f"numbers, or text in double quotes: '{name}=\"text\"'"
+                ) from error
+            value = text
+        found[name] = [*listed(found[name]), value] if name in found else value
+    return found
+
+
+def listed(value: Any) -> list[Any]:
+    """A list as it is, and anything else as the only one of a list."""
+    return value if isinstance(value, list) else [value]

@@ -1,10 +1,12 @@
-"""The class of target for a model: with an encoder or without."""
+"""What a name stands for: a target, with an encoder or without, or its tokenizer alone."""
 
 from pathlib import Path
 
+from transformers import AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.registry import Registry
 from drafthead.heads.target.architecture import without_wrapper
 from drafthead.heads.target.gguf_files import model_folder
@@ -35,3 +37,13 @@ def load_target(
 def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Target:
     """A loaded model as a target; raises UserError where the constructor of its class does."""
     return target_class(without_wrapper(model).config.is_encoder_decoder)(model, tokenizer)
+
+
+def tokenizer_named(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, GGUF file or hub id; UserError if there is none."""
+    folder = model_folder(name)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer can be loaded from {name} ({reason})") from error

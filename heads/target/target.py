@@ -177,7 +177,7 @@ class Target:
         if with_encoder:
             raise UserError(
                 f"{name} is an encoder-decoder model, which can be decoded with a draft model or "
-                "prompt lookup (generate, trace, compare, verify-exactness); this needs a "
+                "prompt lookup (generate, trace, compare, verify); this needs a "
                 "decoder-only model"
             )
 

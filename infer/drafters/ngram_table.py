@@ -49,12 +49,12 @@ class Record:
         if not record.ngrams:
             raise UserError(
                 f"{folder} is a datastore of whole texts, as older versions wrote them: make a "
-                "table of n-grams of the same answers with `drafthead build-datastore`"
+                "table of n-grams of the same answers with `drafthead data index`"
             )
         if record.vocabulary != vocabulary:
             raise UserError(
                 f"{folder} is a datastore of another tokenizer's tokens: make one of this target's "
-                "answers with `drafthead build-datastore`"
+                "answers with `drafthead data index`"
             )
         return record
 
@@ -71,7 +71,7 @@ def readable(folder: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder} is no datastore that can be read ({error}): make one with "
-            "`drafthead build-datastore`"
+            "`drafthead data index`"
         ) from error
 
 

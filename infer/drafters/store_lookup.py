@@ -1,7 +1,7 @@
 """Lookup in what the target has written before: trees of what followed the same words.
 
 A tree has the likeliest of what followed in the row's own past, as in prompt lookup, by a table of
-n-grams (`drafthead build-datastore`), and in what this process has written. It needs no training
+n-grams (`drafthead data index`), and in what this process has written. It needs no training
 and next to no time, so it pays wherever a target answers many requests of a kind (retrieval instead
 of a draft model: REST, He et al., 2023, arXiv 2311.08252).
 """
@@ -150,7 +150,7 @@ class StoreLookup(Lookup):
 
 
 def load_table(folder: Path, vocabulary: str) -> NgramTable:
-    """What `drafthead build-datastore` has written into a folder, mapped into memory.
+    """What `drafthead data index` has written into a folder, mapped into memory.
 
     Raises UserError when nothing can be read there, or when it is of another tokenizer.
     """

@@ -1,4 +1,4 @@
-"""The checks of `drafthead doctor`: each looks for one reason why a head is accepted seldom.
+"""The checks of `drafthead head doctor`: each looks for one reason why a head is accepted seldom.
 
 A check is a function of an examination that is registered under its name; it returns what it has
 seen, whether that is a fault, and what to do about it.
@@ -79,7 +79,7 @@ def another_model(seen: Examination) -> Finding:
         f"the target finds {who.first:.1%} of {who.tokens} tokens most probable, and would find "
         f"{who.largest:.1%} so if it had sampled them"
     )
-    remedy = "train on the target's own answers, and measure on them: `drafthead distill`"
+    remedy = "train on the target's own answers, and measure on them: `drafthead data distill`"
     return Finding(evidence, None if is_own(who) else remedy)
 
 
@@ -99,7 +99,8 @@ def sampled(seen: Examination) -> Finding | None:
         return Finding(f"{evidence}: greedy answers")
     return Finding(
         f"{evidence}, so the answers were sampled",
-        "for greedy decoding, measure on greedy answers: `drafthead distill` without --temperature",
+        "for greedy decoding, measure on greedy answers: `drafthead data distill` without "
+        "--temperature",
     )
 
 
@@ -221,7 +222,7 @@ def loops(seen: Examination) -> Finding:
     texts = [s.input_ids[s.supervised].tolist() for s in seen.patient.answers]
     share = repeated_ngram_share(texts)
     evidence = f"{share:.0%} of 8-grams occurred before in the same answer"
-    remedy = "distil again: `drafthead distill` ends such answers, prompt lookup drafts them"
+    remedy = "distil again: `drafthead data distill` ends such answers, prompt lookup drafts them"
     return Finding(evidence, remedy if share > MOST_REPEATED else None)
 
 

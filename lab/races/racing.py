@@ -1,7 +1,7 @@
 """Races of all ways of decoding: who takes part, and the run."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.infer.loaded import head_drafter
+from drafthead.infer.loaded import head_drafter, named_draft
 from drafthead.lab.races.comparison import (
     GENERATE,
     PLAIN,
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 LOOKUP, DATASTORE, DRAFT_MODEL = "prompt lookup", "datastore", "draft model"
 OWN_LAYERS = "own layers"
 GREEDY = SamplingConfig()
+KINDS = {"head", "model", "layers", "ngrams", "lookup"}  # of drafters that can be raced
 
 
 @dataclass(frozen=True)
@@ -216,3 +217,21 @@ def ready(
                     error,
                 )
     return taking_part
+
+
+def by_kind(drafts: Sequence[str]) -> dict[str, list[str]]:
+    """What is named of each kind of drafter; raises UserError for a kind that cannot be raced."""
+    named: dict[str, list[str]] = {}
+    for draft in map(named_draft, drafts):
+        named.setdefault(draft.name, []).append(draft.argument)
+    if other := sorted(named.keys() - KINDS):
+        raise UserError(f"{other[0]} does not take part in a race: leave it out")
+    return named
+
+
+def the_only(named: Mapping[str, Sequence[str]], kind: str) -> str | None:
+    """The drafter of a kind, if there is one; raises UserError for several."""
+    several = named.get(kind, ())
+    if len(several) > 1:
+        raise UserError(f"{' and '.join(several)} are two drafters of the kind {kind}: name one")
+    return several[0] if several else None

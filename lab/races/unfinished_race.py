@@ -1,14 +1,17 @@
 """A race that has not ended, in a file: the same race goes on with the answers that it had."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.target import Target
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.lab.races.contestants import Answers
+from drafthead.lab.races.record import Prompt
+from drafthead.train.jobs.weights import weights_fingerprint
 
 
 class Turn(NamedTuple):
@@ -84,3 +87,36 @@ def _turn(answers: dict[str, Any], peak_memory_bytes: int) -> Turn:
     """A turn as `UnfinishedRace.add` wrote it."""
     stats = answers["stats"] and DecodeStats(**answers["stats"])
     return Turn(Answers(**{**answers, "stats": stats}), peak_memory_bytes)
+
+
+def begun_race(
+    path: Path,
+    run: dict[str, object],
+    questions: Sequence[Prompt],
+    models: Sequence[Target],
+    files: Sequence[Path],
+) -> UnfinishedRace:
+    """The race that an earlier run has begun, or a new one; a line says if there was one.
+
+    It is the same race if command, machine and versions in `run`, prompts, weights of the models
+    and files are the same. Heads on the hub are known by their names alone.
+    """
+    made_of = {
+        **run,
+        "prompts": questions,
+        "weights": [weights_fingerprint(model) for model in models],
+        "files": {str(path): states(path) for path in files},
+    }
+    race = UnfinishedRace(path, made_of)
+    if race.begun and race.changed:
+        print(f"{path} is of another race (not the same: {', '.join(race.changed)}): begins anew")
+    elif race.batches:
+        print(f"{path}: goes on after {len(race.batches)} batches of prompts, which are kept")
+    return race
+
+
+def states(path: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a file or of the files in a folder; none of what is not here."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
+    found = [(file.relative_to(path).as_posix(), file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]

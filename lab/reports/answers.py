@@ -1,10 +1,12 @@
 """Figures of distilled answers as a table in the terminal."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from drafthead.lab.reports.report import Table, print_table
+from drafthead.train.distillation.answers import DistillReport
 from drafthead.train.distillation.distilled_file import AnswerStatistics
 
 NAMED = 10  # ids that a note gives; the others are only counted
@@ -40,3 +42,23 @@ def print_answers(
     if dropped:
         rows.append(("rows left out, as an answer was cut", f"{dropped:,}"))
     print_table(Table(title, ("of the file", ""), rows), notes)
+
+
+def print_report(report: DistillReport, path: Path) -> None:
+    """Print what was written, figures of all answers in the file, and what was left out."""
+    speed = report.tokens / report.seconds if report.seconds else 0.0
+    notes = [
+        f"{report.written:,} rows written, {report.already_done:,} were there before; "
+        f"{report.tokens:,} tokens at {speed:,.0f} tokens/s"
+    ]
+    if report.too_long:
+        notes.append(
+            f"{len(report.too_long):,} prompts longer than the context were skipped: "
+            f"{some(report.too_long)}"
+        )
+    if report.shortened:
+        notes.append(
+            f"{len(report.shortened):,} conversations lost later turns that did not fit into the "
+            f"context, or that the chat template refused: {some(report.shortened)}"
+        )
+    print_answers(report.statistics, str(path), report.dropped, notes)

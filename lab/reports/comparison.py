@@ -27,8 +27,8 @@ from drafthead.lab.reports.report import (
 LISTED_DIVERGENCES = 10
 NAMES = {"plain": "plain decoding", "generate": "model.generate"}  # the baselines, in the picture
 TAU_NOTE = (
-    "tau is of the trees that the planner chose for this machine (nodes); drafthead evaluate has "
-    "that of larger ones, at every step"
+    "tau is of the trees that the planner chose for this machine (nodes); drafthead head evaluate "
+    "has that of larger ones, at every step"
 )
 WHO: Columns = {"mode": lambda row: row.mode, "T": lambda row: f"{row.temperature:g}"}
 COLUMNS: Columns = {

@@ -1,4 +1,4 @@
-"""The evidence of `verify-exactness`: a table, notes and the verdict, and a JSON file."""
+"""The evidence of `verify`: a table, notes and the verdict, and a JSON file."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

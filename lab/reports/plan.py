@@ -1,4 +1,4 @@
-"""The plan of `plan-tree`: a table, a JSON file and a picture."""
+"""The plan of `explain tree`: a table, a JSON file and a picture."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

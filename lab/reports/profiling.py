@@ -1,31 +1,14 @@
 """A profile: where a step's time goes, its passes alone, and what memory allows."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from drafthead.lab.profiling.bandwidth import BandwidthBound
-from drafthead.lab.profiling.ledger import HOST, STEP_PHASES, StepLedger
+from drafthead.lab.profiling.ledger import HOST, STEP_PHASES
+from drafthead.lab.profiling.measured import Profile
 from drafthead.lab.profiling.pass_times import PassTimes
 from drafthead.lab.reports.report import Report, Table
-
-
-@dataclass(frozen=True)
-class Profile:
-    """All that was measured of a target, plainly and with a drafter."""
-
-    ledgers: Mapping[str, StepLedger]  # by decoder; "plain" is one of them
-    passes: PassTimes
-    bandwidth: BandwidthBound
-    weight_bytes: Mapping[str, int]  # read by a verify pass, by decoder
-    warm_up_seconds: float
-    compile_seconds: float  # of the target's passes
-    on_gpu: bool
-
-    def weight_rate(self, name: str) -> float | None:
-        """Bytes of weights per second of verifying; None on a GPU, where kernels end later."""
-        verify = self.ledgers[name].seconds["verify"]
-        return None if self.on_gpu else self.weight_bytes[name] / verify
 
 
 def profile_report(profile: Profile, about: Mapping[str, Any]) -> Report:

@@ -135,11 +135,11 @@ def headline(rows: Sequence[ComparisonRow]) -> str:
 
 
 def doctor_section(file: Path) -> Section:
-    """What `drafthead doctor --output FILE` has found, faults first."""
+    """What `drafthead head doctor --output FILE` has found, faults first."""
     try:
         findings = TypeAdapter(dict[str, Finding]).validate_python(read_json(file)["findings"])
     except (KeyError, ValidationError) as error:
-        raise UserError(f"{file} is not what `drafthead doctor --output` writes") from error
+        raise UserError(f"{file} is not what `drafthead head doctor --output` writes") from error
     rows = [
         [name, "yes" if found.is_fault else "no", found.evidence, found.remedy or ""]
         for name, found in faults_first(findings).items()
@@ -149,7 +149,7 @@ def doctor_section(file: Path) -> Section:
 
 
 def trace_section(file: Path) -> Section:
-    """A page of `drafthead trace`, in a frame."""
+    """A page of `drafthead explain trace`, in a frame."""
     try:
         page = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The plan of `plan-training`: tables of memory, disk and time, and whether the run fits."""
+"""The plan of `train --plan`: tables of memory, disk and time, and whether the run fits."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from tqdm import tqdm
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
@@ -193,3 +194,12 @@ def mean_at_steps(
         if lengths
     ]
     return sum(at_steps) / len(at_steps)
+
+
+def refuse_names(names: Sequence[str]) -> None:
+    """Raise UserError when there is nothing to examine, or when two drafters have one name."""
+    if not names:
+        raise UserError("no drafter is given: name one with --draft")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"two drafters are called {twice[0]}: rename the folder of one of them")

@@ -1,142 +1,173 @@
-"""`drafthead distill`: write the target's own answers to prompts, one JSON row a conversation."""
+"""`drafthead data distill`: write the target's own answers to prompts."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import check_template_arguments
-from drafthead.heads.target.target import Target
-from drafthead.infer import Decoder
-from drafthead.lab.reports.answers import print_answers, some
 from drafthead.scripts import options
-from drafthead.scripts.data import distill_options as own
-from drafthead.scripts.data.inspect_data import load_tokenizer
-from drafthead.train.data.conversations import read_conversations
-from drafthead.train.data.left_out import LeftOut
-from drafthead.train.distillation.answer_source import AnswerSource, DecoderSource
-from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.dialogue import sampled, with_system
-from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
-from drafthead.train.distillation.server import (
-    Connection,
-    ServedModel,
-    ServerSource,
-    find_model,
-    stored_end_ids,
-    stored_penalty,
-)
-from drafthead.train.jobs.outputs import full_disk_named
+
+if TYPE_CHECKING:
+    from drafthead.train.distillation.answer_source import AnswerSource
+    from drafthead.train.distillation.server import Connection, ServedModel
 
 
-def print_report(report: DistillReport, path: Path) -> None:
-    """Print what was written, figures of all answers in the file, and what was left out."""
-    speed = report.tokens / report.seconds if report.seconds else 0.0
-    notes = [
-        f"{report.written:,} rows written, {report.already_done:,} were there before; "
-        f"{report.tokens:,} tokens at {speed:,.0f} tokens/s"
-    ]
-    if report.too_long:
-        notes.append(
-            f"{len(report.too_long):,} prompts longer than the context were skipped: "
-            f"{some(report.too_long)}"
-        )
-    if report.shortened:
-        notes.append(
-            f"{len(report.shortened):,} conversations lost later turns that did not fit into the "
-            f"context, or that the chat template refused: {some(report.shortened)}"
-        )
-    print_answers(report.statistics, str(path), report.dropped, notes)
+@dataclass(frozen=True, kw_only=True)
+class Asked(options.Rows):
+    """What is asked."""
+
+    prompts: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")]
+    limit: Annotated[
+        int | None, typer.Option(help="Answer only this many rows, from the first.")
+    ] = None
+    system: Annotated[
+        str | None,
+        typer.Option(
+            help="System message of conversations without one: the text, or @FILE.",
+            metavar="TEXT|@FILE",
+        ),
+    ] = None
 
 
-def on_server(url: str, name: str | None, target: str) -> tuple[Connection, ServedModel]:
-    """The server, and the model there; UserError if nothing answers or no such model is there."""
-    connection = Connection(url)
-    return connection, find_model(connection, name, target)
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """How it is answered."""
+
+    max_new_tokens: options.MaxNewTokens = 256
+    temperature: options.Temperature = 0.0
+    top_p: options.TopP = 1.0
+    seed: Annotated[int, typer.Option(help="Each row's seed is made from this and its id.")] = 0
+    samples: Annotated[
+        int,
+        typer.Option(help="Answers to each prompt, at a temperature above 0: rows ID, ID#2, ..."),
+    ] = 1
+    batch_size: Annotated[
+        int, typer.Option(help="Conversations at a time; 8 times as many are written together.")
+    ] = 32
+    end_repetition: Annotated[
+        bool, typer.Option(help="End answers whose last 32 tokens occurred twice before.")
+    ] = True
+    drop_cut: Annotated[
+        bool,
+        typer.Option("--drop-cut", help="Leave out rows with an answer that reached its limit."),
+    ] = False
 
 
-def refuse_local_options(dtype: str, device: str, compile: bool) -> None:
-    """Raise UserError for an option that a server would not heed."""
-    given = {"--dtype": dtype != "auto", "--device": device != "auto", "--compile": compile}
-    if named := [name for name, is_given in given.items() if is_given]:
-        raise UserError(f"with --server the answers are made elsewhere: leave {named[0]} out")
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where it is answered, and written."""
+
+    output: Annotated[str, typer.Option(help="JSONL file to write; run again to resume.")]
+    compile: options.CompileSwitch = False
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of an OpenAI-compatible server that answers; key: OPENAI_API_KEY."
+        ),
+    ] = None
+    server_model: Annotated[
+        str | None,
+        typer.Option(help="The target's name on the server, if that has several models."),
+    ] = None
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer one of several parts, into a file of its own: 1/4 to 4/4; then data "
+            "merge.",
+            metavar="NUMBER/COUNT",
+        ),
+    ] = None
+    overwrite: options.Overwrite = False
 
 
-def main(
-    target: options.TargetName,
-    prompts: own.Prompts,
-    output: own.Output,
-    # What is asked.
-    prompt_column: options.PromptColumn = None,
-    limit: own.Limit = None,
-    system: own.System = None,
-    template_argument: options.TemplateArgument = None,
-    strict: options.Strict = False,
-    # How it is answered.
-    max_new_tokens: options.MaxNewTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    seed: own.Seed = 0,
-    samples: own.Samples = 1,
-    batch_size: own.BatchSize = 32,
-    end_repetition: own.EndRepetition = True,
-    drop_cut: own.DropCut = False,
-    # Where it is answered, and written.
-    dtype: options.DtypeName = "auto",
-    device: options.DeviceName = "auto",
-    compile: options.CompileSwitch = False,
-    server: own.Server = None,
-    server_model: own.ServerModel = None,
-    shard: own.ShardOfAll = None,
-    overwrite: own.Overwrite = False,
-) -> None:
+def main(*, model: options.Model, asked: Asked, answered: Answered, where: Where) -> None:
     """Write the target's own answers to prompts; all user turns are answered in order."""
-    part = None if shard is None else Shard.parse(shard)
-    served = None
-    if server is not None:
-        refuse_local_options(dtype, device, compile)
-        served = on_server(server, server_model, target)
-    elif server_model is not None:
-        raise UserError("--server-model names a model on a server: give --server too")
+    from drafthead.heads.target.chat_template import check_template_arguments
+    from drafthead.lab.reports.answers import print_report
+    from drafthead.train.data.conversations import read_conversations
+    from drafthead.train.data.left_out import LeftOut
+    from drafthead.train.distillation.answers import distill
+    from drafthead.train.distillation.dialogue import sampled, with_system
+    from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
+    from drafthead.train.jobs.outputs import full_disk_named
+
+    part = None if where.shard is None else Shard.parse(where.shard)
+    served = served_model(model, where)
     settings = DistillSettings(
-        target=target,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        prompt_column=prompt_column,
-        dtype=dtype,
-        batch_size=batch_size,
-        end_repetition=end_repetition,
-        system=own.system_text(system),
-        template_arguments=options.template_values(template_argument),
-        drop_cut=drop_cut,
+        target=model.target,
+        prompts=asked.prompts,
+        max_new_tokens=answered.max_new_tokens,
+        temperature=answered.temperature,
+        top_p=answered.top_p,
+        seed=answered.seed,
+        prompt_column=asked.prompt_column,
+        dtype=model.dtype,
+        batch_size=answered.batch_size,
+        end_repetition=answered.end_repetition,
+        system=system_text(asked.system),
+        template_arguments=options.template_values(asked.template_argument),
+        drop_cut=answered.drop_cut,
         server_model=served[1].name if served else None,
     )
-    path = Path(output) if part is None else part.path(Path(output))
-    file = DistilledFile(path, settings, overwrite, part)
+    path = Path(where.output) if part is None else part.path(Path(where.output))
+    file = DistilledFile(path, settings, where.overwrite, part)
     file.check()  # before much is read
-    left_out = LeftOut(strict)
-    conversations = read_conversations(prompts, prompt_column, limit, left_out)
-    conversations = sampled(with_system(conversations, settings.system), samples, temperature)
+    left_out = LeftOut(asked.strict)
+    rows = read_conversations(asked.prompts, asked.prompt_column, asked.limit, left_out)
+    rows = sampled(with_system(rows, settings.system), answered.samples, answered.temperature)
     with full_disk_named(path), file:
-        source = source_of(served, settings, device, compile)
-        print_report(distill(source, conversations, file, left_out), path)
+        source = source_of(served, model, where.compile)
+        check_template_arguments(source.tokenizer, settings.template_arguments)
+        print_report(distill(source, rows, file, left_out), path)
+
+
+def served_model(model: options.Model, where: Where) -> "tuple[Connection, ServedModel] | None":
+    """The server that answers, and the model there; None without a server.
+
+    Raises UserError for options that a server would not heed, if nothing answers, and if no such
+    model is there.
+    """
+    from drafthead.train.distillation.server import Connection, find_model
+
+    if where.server is None:
+        if where.server_model is not None:
+            raise UserError("--server-model names a model on a server: give --server too")
+        return None
+    local = {
+        "--dtype": model.dtype != "auto", "--device": model.device != "auto",
+        "--compile": where.compile,
+    }  # fmt: skip
+    options.refuse(local, "with --server the answers are made elsewhere")
+    connection = Connection(where.server)
+    return connection, find_model(connection, where.server_model, model.target)
 
 
 def source_of(
-    served: tuple[Connection, ServedModel] | None,
-    settings: DistillSettings,
-    device: str,
-    compile: bool,
-) -> AnswerSource:
-    """Who answers; raises UserError for template arguments that the template does not read."""
-    source: AnswerSource
+    served: "tuple[Connection, ServedModel] | None", model: options.Model, compile: bool
+) -> "AnswerSource":
+    """Who answers."""
+    from drafthead.heads.target.any_target import tokenizer_named
+    from drafthead.infer import Decoder
+    from drafthead.train.distillation import server
+    from drafthead.train.distillation.answer_source import DecoderSource
+
     if served is None:
-        loaded = Target.from_pretrained(settings.target, settings.dtype, device)
-        source = DecoderSource(Decoder.from_pretrained(loaded, compile=compile))
-    else:
-        tokenizer = load_tokenizer(settings.target)
-        ends, penalty = stored_end_ids(settings.target, tokenizer), stored_penalty(settings.target)
-        source = ServerSource(*served, tokenizer, ends, penalty)
-    check_template_arguments(source.tokenizer, settings.template_arguments)
-    return source
+        return DecoderSource(Decoder.from_pretrained(model.load(), compile=compile))
+    tokenizer = tokenizer_named(model.target)
+    ends, penalty = (
+        server.stored_end_ids(model.target, tokenizer),
+        server.stored_penalty(model.target),
+    )
+    return server.ServerSource(*served, tokenizer, ends, penalty)
+
+
+def system_text(given: str | None) -> str | None:
+    """The system message of --system; raises UserError for a file that cannot be read."""
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--system {given}: the file cannot be read as text ({error})") from error

@@ -1,208 +1,43 @@
-"""`drafthead inspect-data`: shows what training supervises, and statistics of a data set."""
+"""`drafthead data inspect`: shows what training supervises, and statistics of a data set."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import (
-    NO_ARGUMENTS,
-    TemplateArguments,
-    check_template_arguments,
-)
-from drafthead.heads.target.gguf_files import model_folder
 from drafthead.scripts import options
-from drafthead.train.data.conversations import Conversation, read_conversations
-from drafthead.train.data.left_out import LeftOut, UnusableRowError
-from drafthead.train.data.supervision import (
-    Rendering,
-    SupervisedTokens,
-    mark_answers,
-    special_ids,
-    supervised_sequences,
-    unread_by_template,
-)
-
-SUPERVISED, CONTEXT, EDGE = "bold green", "dim", "red"
-
-
-@dataclass(frozen=True)
-class DataSummary:
-    """Lengths of the usable sequences in tokens, and what is wrong with the others."""
-
-    with_ids: int  # rows that hold the token ids of their answers
-    lengths: list[int]
-    supervised: list[int]
-    without_end: int  # rows whose last supervised token is no control token
-    left_out: LeftOut
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, GGUF file or hub id; UserError if there is none."""
-    folder = model_folder(name)
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no tokenizer can be loaded from {name} ({reason})") from error
-
-
-def summarise(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: list[Conversation],
-    left_out: LeftOut,
-    template_arguments: TemplateArguments = NO_ARGUMENTS,
-) -> DataSummary:
-    """Mark every conversation; rows that training leaves out are added to `left_out`."""
-    lengths, supervised = [], []
-    without_end = 0
-    controls = special_ids(tokenizer)
-    for conversation in conversations:
-        try:
-            sequences = supervised_sequences(tokenizer, conversation, template_arguments)
-        except UserError as error:
-            left_out.leave(UnusableRowError(str(error)))
-            continue
-        left_out.note_unread(unread_by_template(tokenizer, conversation))
-        for marked in sequences:
-            emitted = [i for i, learnt in zip(marked.input_ids, marked.mask, strict=True) if learnt]
-            lengths.append(len(marked.input_ids))
-            supervised.append(len(emitted))
-            without_end += emitted[-1] not in controls
-    with_ids = sum(conversation.tokens is not None for conversation in conversations)
-    return DataSummary(with_ids, lengths, supervised, without_end, left_out)
-
-
-def runs(marked: SupervisedTokens, token_by_token: bool) -> list[tuple[list[int], bool]]:
-    """Neighbouring tokens of the same kind, or every token alone, each with its mask.
-
-    Ids 5 6 7 with mask 0 1 1 make the runs ([5], 0) and ([6, 7], 1).
-    """
-    pieces: list[tuple[list[int], bool]] = []
-    for token, learnt in zip(marked.input_ids, marked.mask, strict=True):
-        if pieces and pieces[-1][1] == learnt and not token_by_token:
-            pieces[-1][0].append(token)
-        else:
-            pieces.append(([token], learnt))
-    return pieces
-
-
-def paint(
-    tokenizer: PreTrainedTokenizerBase,
-    marked: SupervisedTokens,
-    show_tokens: bool,
-    colour: bool,
-) -> Text:
-    """The rendered conversation; supervised text is coloured or, without colour, in brackets."""
-    text = Text()
-    for ids, learnt in runs(marked, show_tokens):
-        piece = str(tokenizer.decode(ids, skip_special_tokens=False))
-        if learnt and not colour:
-            piece = f"⟦{piece}⟧"
-        text.append(piece, style=SUPERVISED if learnt else CONTEXT)
-        if show_tokens:
-            text.append("|", style=EDGE)
-    return text
-
-
-def summary_table(summary: DataSummary, title: str) -> Table:
-    """The statistics as a table of two columns."""
-    table = Table(title=title, show_header=False)
-    total, learnt = sum(summary.lengths), sum(summary.supervised)
-    rows = [
-        ("rows", f"{summary.left_out.rows:,}"),
-        ("rows with the ids that the target generated", f"{summary.with_ids:,}"),
-        ("rows that training leaves out", summary.left_out.unusable),
-    ]
-    if total:
-        rows += [
-            ("tokens", f"{total:,}"),
-            ("supervised tokens", f"{learnt:,} ({learnt / total:.1%})"),
-            ("rows whose last answer lacks an end-of-turn", summary.without_end),
-        ]
-        for name, values in (
-            ("tokens a sequence", summary.lengths),
-            ("supervised", summary.supervised),
-        ):
-            shown = np.percentile(values, [0, 50, 90, 99, 100]).round().astype(int)
-            rows.append((f"{name}: min, 50 %, 90 %, 99 %, max", ", ".join(map(str, shown))))
-    for name, value in rows:
-        table.add_row(name, str(value))
-    return table
 
 
 def main(
+    *,
     data: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")],
-    tokenizer: Annotated[
-        str, typer.Option("--target", help="The model whose chat template is applied.")
-    ],
-    rows: Annotated[
-        int, typer.Option("--limit", min=0, help="Show this many rows, from the first.")
-    ] = 3,
+    target: Annotated[str, typer.Option(help="The model whose chat template is applied.")],
+    limit: Annotated[int, typer.Option(min=0, help="Show this many rows, from the first.")] = 3,
     row: Annotated[
         int | None, typer.Option(min=1, help="Show only this row, counted from 1.")
     ] = None,
     show_tokens: Annotated[
         bool, typer.Option("--show-tokens", help="Show where tokens end.")
     ] = False,
-    prompt_column: options.PromptColumn = None,
-    template_argument: options.TemplateArgument = None,
-    strict: options.Strict = False,
+    rows: options.Rows,
 ) -> None:
     """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
-    left_out = LeftOut(strict)
-    conversations = read_conversations(data, prompt_column, left_out=left_out)
+    from rich.console import Console
+
+    from drafthead.heads.target.any_target import tokenizer_named
+    from drafthead.heads.target.chat_template import check_template_arguments
+    from drafthead.lab.reports.data_set import show_conversations, show_summary, summarise
+    from drafthead.train.data.conversations import read_conversations
+    from drafthead.train.data.left_out import LeftOut
+
+    left_out = LeftOut(rows.strict)
+    conversations = read_conversations(data, rows.prompt_column, left_out=left_out)
     if row is not None and row > len(conversations):
         raise UserError(f"{data} has {len(conversations)} conversations, there is no row {row}")
-    loaded = load_tokenizer(tokenizer)
-    arguments = options.template_values(template_argument)
-    check_template_arguments(loaded, arguments)
+    tokenizer = tokenizer_named(target)
+    arguments = options.template_values(rows.template_argument)
+    check_template_arguments(tokenizer, arguments)
     console = Console(highlight=False, soft_wrap=True)
-    shown = conversations[:rows] if row is None else [conversations[row - 1]]
-    show_conversations(console, loaded, shown, show_tokens, arguments)
-    show_summary(console, summarise(loaded, conversations, left_out, arguments), data)
-
-
-def show_conversations(
-    console: Console,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: list[Conversation],
-    show_tokens: bool,
-    template_arguments: TemplateArguments,
-) -> None:
-    """Print conversations, or why nothing can be learnt of them."""
-    for conversation in conversations:
-        ids = "text only" if conversation.tokens is None else "token ids as generated"
-        console.print(Text(f"{conversation.id} ({conversation.where}), {ids}", style="bold"))
-        try:
-            sequences = sequences_to_show(tokenizer, conversation, template_arguments)
-        except UserError as error:
-            console.print(Text(str(error), style=EDGE))
-            continue
-        for marked in sequences:
-            console.print(paint(tokenizer, marked, show_tokens, console.is_terminal), end="\n\n")
-
-
-def sequences_to_show(
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: Conversation,
-    template_arguments: TemplateArguments,
-) -> list[SupervisedTokens]:
-    """What training reads of a conversation; of a text also when there is nothing to learn."""
-    if conversation.tokens is None:
-        rendering = Rendering.of(tokenizer, conversation, template_arguments)
-        return [mark_answers(rendering, conversation.messages)]
-    return supervised_sequences(tokenizer, conversation)
-
-
-def show_summary(console: Console, summary: DataSummary, title: str) -> None:
-    """Print the statistics, and what is left out or not read."""
-    console.print(summary_table(summary, title))
-    for sentence in summary.left_out.sentences():
-        console.print(Text(sentence, style=EDGE))
+    shown = conversations[:limit] if row is None else [conversations[row - 1]]
+    show_conversations(console, tokenizer, shown, show_tokens, arguments)
+    show_summary(console, summarise(tokenizer, conversations, left_out, arguments), data)

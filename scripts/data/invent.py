@@ -1,36 +1,41 @@
-"""`drafthead invent-prompts`: a chat model writes users' messages, one JSON row each."""
+"""`drafthead data invent`: prompts without a data set, one JSON row each."""
 
-import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from drafthead.heads.target.target import Target
-from drafthead.infer import Decoder
+from drafthead.heads.errors import UserError
 from drafthead.scripts import options
-from drafthead.train.data.conversations import read_conversations
-from drafthead.train.prompts.invention import InventReport, check_settings, invent
-from drafthead.train.prompts.message_source import InventSettings, MessageSource, first_messages
-
-logger = logging.getLogger(__name__)
 
 
-def log_report(report: InventReport, output: Path) -> None:
-    """Log how many messages were kept and dropped, and why."""
-    if not report.tokens:
-        logger.info("%s: %d prompts were there already", output, report.kept)
-        return
-    speed = report.tokens / report.seconds
-    logger.info("%s: %d prompts; %.0f tokens/s drawn", output, report.kept, speed)
-    drawn = report.kept + sum(report.dropped.values())
-    logger.info("kept %.1f %% of %d messages", 100 * report.kept / drawn, drawn)
-    for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
-        logger.info("dropped %.1f %%: %s", 100 * count / drawn, reason)
+@dataclass(frozen=True, kw_only=True)
+class AboutTexts:
+    """Prompts that ask something of texts."""
+
+    about: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of inventing, ask about the answers in these conversations; needs no "
+            "--target.",
+            metavar="DATA",
+        ),
+    ] = None
+    tasks: Annotated[
+        Path | None,
+        typer.Option(help="What is asked: YAML as configs/prompts/tasks.yaml, the default."),
+    ] = None
+    passages: Annotated[
+        int, typer.Option(help="Most passages of a prompt about texts, of about 150 tokens each.")
+    ] = 6
 
 
 def main(
-    target: options.TargetName,
+    *,
+    target: Annotated[
+        str | None, typer.Option(help="The chat model: folder, GGUF file or hub id.")
+    ] = None,
     number: Annotated[int, typer.Option(help="Prompts to write.", callback=options.at_least_one)],
     output: Annotated[Path, typer.Option(help="JSONL file to write; run again to resume.")],
     system: Annotated[
@@ -43,6 +48,7 @@ def main(
             "needs them."
         ),
     ] = None,
+    texts: AboutTexts,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="Above 0; lower is less varied.")] = 1.0,
     top_p: options.TopP = 1.0,
@@ -51,23 +57,42 @@ def main(
     dtype: options.DtypeName = "auto",
     device: options.DeviceName = "auto",
     compile: options.CompileSwitch = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start the output from the beginning.")
-    ] = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Let a chat model write users' messages: prompts for distill without any data set.
 
     The model gets its chat template up to the user's turn and goes on. Messages that have no end,
     repeat themselves or are nearly the same as another are left out.
+
+    Such messages are short. With --about DATA no model runs: the prompts ask for summaries,
+    translations and answers about texts, which are answers that a model has written. A third is
+    about one text, a third about two, a third about several passages, as of a retriever.
     """
+    if texts.about is not None:
+        from drafthead.train.prompts.tasks import write_prompts
+
+        given = texts.about, texts.tasks, number, seed, texts.passages, output
+        typer.echo(f"{output}: {number} prompts about {write_prompts(*given)} texts")
+        return
+    if target is None:
+        raise UserError("--target is the model that invents prompts: give it, or --about DATA")
+    from drafthead.heads.target.target import Target
+    from drafthead.infer import Decoder
+    from drafthead.train.data.conversations import read_conversations
+    from drafthead.train.prompts.invention import check_settings, invent, log_report
+    from drafthead.train.prompts.message_source import (
+        InventSettings,
+        MessageSource,
+        first_messages,
+    )
+
     settings = InventSettings(
-        target, system, beginnings, max_new_tokens, temperature, top_p, seed, batch_size, dtype,
-        compile,
+        target, system, beginnings, max_new_tokens, temperature, top_p, seed, batch_size,
+        dtype, compile,
     )  # fmt: skip
     if output.exists() and not overwrite:  # before a large model is loaded
         check_settings(output, settings)
-    texts = first_messages(read_conversations(beginnings)) if beginnings else []
+    first = first_messages(read_conversations(beginnings)) if beginnings else []
     loaded = Target.from_pretrained(target, dtype, device)
-    decoder = Decoder.from_pretrained(loaded, compile=compile)
-    source = MessageSource(decoder, settings, texts)
+    source = MessageSource(Decoder.from_pretrained(loaded, compile=compile), settings, first)
     log_report(invent(source, output, number, overwrite), output)

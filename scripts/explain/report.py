@@ -1,4 +1,4 @@
-"""`drafthead report`: a training run, and what was measured of its head, as one page."""
+"""`drafthead explain report`: a training run, and what was measured of its head, as one page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,19 +6,6 @@ from typing import Annotated
 import typer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.files import read_json
-from drafthead.heads.storage.files import write_text
-from drafthead.lab.reports.run_page import (
-    comparison_section,
-    doctor_section,
-    facts_of,
-    held_out_section,
-    run_page,
-    settings_section,
-    trace_section,
-    training_section,
-)
-from drafthead.train.run.folder import summarize
 
 
 def main(
@@ -38,6 +25,20 @@ def main(
     pictures, the doctor's findings, traces of single answers, and the settings. It is one file,
     which works offline.
     """
+    from drafthead.heads.formats.files import read_json
+    from drafthead.heads.storage.files import write_text
+    from drafthead.lab.reports.run_page import (
+        comparison_section,
+        doctor_section,
+        facts_of,
+        held_out_section,
+        run_page,
+        settings_section,
+        trace_section,
+        training_section,
+    )
+    from drafthead.train.run.folder import summarize
+
     if output.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--output {output} must end in .html: it is a page for a browser")
     record = read_json(run / "run.json")

@@ -1,13 +1,9 @@
-"""`drafthead export`: writes a head in the files that other software reads."""
+"""`drafthead head export`: writes a head in the files that other software reads."""
 
 from typing import Annotated
 
 import typer
 
-from drafthead.heads.formats import build_head, read_foreign
-from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.target.target import Target
 from drafthead.scripts import options
 
 
@@ -26,6 +22,11 @@ def main(
     plain torch. If its probabilities for a chain of drafted tokens differ from this head's, the
     files are removed. If the format cannot express the head, the error names what it lacks.
     """
+    from drafthead.heads.formats import build_head, read_foreign
+    from drafthead.heads.formats.base import TargetFacts
+    from drafthead.heads.formats.exporting import export_head
+    from drafthead.heads.target.target import Target
+
     loaded = Target.from_pretrained(target, "float32", "cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()
     _, foreign = read_foreign(head, facts)

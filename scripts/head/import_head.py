@@ -1,4 +1,4 @@
-"""`drafthead import`: converts a head of other software to our format.
+"""`drafthead head import`: converts a head of other software to our format.
 
 The file is not called `import.py`, because no import statement can name that.
 """
@@ -7,12 +7,6 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.formats import build_head, read_foreign
-from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.drafthead import save_head
-from drafthead.heads.formats.printing import printable
-from drafthead.heads.storage.files import fresh_folder
-from drafthead.heads.target.target import Target
 from drafthead.scripts import options
 
 
@@ -29,10 +23,17 @@ def main(
 ) -> None:
     """Convert a head to our own format, which training and all other verbs read.
 
-    The format is recognised by the content. --head of the other verbs accepts such a checkpoint
+    The format is recognised by the content. --draft of other verbs takes such a checkpoint
     directly; converting writes a checked copy in safetensors, in the same floating type.
     Nothing in the checkpoint is executed. A head that ours would compute differently is refused.
     """
+    from drafthead.heads.formats import build_head, read_foreign
+    from drafthead.heads.formats.base import TargetFacts
+    from drafthead.heads.formats.drafthead import save_head
+    from drafthead.heads.formats.printing import printable
+    from drafthead.heads.storage.files import fresh_folder
+    from drafthead.heads.target.target import Target
+
     loaded = Target.from_pretrained(target, device="cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()
     known, foreign = read_foreign(path, facts)

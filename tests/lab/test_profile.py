@@ -24,10 +24,10 @@ from drafthead.lab.profiling.bandwidth import (
     weight_bytes,
 )
 from drafthead.lab.profiling.ledger import HOST, ledger_of, measure_ledgers
+from drafthead.lab.profiling.measured import in_batches
 from drafthead.lab.profiling.pass_times import paid_budgets, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
 from drafthead.lab.reports.plan import plan_report
-from drafthead.scripts.explain import profile_decoding
 
 PROMPTS = [[9, 10, 11], [20, 21]]
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_counts_without_their_total_are_no_chances() -> None:
 
 
 def test_the_last_batch_is_filled_from_the_start() -> None:
-    assert profile_decoding.in_batches([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
+    assert in_batches([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
 
 
 def test_a_plan_is_written_as_json_and_picture(tmp_path) -> None:

@@ -10,8 +10,10 @@ from tiny import write_target
 from typer import Typer
 from typer.testing import CliRunner
 
+from drafthead.heads.formats.printing import visible
 from drafthead.infer import Decoder
-from drafthead.scripts import chat
+from drafthead.scripts import chat, terminal
+from drafthead.scripts.options import with_groups
 
 pytestmark = pytest.mark.usefixtures("steady_steps")
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -31,8 +33,8 @@ def decoder(folder: Path) -> Decoder:
 def talk(folder: Path, *lines: str, more: Sequence[str] = ()) -> str:
     """What the verb prints for lines of standard input."""
     app = Typer()
-    app.command()(chat.main)
-    options = ["--target", str(folder), "--prompt-lookup", "--max-new-tokens", "40", *more]
+    app.command()(with_groups(chat.main))
+    options = ["--target", str(folder), "--draft", "lookup", "--max-new-tokens", "40", *more]
     result = CliRunner().invoke(app, [*options, "--dtype", "float32"], "\n".join(lines))
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -42,7 +44,7 @@ def test_answers_are_those_of_generate_each_with_its_speed(folder: Path):
     printed = talk(folder, "hello", "", "and then?")
     session = decoder(folder).chat(max_new_tokens=40)
     for message in ("hello", "and then?"):
-        text = chat.visible(session.say(message))
+        text = visible(session.say(message))
         found, _, printed = printed.partition("\n[")
         assert found == text
         figures, _, printed = printed.partition("]\n")
@@ -54,7 +56,7 @@ def test_graphs_are_made_before_the_first_answer(folder: Path, monkeypatch: pyte
     uncompiled, made = decoder(folder), []
     monkeypatch.setattr(Decoder, "from_pretrained", lambda *_, **how: uncompiled)
     monkeypatch.setattr(Decoder, "warm_up", lambda self, **how: made.append(how))
-    monkeypatch.setattr(chat, "answer", lambda *_: made.append("answer"))
+    monkeypatch.setattr(terminal, "print_turn", lambda *_: made.append("answer"))
     talk(folder, "hello")
     assert made == ["answer"]
     talk(folder, "hello", more=["--compile", "--temperature", "0.7"])
@@ -73,11 +75,9 @@ def test_drafted_text_is_coloured_and_the_text_is_the_same(folder: Path):
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, color_system="standard", soft_wrap=True)
     session = decoder(folder).chat(max_new_tokens=40)
-    chat.answer(session, "hello", console, show_drafts=True)
+    terminal.print_turn(session, "hello", console, show_drafts=True)
     shown = output.getvalue().rpartition("\n\x1b[2m[")[0]
-    assert shown.replace(GREEN, "").replace(RESET, "") == chat.visible(
-        session.messages[-1]["content"]
-    )
+    assert shown.replace(GREEN, "").replace(RESET, "") == visible(session.messages[-1]["content"])
     stats = decoder(folder).generate(
         [{"role": "user", "content": "hello"}], max_new_tokens=40
     ).stats  # fmt: skip
@@ -97,14 +97,14 @@ def test_an_answer_that_is_interrupted_stays_and_the_conversation_goes_on(
             raise KeyboardInterrupt
         return text
 
-    monkeypatch.setattr(chat, "visible", interrupt)
+    monkeypatch.setattr(terminal, "visible", interrupt)
     console = Console(file=io.StringIO())
-    chat.answer(session, "hello", console, show_drafts=False)
+    terminal.print_turn(session, "hello", console, show_drafts=False)
     assert session.messages[-1]["content"].startswith("".join(pieces[:5]))
     monkeypatch.undo()
-    chat.answer(session, "go on", console, show_drafts=False)
+    terminal.print_turn(session, "go on", console, show_drafts=False)
     assert len(session.messages) == 4
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_terminal():
-    assert chat.visible("a\x1b[2Jb\tc\nd\u202e") == "a\\x1b[2Jb\tc\nd\\u202e"
+    assert visible("a\x1b[2Jb\tc\nd\u202e") == "a\\x1b[2Jb\tc\nd\\u202e"

@@ -1,4 +1,4 @@
-"""`drafthead plan-training` as a user meets it: tables, JSON, refusals, and a run beside it."""
+"""`drafthead train --plan` as a user meets it: tables, JSON, refusals, and a run beside it."""
 
 import json
 import resource
@@ -10,8 +10,9 @@ import pytest
 from runs import write_inputs, write_run
 
 from drafthead.heads.errors import UserError
+from drafthead.lab import planned_training
 from drafthead.lab.planning.trial import Trial
-from drafthead.scripts import cli, plan_training
+from drafthead.scripts import cli
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def plan(config: Path, tmp_path: Path, monkeypatch, capsys):
 
     def plan(*arguments: str) -> tuple[int, str, str, dict]:
         file = tmp_path / "plan.json"
-        words = ["plan-training", "--config", str(config), "--output", str(file), *arguments]
+        words = ["train", "--plan", "--config", str(config), "--output", str(file), *arguments]
         monkeypatch.setattr(sys, "argv", ["drafthead", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -59,7 +60,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_change(plan) -> None:
 
 def test_time_follows_from_the_trial(plan, monkeypatch) -> None:
     trial = Trial(3, rows=4, tokens=200, seconds=2.0, target_seconds=1.0, peak=3 * 10**8)
-    monkeypatch.setattr(plan_training, "run_trial", lambda *_: trial)
+    monkeypatch.setattr(planned_training, "run_trial", lambda *_: trial)
     status, out, _, record = plan("--tokens", "720000", "--devices", "2")
     assert status == 0 and "this device's speed times 2, an upper bound, untested" in out
     rows = {row[0]: row[1] for row in record["speed"]["rows"]}
@@ -72,7 +73,7 @@ def test_a_trial_that_fails_is_reported_and_the_plan_stands(plan, monkeypatch) -
     def fails(*_: object) -> None:
         raise UserError("cannot load the model")
 
-    monkeypatch.setattr(plan_training, "run_trial", fails)
+    monkeypatch.setattr(planned_training, "run_trial", fails)
     status, out, _, record = plan()
     assert status == 0 and "the speed was not measured: cannot load the model" in out
     assert record["not_tried"] == "cannot load the model" and record["memory"]["fits"]
@@ -101,7 +102,7 @@ def test_bad_input_ends_with_one_sentence(plan, arguments: tuple[str, ...], name
     ("text", "size"), [("80GB", 80e9), ("64 GiB", 2.0**36), ("1.5g", 1.5e9), ("700", 700)]
 )
 def test_sizes_are_read(text: str, size: float) -> None:
-    assert plan_training.bytes_of(text) == size
+    assert planned_training.bytes_of(text) == size
 
 
 @pytest.mark.slow
@@ -112,7 +113,7 @@ def test_the_memory_is_within_15_percent_of_a_run(config: Path, tmp_path: Path) 
         return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
     peak = drafthead("train")
-    drafthead("plan-training", "--output", str(tmp_path / "plan.json"))
+    drafthead("train", "--plan", "--output", str(tmp_path / "plan.json"))
     memory = json.loads((tmp_path / "plan.json").read_text())["memory"]
     for found in (memory["measured"], memory["computed"]):
         assert abs(found / peak - 1) < 0.15

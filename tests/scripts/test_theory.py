@@ -1,4 +1,4 @@
-"""`drafthead theory` from the command line: two GPT-2s, the demo pair, and bad input."""
+"""`drafthead compare --theory` from the command line: two GPT-2s, the demo pair, and bad input."""
 
 import json
 import sys
@@ -16,11 +16,11 @@ ASSETS = Path(__file__).parents[2] / "assets"
 
 @pytest.fixture
 def theory(monkeypatch, capsys, tmp_path):
-    """Run `drafthead theory ...`; returns the status, what it printed, and theory.json."""
+    """Run `drafthead compare --theory ...`; status, what it printed, and theory.json."""
 
     def run(*arguments: object) -> tuple[int, str, dict]:
         words = [*map(str, arguments), "--output", str(tmp_path / "out")]
-        monkeypatch.setattr(sys, "argv", ["drafthead", "theory", *words])
+        monkeypatch.setattr(sys, "argv", ["drafthead", "compare", "--theory", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
         printed = capsys.readouterr()
@@ -53,8 +53,8 @@ def gpt2_pair(tmp_path_factory) -> Path:
 def test_two_gpt2s_with_chains_of_four(theory, gpt2_pair) -> None:
     """The setting of teaching implementations: a small GPT-2 drafts 4 tokens for a large one."""
     status, printed, content = theory(
-        "--target", gpt2_pair / "large", "--draft-model", gpt2_pair / "small",
-        "--prompt-lookup", "--draft-tokens", 4, "--prompts", gpt2_pair / "prompts.jsonl",
+        "--target", gpt2_pair / "large", "--draft", gpt2_pair / "small",
+        "--draft", "lookup", "--draft-tokens", 4, "--prompts", gpt2_pair / "prompts.jsonl",
         "--max-new-tokens", 16,
     )  # fmt: skip
     assert status == 0, printed
@@ -75,7 +75,7 @@ def test_two_gpt2s_with_chains_of_four(theory, gpt2_pair) -> None:
 
 def test_the_demo_pair_accepts_more_than_chance_and_is_reported(theory, tmp_path) -> None:
     status, printed, content = theory(
-        "--target", ASSETS / "demo_target", "--draft-model", ASSETS / "demo_draft",
+        "--target", ASSETS / "demo_target", "--draft", ASSETS / "demo_draft",
         "--prompts", ASSETS / "demo_prompts" / "validation.jsonl", "--limit", 2,
         "--max-new-tokens", 8, "--temperature", 1, "--dtype", "float32",
     )  # fmt: skip
@@ -93,13 +93,16 @@ def test_the_demo_pair_accepts_more_than_chance_and_is_reported(theory, tmp_path
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([], "no drafter is given: use --head, --draft-model or --prompt-lookup"),
+        ([], "no drafter is given: name one with --draft"),
         (
-            ["--prompt-lookup", "--limit", 1, "--max-new-tokens", 8],
+            ["--draft", "lookup", "--limit", 1, "--max-new-tokens", 8],
             "intervals are taken over answers",
         ),
-        (["--prompt-lookup", "--draft-tokens", 17], "--draft-tokens must be from 1 to 16, got 17"),
-        (["--draft-model", "@small", "--draft-model", "@small"], "two drafters are called small"),
+        (
+            ["--draft", "lookup", "--draft-tokens", 17],
+            "--draft-tokens must be from 1 to 16, got 17",
+        ),
+        (["--draft", "@small", "--draft", "@small"], "two drafters are called small"),
     ],
 )
 def test_bad_input_is_one_sentence(theory, gpt2_pair, options, sentence) -> None:

@@ -7,14 +7,14 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
+from drafthead.lab.exactness import evidence as gathered
 from drafthead.lab.exactness.exactness import SampledPair
 from drafthead.lab.reports.exactness import evidence_report
-from drafthead.scripts import verify
 
 LOSSLESS = sorted(v.name for v in VERIFIERS.values() if v.lossless and not v.greedy)
 # Everywhere in the distribution, so that some of them have near-ties at low temperatures.
 PROMPTS = [[9, 10, 11], [12, 13], [3, 5, 8, 1], [14], [2, 2, 6], [15, 0, 4]]
-EFFORT = verify.Effort(samples=640, answers=48, max_new_tokens=32, false_alarm=1e-4)
+EFFORT = gathered.Effort(samples=640, answers=48, max_new_tokens=32, false_alarm=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,11 @@ def flat(make_target) -> Target:
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.05])
 def test_every_family_is_exact(flat, make_drafter, family, temperature, rule, monkeypatch) -> None:
     """`pytest -s` prints the table of each, with its power."""
-    monkeypatch.setattr(verify, "BATCHES", 1)  # the tables know no family
+    monkeypatch.setattr(gathered, "BATCHES", 1)  # the tables know no family
     decoder = Decoder(flat, make_drafter(f"{family}:tree", flat))
     sampling = SamplingConfig(temperature, top_p=0.9)
     pair = SampledPair(decoder, flat, sampling, rule, repetition_penalty=1.2)
-    evidence = verify.evidence_of(pair, PROMPTS, EFFORT, seed=0)
+    evidence = gathered.evidence_of(pair, PROMPTS, EFFORT, seed=0)
     about = {"verifier": f"{rule}, {family}, T = {temperature}", "prompts": len(PROMPTS)}
     evidence_report(evidence, sampling, about).show()
     assert evidence.failures() == []

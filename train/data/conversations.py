@@ -59,7 +59,7 @@ def _are_ids(values: object) -> bool:
 
 ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id")
 CATEGORY_COLUMN = "category"
-# What rows of `drafthead distill` say of themselves, and what is read of them elsewhere.
+# What rows of `drafthead data distill` say of themselves, and what is read of them elsewhere.
 DISTILLED_COLUMNS = {
     "batch", "batch_rows", "finish_reasons", "finished", "ids_from_text", "question", "seed",
     "source", "target", "temperature", "tokens", "top_p", VOCABULARY_COLUMN, WEIGHTS_COLUMN,
@@ -189,7 +189,7 @@ def _row_id(row: Row) -> str:
 
 
 def _row_writer(values: dict[str, Any]) -> Writer | None:
-    """Who answered a row of `drafthead distill`; other data has columns `target` of other kinds."""
+    """Who answered a row of data distill; other data has columns `target` of other kinds."""
     name, weights = values.get("target"), values.get(WEIGHTS_COLUMN)
     if not isinstance(name, str) or "finished" not in values:
         return None

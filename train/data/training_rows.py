@@ -163,7 +163,7 @@ def check_writers(
     if None in writers:
         logger.warning(
             "%s has rows that do not say which model answered: heads learn best from the target's "
-            "own answers, see `drafthead distill`",
+            "own answers, see `drafthead data distill`",
             source,
         )
 

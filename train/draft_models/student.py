@@ -2,7 +2,7 @@
 
 For the loop it is one more head, of the family `draft_model`: packed rows, losses, evaluation and
 resuming are the same. It reads tokens alone, and what is written in the end is a model of
-transformers, for `--draft-model` and for any other software.
+transformers, for `--draft` and for any other software.
 """
 
 import json

@@ -6,6 +6,7 @@ as an uninterrupted run's.
 """
 
 import json
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +24,8 @@ from drafthead.train.jobs.outputs import (
 )
 from drafthead.train.prompts.message_filter import MessageFilter
 from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
+
+logger = logging.getLogger(__name__)
 
 FRUITLESS_BATCHES = 20  # without a message to keep, until a run gives up
 
@@ -51,7 +54,7 @@ class InventReport:
 def invent(
     source: MessageSource, output: Path, number: int, overwrite: bool = False
 ) -> InventReport:
-    """Write `number` messages as JSON rows that `drafthead distill` takes as prompts.
+    """Write `number` messages as JSON rows that `drafthead data distill` takes as prompts.
 
     A file that was begun with the same settings is continued, also to a larger number. Raises
     UserError for other settings, when another process writes the file, when the disk is full, and
@@ -196,3 +199,16 @@ def save_progress(output: Path, settings: InventSettings, progress: Progress) ->
     """Write the record beside a file; a kill leaves the old one or the new one."""
     record = {"settings": asdict(settings), "progress": asdict(progress)}
     write_text(manifest_path(output), json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def log_report(report: InventReport, output: Path) -> None:
+    """Log how many messages were kept and dropped, and why."""
+    if not report.tokens:
+        logger.info("%s: %d prompts were there already", output, report.kept)
+        return
+    speed = report.tokens / report.seconds
+    logger.info("%s: %d prompts; %.0f tokens/s drawn", output, report.kept, speed)
+    drawn = report.kept + sum(report.dropped.values())
+    logger.info("kept %.1f %% of %d messages", 100 * report.kept / drawn, drawn)
+    for reason, count in sorted(report.dropped.items(), key=lambda item: -item[1]):
+        logger.info("dropped %.1f %%: %s", 100 * count / drawn, reason)

@@ -3,9 +3,11 @@
 Invented messages are short, and a head that has seen nothing else drafts badly after long prompts.
 """
 
+import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,8 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass as validated
 
 from drafthead.heads.errors import UserError
-from drafthead.train.data.conversations import Conversation
+from drafthead.heads.storage.files import write_text
+from drafthead.train.data.conversations import Conversation, iter_conversations
 from drafthead.train.prompts.message_filter import repeated_share
 from drafthead.train.run.config import one_line
 
@@ -23,6 +26,7 @@ GREATEST_REPEATED = 0.15  # share of runs of three words of a text that occurred
 SENTENCES = 3  # of an opening, at most
 QUESTION_LETTERS = 300  # of a question, at most
 FEWEST_PASSAGES = 3  # of a prompt about many texts
+TASKS = Path(str(files("drafthead.configs") / "prompts" / "tasks.yaml"))
 NAMES = ("text", "other", "passages", "opening", "question")
 
 
@@ -137,3 +141,22 @@ def shortened(text: Text, chance: random.Random) -> str:
 def opening(text: Text, sentences: int) -> str:
     """The first sentences of a text."""
     return ". ".join(" ".join(text.words).split(". ")[:sentences]).rstrip(".") + "."
+
+
+def write_prompts(
+    source: str, tasks: Path | None, number: int, seed: int, most_passages: int, output: Path
+) -> int:
+    """Write so many prompts about the answers in a source, by TASKS or others; how many texts.
+
+    Raises UserError when the file exists, and as `prompts_about`.
+    """
+    if output.exists():
+        raise UserError(f"{output} exists: choose another file")
+    if most_passages < FEWEST_PASSAGES:
+        raise UserError(f"--passages must be at least {FEWEST_PASSAGES}, got {most_passages}")
+    texts = texts_of(iter_conversations(source))
+    prompts = prompts_about(texts, Tasks.read(tasks or TASKS), number, seed, most_passages)
+    rows = [{"id": f"about-{seed}-{n}", "prompt": prompt} for n, prompt in enumerate(prompts)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return len(texts)

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import gguf_files
+from drafthead.heads.target.any_target import tokenizer_named
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
-from drafthead.scripts.data.inspect_data import load_tokenizer
 from drafthead.scripts.head import info
 
 TEXT = "Größe <|user|> of 12 abacus"
@@ -57,7 +57,7 @@ def test_a_file_loads_as_the_model_that_it_holds(tmp_path, kind) -> None:
 def test_tokens_control_tokens_and_chat_format_come_from_the_file(tmp_path) -> None:
     path = tmp_path / "small.gguf"
     write_small(path)
-    tokenizer, plain = load_tokenizer(str(path)), byte_tokenizer()
+    tokenizer, plain = tokenizer_named(str(path)), byte_tokenizer()
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == TEXT and len(plain) in ids  # the merged token "ab"
     assert ids.count(SPECIALS.index("<|user|>")) == 1

@@ -181,7 +181,7 @@ def test_a_datastore_of_whole_texts_is_refused(saved: Path, tmp_path: Path) -> N
     """Older versions wrote them; their record names no n-grams."""
     record = json.loads((saved / "store" / "datastore.json").read_text())
     (tmp_path / "datastore.json").write_text(json.dumps(record | {"ngrams": 0}))
-    with pytest.raises(UserError, match="whole texts.*`drafthead build-datastore`"):
+    with pytest.raises(UserError, match="whole texts.*`drafthead data index`"):
         Decoder.from_pretrained(saved / "target", draft=f"ngrams:{tmp_path}")
 
 

@@ -132,7 +132,7 @@ def test_what_is_not_there_is_said(folder: Path, arguments: list[str], sentence:
 
 
 def test_other_files_are_not_taken_for_findings(folder: Path) -> None:
-    with pytest.raises(UserError, match="is not what `drafthead doctor --output` writes"):
+    with pytest.raises(UserError, match="is not what `drafthead head doctor --output` writes"):
         doctor_section(folder / "run" / "run.json")
 
 

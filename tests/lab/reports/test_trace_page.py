@@ -16,6 +16,7 @@ from drafthead.lab.reports.trace_page import as_page, as_text, spans
 from drafthead.lab.tracing import Trace
 from drafthead.lab.tracing import trace as trace_of
 from drafthead.scripts.explain import trace_decoding
+from drafthead.scripts.options import with_groups
 
 pytestmark = pytest.mark.usefixtures("steady_steps")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -105,7 +106,7 @@ def test_what_was_rejected_is_hidden_until_its_step_is_chosen(
 
 def test_the_verb_writes_a_page_or_prints_text(folder: Path, tmp_path: Path) -> None:
     app = Typer()
-    app.command()(trace_decoding.main)
+    app.command()(with_groups(trace_decoding.main))
     options = ["--target", folder, "--prompt-lookup", "--prompt", "hello", "--max-new-tokens", 20]
     page = tmp_path / "pages" / "trace.html"
 

@@ -1,4 +1,4 @@
-"""The verbs distill and merge-answers, from their options to the files and what is printed."""
+"""The verbs data distill and data merge, from their options to the files and what is printed."""
 
 import json
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.scripts.data import distill, merge
-from drafthead.scripts.data.distill_options import system_text
-from drafthead.scripts.options import template_values
+from drafthead.scripts.data.distill import system_text
+from drafthead.scripts.options import template_values, with_groups
 
 Run = Callable[..., Result]
 
@@ -32,7 +32,7 @@ def run(target: Path, tmp_path: Path) -> Run:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "ab" * i}) + "\n" for i in range(1, 6)))
     app = Typer()
-    app.command()(distill.main)
+    app.command()(with_groups(distill.main))
 
     def run(output: str, *options: object, local: bool = True) -> Result:
         arguments = ["--target", target, "--prompts", prompts, "--output", tmp_path / output]

@@ -1,4 +1,4 @@
-"""`drafthead build-datastore`."""
+"""`drafthead data index`."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from tiny import byte_tokenizer
 
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.drafters.store_lookup import load_table
+from drafthead.lab.reports.index import answers
 from drafthead.scripts import cli
-from drafthead.scripts.data.index import answers
 from drafthead.train.data.token_table import TokenSequence
 
 PROMPTS = 200  # of which some four are left out, to measure on
@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch, capsys):
                 file.write(json.dumps({"messages": [question, answer]}) + "\n")
         words = ["--data", f"{tmp_path}/data.jsonl", "--target", f"{tmp_path}/target"]
         words += ["--output", str(output), *more]
-        monkeypatch.setattr(sys, "argv", ["drafthead", "build-datastore", *words])
+        monkeypatch.setattr(sys, "argv", ["drafthead", "data", "index", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
         shown = capsys.readouterr()

@@ -1,22 +1,33 @@
 """Heads on the hub: uploaded with a card, and taken by name like a folder."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from fake_hub import Hub, serving
+from huggingface_hub import constants
 from tiny import tiny_llama
 from written import random_head
 
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.target.target import Target
+from drafthead.scripts import cli
 
 NAME = "me/small-medusa"
-Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Ended(NamedTuple):
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -27,22 +38,25 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def drafthead(hub: Hub, tmp_path: Path) -> Run:
-    """The command, with this hub and a cache of its own."""
-    settings = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_TOKEN": "hf_planted",
-        "HF_HUB_DISABLE_XET": "1",
-    }
+def drafthead(hub: Hub, tmp_path: Path, monkeypatch, capsys) -> Run:
+    """The command in this process, with this hub or another and a cache of its own."""
+    monkeypatch.setenv("HF_TOKEN", "hf_planted")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
-    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "drafthead.scripts.cli", *arguments]
-        return subprocess.run(
-            command, env=settings | more, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    def run(*arguments: str, endpoint: str = hub.url, offline: bool = False) -> Ended:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         )
+        monkeypatch.setattr(sys, "argv", ["drafthead", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return Ended(stop.value.code or 0, printed.out, printed.err)
 
     return run
 
@@ -61,25 +75,25 @@ def head(tmp_path: Path) -> Path:
 
 
 def test_a_head_that_was_pushed_is_taken_by_its_name(hub: Hub, drafthead: Run, head: Path) -> None:
-    pushed = drafthead("push", str(head), NAME, "--private")
+    pushed = drafthead("head", "push", str(head), NAME, "--private")
     assert pushed.returncode == 0, pushed.stderr
     stored = hub.repositories[NAME]
     assert sorted(stored) == ["README.md", "config.json", "model.safetensors"]
     assert hub.private == {NAME}
     card = stored["README.md"].decode()
     assert "base_model: maker/Model-1B" in card
-    assert f"drafthead chat --target maker/Model-1B --head {NAME}" in card
+    assert f"drafthead chat --target maker/Model-1B --draft {NAME}" in card
     assert "| chain | 8 nodes |\n| --- | --- |\n| 2.35 | 2.50 |" in card
-    here, there = drafthead("info", str(head)), drafthead("info", NAME)
+    here, there = drafthead("head", "info", str(head)), drafthead("head", "info", NAME)
     assert there.returncode == 0, there.stderr
     assert there.stdout.splitlines()[1:] == here.stdout.splitlines()[1:]
     # As on a machine whose network is gone: what was brought is there.
-    assert drafthead("info", NAME, HF_HUB_OFFLINE="1").returncode == 0
+    assert drafthead("head", "info", NAME, offline=True).returncode == 0
 
 
 def test_a_card_that_is_there_is_kept(hub: Hub, drafthead: Run, head: Path) -> None:
     (head / "README.md").write_text("mine")
-    assert drafthead("push", str(head), NAME).returncode == 0
+    assert drafthead("head", "push", str(head), NAME).returncode == 0
     assert hub.repositories[NAME]["README.md"] == b"mine"
     assert hub.private == set()
 
@@ -88,25 +102,23 @@ def test_a_head_in_a_pickle_is_brought(hub: Hub, drafthead: Run, tmp_path: Path)
     pickled = tmp_path / "lm_head.pt"
     torch.save({"0.0.linear.weight": torch.zeros(4, 4)}, pickled)
     hub.repositories[NAME] = {"lm_head.pt": pickled.read_bytes(), "config.json": b"{}"}
-    shown = drafthead("info", NAME)
+    shown = drafthead("head", "info", NAME)
     assert "medusa" in shown.stdout, shown.stderr
 
 
 def test_what_the_hub_lacks_or_keeps_is_one_sentence(hub: Hub, drafthead: Run) -> None:
-    missing = drafthead("info", "me/nothing")
+    missing = drafthead("head", "info", "me/nothing")
     assert missing.returncode == 2
     assert "me/nothing does not exist, neither here nor on the hub" in missing.stderr
     hub.repositories["me/kept"], hub.gated = {}, True
-    gated = drafthead("info", "me/kept")
+    gated = drafthead("head", "info", "me/kept")
     assert "agree to its terms" in gated.stderr
     for answer in (missing, gated):
         assert len(answer.stderr.strip().splitlines()) == 1
 
 
 def test_without_a_network_one_sentence_says_so(drafthead: Run, head: Path) -> None:
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    for arguments in (("info", "me/nothing"), ("push", str(head), NAME)):
-        failed = drafthead(*arguments, **nowhere)
+    for arguments in (("head", "info", "me/nothing"), ("head", "push", str(head), NAME)):
+        failed = drafthead(*arguments, endpoint="http://127.0.0.1:9")
         assert failed.returncode == 2, failed.stderr
         assert len(failed.stderr.strip().splitlines()) == 1
-        print(failed.stderr)

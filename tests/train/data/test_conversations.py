@@ -16,7 +16,9 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.chat_template import tell_of_base_model
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.request.prompts import encode
+from drafthead.lab.reports.data_set import runs
 from drafthead.scripts.data import inspect_data
+from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import (
@@ -168,7 +170,7 @@ def with_template(bpe: Tokenizer, template: str | None) -> PreTrainedTokenizerFa
 def supervised_pieces(tokenizer: PreTrainedTokenizerFast, marked: SupervisedTokens) -> list[str]:
     return [
         tokenizer.decode(ids, skip_special_tokens=False)
-        for ids, kept in inspect_data.runs(marked, token_by_token=False)
+        for ids, kept in runs(marked, token_by_token=False)
         if kept
     ]
 
@@ -458,7 +460,7 @@ def inspect(bpe: Tokenizer, tmp_path: Path):
     def run(rows: list[object], *options: str) -> str:
         path = write_rows(tmp_path / "data.jsonl", rows)
         app = Typer()
-        app.command()(inspect_data.main)
+        app.command()(with_groups(inspect_data.main))
         arguments = ["--data", str(path), "--target", str(tmp_path / "model"), *options]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0

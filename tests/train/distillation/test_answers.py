@@ -28,6 +28,7 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.serving.serve_request import Answer, ServeRequest
 from drafthead.scripts.data import distill as distill_verb
+from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
@@ -388,7 +389,7 @@ def test_the_verb_writes_rows_and_reports(
     arguments = ["--target", tiny_target, "--prompts", prompts, "--output", tmp_path / "a.jsonl"]
     options = ["--prompt-column", "task", "--max-new-tokens", 4, "--limit", 2, "--dtype", "float32"]
     app = Typer()
-    app.command()(distill_verb.main)
+    app.command()(with_groups(distill_verb.main))
     with caplog.at_level("INFO"):
         result = CliRunner().invoke(app, [str(part) for part in arguments + options])
     assert result.exit_code == 0

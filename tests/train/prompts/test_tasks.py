@@ -10,9 +10,9 @@ import pytest
 
 from drafthead.heads.errors import UserError
 from drafthead.scripts import cli
-from drafthead.scripts.data.ask_about import TASKS
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.prompts.tasks import (
+    TASKS,
     Tasks,
     Text,
     opening,
@@ -128,8 +128,8 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 def test_the_verb_writes_what_distill_reads(tmp_path: Path, monkeypatch, capsys) -> None:
     rows = [{"messages": conversation(words(80, first)).messages} for first in (0, 100)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words_ = ["--data", f"{tmp_path}/a.jsonl", "--number", "5", "--output", f"{tmp_path}/b.jsonl"]
-    monkeypatch.setattr(sys, "argv", ["drafthead", "ask-about", *words_])
+    words_ = ["--about", f"{tmp_path}/a.jsonl", "--number", "5", "--output", f"{tmp_path}/b.jsonl"]
+    monkeypatch.setattr(sys, "argv", ["drafthead", "data", "invent", *words_])
     for status in (None, 2):  # a second run leaves the file alone
         with pytest.raises(SystemExit) as stop:
             cli.main()

@@ -1,75 +1,57 @@
-"""`drafthead plan-training`: the memory, the disk and the time of a run, before they are spent."""
+"""What a training run will need: its memory, disk and time, before they are spent."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import psutil
 import torch
-import typer
 
 from drafthead.heads.errors import UserError
 from drafthead.lab.planning.dry_setup import dry_setup
 from drafthead.lab.planning.estimate import Place, disk_use, remedies, step_memory
 from drafthead.lab.planning.trial import MOST_STEPS, Trial, run_trial
-from drafthead.lab.reports.training_plan import TrainingPlan, plan_report
-from drafthead.scripts import options
+from drafthead.lab.reports.training_plan import TrainingPlan
 from drafthead.train.run.config import load_run_config
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 UNITS |= {f"{unit}I": 1024.0**power for power, unit in enumerate("KMGT", 1)}
 
 
-def main(
-    config: Annotated[
-        Path, typer.Option(help="Configuration file, such as configs/demo_medusa.yaml.")
-    ],
-    devices: Annotated[
-        int, typer.Option(help="Processes that share the run.", callback=options.at_least_one)
-    ] = 1,
-    memory: Annotated[
-        str | None, typer.Option(help="What a device has, as 80GB; default: what is here.")
-    ] = None,
-    tokens: Annotated[
-        float | None, typer.Option(help="Supervised tokens to learn: how long that takes.")
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option(help="Try a few real steps, for a minute at most; or compute only.")
-    ] = True,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
-) -> None:
-    """Show the memory, the disk and the time that a training run will need.
+def plan_training(
+    config: Path,
+    settings: list[str],
+    processes: int,
+    memory: str | None,  # of a device, as 80GB; None: what is here
+    tokens: float | None,  # supervised ones that are wanted
+    measure: bool,
+) -> TrainingPlan:
+    """The memory, the disk and the time that a training run will need.
 
-    Takes the same configuration and settings as `drafthead train`. The memory is computed from a
-    step without numbers, part by part: of the target only config.json is read, and the tokenizer.
-    Then a few real steps are tried in another process, if the weights are there and the memory
-    suffices: they show the speed, and the memory as it is. If the run does not fit, settings that
-    would help are listed, those that cost least first.
+    The memory is computed from a step without numbers, part by part: of the target only config.json
+    is read, and the tokenizer. Then a few real steps are tried in another process, if the weights
+    are there and the memory suffices: they show the speed, and the memory as it is. If the run does
+    not fit, settings that would help are listed, those that cost least first.
     """
-    run = load_run_config(config, settings or [])
-    run.train.accumulation(devices)
+    run = load_run_config(config, settings)
+    run.train.accumulation(processes)
     if tokens is not None and tokens <= 0:
         raise UserError(f"--tokens must be above 0, got {tokens:g}")
     on_cpu = run.train.cpu or not torch.cuda.is_available()
     room = memory_here(on_cpu) if memory is None else bytes_of(memory)
     # This process has imported what one that trains imports, and done nothing yet.
-    place = Place(devices, on_cpu, psutil.Process().memory_info().rss if on_cpu else 0)
+    place = Place(processes, on_cpu, psutil.Process().memory_info().rss if on_cpu else 0)
     setup = dry_setup(run)
-    step = step_memory(setup, devices)
+    step = step_memory(setup, processes)
     plan = TrainingPlan(
         run, setup, place, step, disk_use(setup, step), None, "--no-measure", room, tokens
     )
     if measure:
-        trial, reason = tried(config, settings or [], plan.computed, memory_here(on_cpu))
+        trial, reason = tried(config, settings, plan.computed, memory_here(on_cpu))
         plan = replace(plan, trial=trial, untried=reason)
     if not plan.fits:
         plan = replace(plan, remedies=remedies(setup, place))
-    report = plan_report(plan)
-    report.show()
-    if output is not None:
-        report.write(output)
+    return plan
 
 
 def tried(

@@ -1,0 +1,92 @@
+"""Files of a head on the Hugging Face hub, with a card."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HTTPError
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import Foreign, TargetFacts
+from drafthead.heads.formats.loading import build_head, read_foreign
+from drafthead.heads.formats.printing import printable
+
+# Of a run's folder; its states, logs and samples of data stay where they are.
+FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "acceptance.json", "README.md")
+CARD = "README.md"
+
+
+def push(head: Path, repository: str, private: bool) -> tuple[str, list[str]]:
+    """Upload a head's folder; its address there, and the names of its files.
+
+    Raises UserError for what is no folder of a head in safetensors, and as `upload`.
+    """
+    _, foreign = read_foreign(head, TargetFacts())
+    if not foreign.needs_target:
+        build_head(foreign, head)
+    if not head.is_dir():
+        raise UserError(f"{head} is a file: name the folder of the head")
+    files: dict[str, Path | bytes] = {
+        path.name: path for pattern in FILES for path in sorted(head.glob(pattern))
+    }
+    if not any(name.endswith(".safetensors") for name in files):
+        raise UserError(f"{head} holds no safetensors: convert it with drafthead head import")
+    if CARD not in files:
+        files[CARD] = card(repository, foreign).encode()
+    return upload(repository, files, private), sorted(files)
+
+
+def upload(repository: str, files: dict[str, Path | bytes], private: bool) -> str:
+    """The address of a repository that holds the files, as one commit.
+
+    Raises UserError with the hub's reason, or when it cannot be reached.
+    """
+    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    hub = HfApi()
+    try:
+        made = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.create_commit(repository, operations, commit_message="Upload a draft head")
+    except (HTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{repository} was not uploaded: {printable(reason)}") from error
+    return str(made)
+
+
+def card(repository: str, foreign: Foreign) -> str:
+    """A model card in Markdown; what is not known is left out."""
+    target = foreign.target.name
+    count = sum(tensor.numel() for tensor in foreign.tensors.values() if tensor.is_floating_point())
+    named = target or "TARGET"
+    of = f" for {target}" if target else ""
+    evaluation = foreign.provenance.get("evaluation")
+    sections = [
+        front_matter(target),
+        f"# {repository.split('/')[-1]}",
+        f"A draft head{of}, family {foreign.family}, {count / 1e6:.1f} million parameters. It "
+        "proposes tokens that the target verifies, so that decoding is faster and the answers are "
+        "the target's own.",
+        f"```\ndrafthead chat --target {named} --draft {repository}\n```",
+        *([acceptance(evaluation)] if isinstance(evaluation, dict) else []),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def front_matter(target: str | None) -> str:
+    """What the hub reads of a card. A target in a local folder is no model that it knows."""
+    named = target or ""
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", named) and not Path(named).exists()
+    base = [f"base_model: {named}"] if is_hub_id else []
+    tags = "tags: [speculative-decoding, draft-head]"
+    return "\n".join(["---", "library_name: drafthead", *base, tags, "---"])
+
+
+def acceptance(evaluation: dict[str, Any]) -> str:
+    """The table of the last evaluation on held-out answers."""
+    trees = evaluation.get("tau_tree", {})
+    columns = ["chain", *(f"{nodes} nodes" for nodes in trees)]
+    values = [f"{tau:.2f}" for tau in (evaluation["tau_chain"], *trees.values())]
+    rows = [columns, ["---"] * len(columns), values]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    positions = f"{evaluation['anchors']:,} positions of held-out answers"
+    return f"Tokens per pass of the target, greedy, after {positions}:\n\n{table}"

@@ -1,0 +1,158 @@
+"""Conversations with what training supervises of them, and statistics of a data set."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.target.chat_template import NO_ARGUMENTS, TemplateArguments
+from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.left_out import LeftOut, UnusableRowError
+from drafthead.train.data.supervision import (
+    Rendering,
+    SupervisedTokens,
+    mark_answers,
+    special_ids,
+    supervised_sequences,
+    unread_by_template,
+)
+
+SUPERVISED, CONTEXT, EDGE = "bold green", "dim", "red"
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """Lengths of the usable sequences in tokens, and what is wrong with the others."""
+
+    with_ids: int  # rows that hold the token ids of their answers
+    lengths: list[int]
+    supervised: list[int]
+    without_end: int  # rows whose last supervised token is no control token
+    left_out: LeftOut
+
+
+def summarise(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    left_out: LeftOut,
+    template_arguments: TemplateArguments = NO_ARGUMENTS,
+) -> DataSummary:
+    """Mark every conversation; rows that training leaves out are added to `left_out`."""
+    lengths, supervised = [], []
+    without_end = 0
+    controls = special_ids(tokenizer)
+    for conversation in conversations:
+        try:
+            sequences = supervised_sequences(tokenizer, conversation, template_arguments)
+        except UserError as error:
+            left_out.leave(UnusableRowError(str(error)))
+            continue
+        left_out.note_unread(unread_by_template(tokenizer, conversation))
+        for marked in sequences:
+            emitted = [i for i, learnt in zip(marked.input_ids, marked.mask, strict=True) if learnt]
+            lengths.append(len(marked.input_ids))
+            supervised.append(len(emitted))
+            without_end += emitted[-1] not in controls
+    with_ids = sum(conversation.tokens is not None for conversation in conversations)
+    return DataSummary(with_ids, lengths, supervised, without_end, left_out)
+
+
+def runs(marked: SupervisedTokens, token_by_token: bool) -> list[tuple[list[int], bool]]:
+    """Neighbouring tokens of the same kind, or every token alone, each with its mask.
+
+    Ids 5 6 7 with mask 0 1 1 make the runs ([5], 0) and ([6, 7], 1).
+    """
+    pieces: list[tuple[list[int], bool]] = []
+    for token, learnt in zip(marked.input_ids, marked.mask, strict=True):
+        if pieces and pieces[-1][1] == learnt and not token_by_token:
+            pieces[-1][0].append(token)
+        else:
+            pieces.append(([token], learnt))
+    return pieces
+
+
+def paint(
+    tokenizer: PreTrainedTokenizerBase,
+    marked: SupervisedTokens,
+    show_tokens: bool,
+    colour: bool,
+) -> Text:
+    """The rendered conversation; supervised text is coloured or, without colour, in brackets."""
+    text = Text()
+    for ids, learnt in runs(marked, show_tokens):
+        piece = str(tokenizer.decode(ids, skip_special_tokens=False))
+        if learnt and not colour:
+            piece = f"⟦{piece}⟧"
+        text.append(piece, style=SUPERVISED if learnt else CONTEXT)
+        if show_tokens:
+            text.append("|", style=EDGE)
+    return text
+
+
+def summary_table(summary: DataSummary, title: str) -> Table:
+    """The statistics as a table of two columns."""
+    table = Table(title=title, show_header=False)
+    total, learnt = sum(summary.lengths), sum(summary.supervised)
+    rows = [
+        ("rows", f"{summary.left_out.rows:,}"),
+        ("rows with the ids that the target generated", f"{summary.with_ids:,}"),
+        ("rows that training leaves out", summary.left_out.unusable),
+    ]
+    if total:
+        rows += [
+            ("tokens", f"{total:,}"),
+            ("supervised tokens", f"{learnt:,} ({learnt / total:.1%})"),
+            ("rows whose last answer lacks an end-of-turn", summary.without_end),
+        ]
+        for name, values in (
+            ("tokens a sequence", summary.lengths),
+            ("supervised", summary.supervised),
+        ):
+            shown = np.percentile(values, [0, 50, 90, 99, 100]).round().astype(int)
+            rows.append((f"{name}: min, 50 %, 90 %, 99 %, max", ", ".join(map(str, shown))))
+    for name, value in rows:
+        table.add_row(name, str(value))
+    return table
+
+
+def show_conversations(
+    console: Console,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    show_tokens: bool,
+    template_arguments: TemplateArguments,
+) -> None:
+    """Print conversations, or why nothing can be learnt of them."""
+    for conversation in conversations:
+        ids = "text only" if conversation.tokens is None else "token ids as generated"
+        console.print(Text(f"{conversation.id} ({conversation.where}), {ids}", style="bold"))
+        try:
+            sequences = sequences_to_show(tokenizer, conversation, template_arguments)
+        except UserError as error:
+            console.print(Text(str(error), style=EDGE))
+            continue
+        for marked in sequences:
+            console.print(paint(tokenizer, marked, show_tokens, console.is_terminal), end="\n\n")
+
+
+def sequences_to_show(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    template_arguments: TemplateArguments,
+) -> list[SupervisedTokens]:
+    """What training reads of a conversation; of a text also when there is nothing to learn."""
+    if conversation.tokens is None:
+        rendering = Rendering.of(tokenizer, conversation, template_arguments)
+        return [mark_answers(rendering, conversation.messages)]
+    return supervised_sequences(tokenizer, conversation)
+
+
+def show_summary(console: Console, summary: DataSummary, title: str) -> None:
+    """Print the statistics, and what is left out or not read."""
+    console.print(summary_table(summary, title))
+    for sentence in summary.left_out.sentences():
+        console.print(Text(sentence, style=EDGE))

@@ -1,0 +1,113 @@
+"""Answers in a terminal: printed while they are decoded, with a line about their speed."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.printing import shown, visible
+from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
+from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.request.text_pieces import GrowingAnswer
+from drafthead.infer.serving.chat_session import ChatSession
+
+PROMPT = "> "
+QUIT = "/quit"
+DRAFTED = "green"
+
+
+def prompt_text(prompt: str | None) -> str:
+    """The prompt, or standard input; raises UserError when it is empty."""
+    text = prompt if prompt is not None else sys.stdin.read()
+    if not text.strip():
+        raise UserError("the prompt is empty: pass --prompt or text on standard input")
+    return text
+
+
+def print_answer(decoder: Decoder, prompt: str, how: DecodeOptions) -> DecodeResult:
+    """Print the answer while it is decoded, or several answers together, and return them."""
+    config = how.get("generation_config")
+    if config is None or not (
+        (config.num_return_sequences or 1) > 1 or (config.num_beams or 1) > 1
+    ):
+        stream = decoder.stream(prompt, **how)
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print()
+        return stream.result
+    result = decoder.generate(prompt, **how)
+    for number, text in enumerate(result.texts):
+        score = "" if result.scores is None else f" score {result.scores[number]:.4f}"
+        print(f"[{number}]{score}\n{text}")
+    return result
+
+
+def logprob_lines(
+    tokens: Sequence[int], record: Logprobs, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """A line for each token: log-probability when chosen, the target's own, and alternatives."""
+
+    def named(token: int) -> str:
+        return shown(tokenizer.decode([token]))
+
+    yield "chosen   target   token"
+    for token, processed, raw, top in zip(
+        tokens, record.processed, record.raw, record.top, strict=True
+    ):
+        others = ", ".join(f"{named(other)} {value:.3f}" for other, value in top)
+        yield f"{processed:8.3f} {raw:8.3f} {named(token)}{' | ' if others else ''}{others}"
+
+
+def summary(result: DecodeResult) -> str:
+    """One line: tokens, why the answer ended, speed, tau and the time of each phase."""
+    stats = result.stats
+    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stats.seconds.items())
+    tokens = sum(map(len, result.sequences))
+    ends = ", ".join(dict.fromkeys(str(reason) for reason in result.finish_reasons))
+    return (
+        f"[{tokens} tokens, ended by {ends}, {stats.tokens_per_second:.1f} tokens/s, "
+        f"{stats.steps} steps, tau {stats.tau:.2f}; {phases}]"
+    )
+
+
+def messages() -> Iterator[str]:
+    """What the user writes, line by line, until /quit or the end of the input."""
+    prompt = PROMPT if sys.stdin.isatty() else ""
+    while True:
+        try:
+            message = input(prompt).strip()
+        except EOFError:
+            return
+        if message == QUIT:
+            return
+        if message:
+            yield message
+
+
+def print_turn(session: ChatSession, message: str, console: Console, show_drafts: bool) -> None:
+    """Print the answer to a message while it is decoded, then a line about its speed."""
+    passes = session.steps(message)
+    text = GrowingAnswer(session.tokenizer)
+    try:
+        for tokens in passes:
+            for place, token in enumerate(tokens):
+                drafted = show_drafts and place < len(tokens) - 1
+                console.print(Text(visible(text.add(token)), DRAFTED if drafted else ""), end="")
+        console.print(Text(visible(text.rest())))
+    except KeyboardInterrupt:
+        console.print()
+    finally:
+        passes.close()
+    console.print(Text(turn_summary(passes.stats, session.reused), "dim"))
+
+
+def turn_summary(stats: DecodeStats, reused: int) -> str:
+    """One line about a turn: tokens, speed, tau, and how much of the prompt was read before."""
+    tokens = sum(stats.decoded_tokens) + len(stats.decoded_tokens)
+    return (
+        f"[{tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.tau:.2f}, "
+        f"{reused} positions of the prompt reused]"
+    )
