@@ -33,7 +33,7 @@ def served(decoder: Decoder, prompts: list[list[int]], tokens: int, rows: int) -
 
 
 def generated(model: PreTrainedModel, prompts: list[list[int]], tokens: int, rows: int) -> int:
-    """The same by `model.generate`."""
+    """Decode all prompts by `model.generate`; returns the number of new tokens."""
     config = model.generation_config
     ends = torch.tensor(config.eos_token_id).view(-1)
     total = 0

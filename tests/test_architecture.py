@@ -85,23 +85,10 @@ def test_circles_of_rooms_are_found() -> None:
 PRONOUNS = ("That of", "Those of", "The same", "As for")
 # Files in which some still begin with a pronoun.
 WITH_PRONOUNS = {
-    "backends/cpu/direct_call.py",
-    "backends/cpu/layers/layer_code.py",
-    "contrib/own_layers/own_layers.py",
-    "infer/drafters/frequent_tokens.py",
-    "infer/drafters/past.py",
-    "infer/drafters/store_lookup.py",
     "infer/drafters/until_unsure.py",
-    "infer/drafters/with_lookup.py",
     "infer/engine/batch_run.py",
-    "infer/engine/planner.py",
-    "infer/engine/stepper.py",
-    "infer/verifiers/base.py",
     "lab/diagnosis/checks.py",
-    "lab/diagnosis/examination.py",
     "lab/exactness/oracle.py",
-    "lab/planning/trial.py",
-    "lab/races/race.py",
 }
 
 

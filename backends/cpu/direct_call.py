@@ -132,11 +132,11 @@ class Recorder:
         return call, None if constants is None else record
 
     def inputs_seen(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Those that torch was called with, and those that the code was."""
+        """Inputs of torch's own call, and inputs of the generated code."""
         return self.outer[0], self.inner[0]
 
     def outputs_seen(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Those of torch, and those of the code."""
+        """Outputs of torch's own call, and outputs of the generated code."""
         return self.outer[1], self.inner[1]
 
     def _by_torch(self, inputs: list[Any]) -> Outputs:

@@ -50,7 +50,7 @@ class OwnLayers(LevelDrafter):
         super().__init__(part_of(target, layers), target, depth)
 
     def __repr__(self) -> str:
-        """That of a model of these layers, and whose they are."""
+        """The description of a model of these layers, and whose they are."""
         return f"{super().__repr__()} within the target"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:

@@ -38,12 +38,12 @@ class FrequentTokens(DraftModel):
         return self.tokens[places]
 
     def __repr__(self) -> str:
-        """That of the draft model, and how many tokens it guesses among."""
+        """The draft model's description, and how many tokens it guesses among."""
         return f"{super().__repr__()} with {len(self.tokens)} frequent tokens"
 
 
 def with_rows(model: Target, tokens: torch.Tensor) -> Target:
-    """The same model with those rows of its output head that belong to `tokens` [Vd].
+    """The model with only those rows of its output head that belong to `tokens` [Vd].
 
     It shares all other weights. Raises UserError when the output head is no plain matrix.
     """

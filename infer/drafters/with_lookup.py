@@ -42,7 +42,7 @@ class WithLookup(Drafter):
         self.budgets = (*free_budgets(most), *drafter.budgets)
 
     def __repr__(self) -> str:
-        """That of the drafter, and that lookup is beside it."""
+        """The drafter's description, and that lookup is beside it."""
         return f"{self.drafter} with {self.lookup}"
 
     def compile(self, target: Target | None = None) -> None:

@@ -47,7 +47,7 @@ class PromptPass:
     cache: TreeCache  # of the target
 
     def chosen(self, rows: Sequence[int]) -> "PromptPass":
-        """The same of the rows, of which one may come several times."""
+        """This pass of chosen rows, of which one may come several times."""
         places = torch.tensor(rows, device=self.ids.device)
         return PromptPass(
             [self.prompts[row] for row in rows],
@@ -60,7 +60,7 @@ class PromptPass:
         )
 
     def committed(self, roots: torch.Tensor, first_tokens: Sequence[int]) -> Committed:
-        """The same as drafters receive it, with the roots [B], the first tokens of the answers.
+        """This pass as drafters receive it, with the roots [B], the first tokens of answers.
 
         `first_tokens` are the same as the host has them, NO_TOKEN among them.
         """

@@ -61,7 +61,7 @@ class Verifier:
     follows: bool  # accepts exactly the nodes that are the target's own tokens, as `follow` does
 
     def with_options(self, options: Mapping[str, float]) -> "Verifier":
-        """The same verifier with other options of its rule; those left out keep their defaults.
+        """This verifier with other options of its rule; those left out keep their defaults.
 
         Raises UserError for an option that the rule does not have, or a value out of its range.
         """

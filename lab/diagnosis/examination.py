@@ -84,7 +84,7 @@ def shifted(spec: FeatureSpec, shift: int, target: Target) -> FeatureSpec | None
 
 
 def selected(features: Features, layers: list[int], spec: FeatureSpec) -> Features:
-    """Those of `spec`, of features whose taps are of the given layers."""
+    """The features of `spec`, from features whose taps are of the given layers."""
     taps = tuple(features.taps[layers.index(layer)] for layer in spec.layers)
     return Features(features.last if spec.last else None, taps)
 

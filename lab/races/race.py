@@ -42,7 +42,7 @@ class Record:
         ]
 
     def part(self, places: Sequence[int]) -> "Record":
-        """The same of some of the batches, by their places."""
+        """This record, restricted to the batches at the given places."""
         answers = [[answers[place] for place in places] for answers in self.answers]
         return Record(self.contestant, answers, self.peak_memory_bytes)
 

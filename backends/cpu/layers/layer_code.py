@@ -22,7 +22,7 @@ class LayerTable(nn.Module):
     rows: torch.Tensor  # [L, W]
 
     def __init__(self, addresses: Sequence[int], constants: Sequence[Sequence[torch.Tensor]]):
-        """Those of each layer."""
+        """The addresses and constants of each layer's code."""
         super().__init__()
         handles = [torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(c)) for c in constants]
         # Their memory is not torch's to free.
