@@ -51,7 +51,7 @@ from drafthead.infer.request.other_words import OtherWords, type_of_weights, wit
 from drafthead.infer.request.padding import pad_token_of
 from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
 from drafthead.infer.request.request import Request
-from drafthead.infer.request.stopping import end_token_ids, stops_for
+from drafthead.infer.request.stopping import stops_for
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
 from drafthead.infer.serving.chat_session import ChatSession, Message
 from drafthead.infer.serving.serve_options import chat_settings, own_options, shared_options
@@ -100,7 +100,7 @@ class Decoder:
         self.plans = Plans(target, drafter) if adaptive and drafter is not None else None
         self.tokenizer = target.tokenizer
         self.max_length = target.max_length
-        self.end_ids = end_token_ids(target)
+        self.end_ids = target.end_ids
         self.memory = Memory(target.model)
 
     @classmethod

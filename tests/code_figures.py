@@ -3,9 +3,10 @@
 import argparse
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -25,6 +26,22 @@ MAY_IMPORT = {
     "scripts": {"heads", "backends", "infer", "contrib", "train", "lab"},
 }
 LAYERS = list(MAY_IMPORT)
+# What one step of decoding needs: trees, drafting, cache, sampling, target, engine, rules, options.
+ONE_STEP = (
+    "heads/trees/",
+    "heads/drafting/",
+    "heads/kv_cache/",
+    "heads/sampling.py",
+    "heads/coupling.py",
+    "heads/target/target.py",
+    "heads/target/tree_cache.py",
+    "heads/backend.py",
+    "infer/engine/",
+    "infer/verifiers/",
+    "infer/decoder.py",
+    "infer/request/decode_options.py",
+    "infer/request/request.py",
+)
 # "[B, N, D]", "[V]", "[]"; not `tree[node]` or `list[int]`, where a word comes before the bracket.
 SHAPE = re.compile(r"(?<![\w\])])\[([\w.,+*/() -]*[A-Za-z.][\w.,+*/() -]*)?\]")
 TENSOR = re.compile(r"\bTensors?\b")  # not `TensorFile`
@@ -168,6 +185,29 @@ def circles(reached: dict[str, set[str]]) -> list[list[str]]:
     return sorted(list(circle) for circle in found if len(circle) > 1)
 
 
+def longest_chain(modules: list[Module]) -> list[str]:
+    """The names of modules of which each imports the next, as many as there are in a row."""
+    names = {module.name for module in modules}
+    imported = {module.name: module.imported(names) - {module.name} for module in modules}
+
+    @cache
+    def chain(name: str) -> tuple[str, ...]:
+        return (name, *max(map(chain, imported[name]), key=len, default=()))
+
+    return list(max(map(chain, imported), key=len))
+
+
+def small_files(modules: list[Module], most: int = 80) -> list[Module]:
+    """Files of fewer than `most` lines that one other alone imports, packages not counted."""
+    names = {module.name for module in modules}
+    importers = Counter(name for m in modules for name in m.imported(names) - {m.name})
+    return [
+        m
+        for m in modules
+        if len(m.lines) < most and importers[m.name] == 1 and m.path.stem != "__init__"
+    ]
+
+
 def functions_without_shape(modules: list[Module]) -> list[Function]:
     """Public functions with a Tensor in their signature that state no shape."""
     public = [f for module in modules for f in module.functions if f.public]
@@ -225,6 +265,14 @@ def main() -> None:
     missing = [f"no shape: {f}" for f in functions_without_shape(modules) if options.missing]
     Console(width=120).print(table)
     print(*long, *circles, *upward_imports(modules), *missing, sep="\n")
+    step = [m for m in modules if str(m.path).startswith(ONE_STEP)]
+    chain, small = longest_chain(modules), small_files(modules)
+    print(
+        f"one step reads in {sum(len(m.lines) for m in step)} lines, {len(step)} files",
+        f"longest chain of imports: {len(chain)} modules, {' > '.join(chain)}",
+        f"under 80 lines with one importer: {len(small)}, {', '.join(str(m.path) for m in small)}",
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from drafthead.backends.cpu.layers.recorded_calls import (
     replaced,
     tensors_of,
 )
-from drafthead.heads.kv_cache.column_cache import Growing
+from drafthead.backends.cuda.tree_kernels import KernelCache
 from drafthead.heads.target.tree_cache import StepCache
 
 # At one row inductor then makes matrix products its own, with norms and residuals fused into them.
@@ -135,9 +135,9 @@ class LayerCode:
             *others: torch.Tensor,
         ) -> Any:
             """What the layer returns; its keys and values are written to the cache."""
-            cache: OneLayer = OneLayer([keys], [values], columns, end.shape[0])
+            cache: StepCache = OneLayer([keys], [values], columns, end.shape[0])
             if pending is not None:
-                cache = OneKernelLayer([keys], [values], columns, pending)
+                cache = OneKernelLayer([keys], [values], pending)
             args, kwargs = filled(form, iter((hidden, *others)), cache)
             return functional_call(self.form_alone, weights, args, kwargs)
 
@@ -175,17 +175,8 @@ def cache_in(arguments: Any) -> StepCache:
     raise UnlikeError("a layer is given no cache")
 
 
-class OneKernelLayer(OneLayer):
+class OneKernelLayer(OneLayer, KernelCache):
     """A layer's part of a cache for the tree kernel, whatever number the layer has."""
-
-    def append(  # type: ignore[override]
-        self,
-        layer: int,
-        keys: torch.Tensor,  # [B, G, N, D]
-        values: torch.Tensor,  # [B, G, N, D]
-    ) -> tuple[Growing, Growing]:
-        """What the kernel is given, which writes the new ones into the cache."""
-        return Growing(self.keys[0], keys, self.end), Growing(self.values[0], values, self.end)
 
 
 def without_weights(layer: nn.Module) -> nn.Module:

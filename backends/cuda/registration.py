@@ -10,7 +10,7 @@ sees. A layer's `update` of the cache returns where its states are kept beside t
 the model hands that on to the attention unread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,43 +25,11 @@ from drafthead.backends.cuda.tree_attention import (
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import Growing
 from drafthead.heads.target.masks import LayerKind, LayerMasks, uses_alibi
-from drafthead.heads.target.tree_cache import StepCache
 
 NAME = "drafthead_tree"
 TYPES = torch.bfloat16, torch.float16, torch.float32
 # What models pass beside that makes no difference: what a window hides, the mask says already.
 WITHOUT_EFFECT = {"sliding_window", "is_causal", "dropout", "position_ids", "use_cache"}
-
-
-class KernelCache(StepCache):
-    """A cache as a model of transformers sees it whose attention writes into it."""
-
-    def __init__(
-        self,
-        keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, D]
-        values: Sequence[torch.Tensor],  # as keys
-        pending: int = 0,
-    ):
-        """`pending` nodes are in the cache, which the new ones follow."""
-        no_columns = torch.empty(0, dtype=torch.long, device=keys[0].device)
-        super().__init__(keys, values, no_columns, keys[0].shape[2])
-        self.pending: int = pending
-
-    def append(  # type: ignore[override]
-        self,
-        layer: int,
-        keys: torch.Tensor,  # [B, G, N, D]
-        values: torch.Tensor,  # [B, G, N, D]
-    ) -> tuple[Growing, Growing]:
-        """What the attention is to be given as the keys and the values of a layer."""
-        return (
-            Growing(self.keys[layer], keys, self.pending),
-            Growing(self.values[layer], values, self.pending),
-        )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Raises UserError: models that count by it cannot be run with this cache."""
-        raise UserError("this model counts columns of its cache, whose number the GPU alone knows")
 
 
 def sights(

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
+from drafthead.backends.cuda import MOST_NODES
 from drafthead.backends.cuda.attention_kernels import LOG2_E, attend, merge
 
-# Nodes whose ancestors fit into the bits of one number.
-MOST_NODES = 64
 # Wider heads leave too few registers.
 WIDEST_HEAD = 256
 MOST_SPLITS = 64

@@ -12,18 +12,50 @@ import torch
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from drafthead.backends.cuda import MOST_NODES
 from drafthead.backends.cuda.recordings import place_of
+from drafthead.heads.errors import UserError
+from drafthead.heads.kv_cache.column_cache import Growing
 from drafthead.heads.target.masks import LayerKind, LayerMasks
+from drafthead.heads.target.tree_cache import StepCache
 
 if TYPE_CHECKING:
     from drafthead.backends.cuda.commit import CacheTable
-    from drafthead.backends.cuda.registration import KernelCache
 
-# Nodes of a tree whose ancestors fit into the bits of one number.
-MOST_NODES = 64
 EVERYTHING = (LayerKind("full_attention"),)
 
 logger = logging.getLogger(__name__)
+
+
+class KernelCache(StepCache):
+    """A cache as a model of transformers sees it whose attention writes into it."""
+
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, D]
+        values: Sequence[torch.Tensor],  # as keys
+        pending: int = 0,
+    ):
+        """`pending` nodes are in the cache, which the new ones follow."""
+        no_columns = torch.empty(0, dtype=torch.long, device=keys[0].device)
+        super().__init__(keys, values, no_columns, keys[0].shape[2])
+        self.pending: int = pending
+
+    def append(  # type: ignore[override]
+        self,
+        layer: int,
+        keys: torch.Tensor,  # [B, G, N, D]
+        values: torch.Tensor,  # [B, G, N, D]
+    ) -> tuple[Growing, Growing]:
+        """What the attention is to be given as the keys and the values of a layer."""
+        return (
+            Growing(self.keys[layer], keys, self.pending),
+            Growing(self.values[layer], values, self.pending),
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Raises UserError: models that count by it cannot be run with this cache."""
+        raise UserError("this model counts columns of its cache, whose number the GPU alone knows")
 
 
 class TreeKernels:
@@ -78,9 +110,9 @@ class TreeKernels:
         keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, D]
         values: Sequence[torch.Tensor],  # as keys
         pending: int = 0,
-    ) -> "KernelCache":
+    ) -> KernelCache:
         """The cache that goes with these masks."""
-        return self.registration.KernelCache(keys, values, pending)
+        return KernelCache(keys, values, pending)
 
     def used(self) -> AbstractContextManager[None]:
         """Within, layers of the model attend by the kernel."""

@@ -257,6 +257,14 @@ class Target:
         return int(self.config.vocab_size)
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, as for `model.generate`."""
+        generation = self.model.generation_config
+        ends = generation.eos_token_id if generation else None
+        ends = self.config.eos_token_id if ends is None else ends
+        return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+    @property
     def max_length(self) -> int | None:
         """Longest sequence in tokens that the positions allow; None when unlimited."""
         return self.context.length

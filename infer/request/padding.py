@@ -6,7 +6,6 @@ from itertools import takewhile
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.infer.request.stopping import end_token_ids
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ def pad_token_of(target: Target) -> PadToken | None:
     pads = [pad for source in sources if (pad := source.pad_token_id) is not None]
     if not pads:
         return None
-    texts = {source.bos_token_id for source in sources} | end_token_ids(target)
+    texts = {source.bos_token_id for source in sources} | target.end_ids
     if target.tokenizer is not None:
         texts.add(target.tokenizer.eos_token_id)
     return PadToken(pads[0], pads[0] in texts)

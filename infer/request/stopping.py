@@ -17,21 +17,12 @@ from transformers.generation.stopping_criteria import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
 
 # Why an answer has ended: by one of the target's end tokens, a stop string or one of the caller's
 # stopping criteria; at its limit of tokens or of time; or because its stream was closed.
 FinishReason = Literal[
     "end_token", "stop_string", "stopping_criteria", "length", "time", "cancelled"
 ]
-
-
-def end_token_ids(target: Target) -> frozenset[int]:
-    """The tokens that end an answer of the target, the same as for `model.generate`."""
-    ends = target.model.generation_config.eos_token_id if target.model.generation_config else None
-    if ends is None:
-        ends = target.config.eos_token_id
-    return frozenset() if ends is None else token_ids(ends)
 
 
 def token_ids(ids: int | Sequence[int]) -> frozenset[int]:

@@ -16,7 +16,6 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.request.decode_options import DecodeOptions
-from drafthead.infer.request.stopping import end_token_ids
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Transformers(Contestant):
         generated = output[:, begun:].tolist()
         ended = time.perf_counter()
         first_at = clock.first_at or ended
-        ends = end_token_ids(self.target)
+        ends = self.target.end_ids
         sequences = [up_to_end(tokens, ends) for tokens in generated]
         return Answers(
             sequences=sequences,

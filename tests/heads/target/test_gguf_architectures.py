@@ -18,7 +18,6 @@ from drafthead.heads.target import gguf_files
 from drafthead.heads.target.gguf_account import COMPARED
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
-from drafthead.infer.request.stopping import end_token_ids
 
 WINDOW, LENGTH = 6, 100
 SIZES = {
@@ -217,7 +216,7 @@ def test_the_ends_of_texts_turns_and_messages_end_answers(tmp_path) -> None:
 
     path = tmp_path / "small.gguf"
     write_gguf(path, llama_with({}), "llama", LLAMA_KEYS, others=others)
-    assert end_token_ids(Target.from_pretrained(path)) == {1, 2, 3}
+    assert Target.from_pretrained(path).end_ids == {1, 2, 3}
 
 
 @pytest.mark.parametrize(
