@@ -23,6 +23,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe
 from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer.decoder import Decoder, decoder_for
+from drafthead.infer.engine import stepper
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.verifiers.base import follow
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -57,6 +58,27 @@ def test_recorded_steps_decode_what_plain_decoding_does(
     expected = OracleDecoder(target).generate(prompts, max_new_tokens=24).sequences
     assert compiled.generate(prompts, max_new_tokens=24).sequences == expected
     assert rehearsal.recorded > 0
+
+
+def test_the_function_of_a_step_gives_the_same_text_uncompiled(
+    target: Target, make_drafter: Callable[[str, Target], Drafter], monkeypatch
+) -> None:
+    """The backend alone makes the difference between an eager step and a compiled one."""
+    prompts = random_prompts(3)
+    for name in ("medusa:own", "eagle3:own"):
+        drafter = make_drafter(name, target)
+        for temperature in (0.0, 1.0):
+            rule = "match" if temperature else "greedy"
+            ask = {"max_new_tokens": 20, "temperature": temperature, "seed": 5, "verifier": rule}
+            expected = OracleDecoder(target).generate(prompts, **ask).sequences
+            with monkeypatch.context() as there:
+                there.setattr(stepper, "steps_in_one_call", lambda *_: True)
+                there.setattr(stepper.Stepper, "accept", None)
+                decoder = Decoder(target, drafter)
+                found = decoder.generate(
+                    prompts, **ask, verifier="match" if temperature else "greedy"
+                )
+            assert found.sequences == expected
 
 
 # Of a long mixed run: recordings of the step by rows, widths, capacities and nodes.
