@@ -10,11 +10,11 @@ from tree_reference import random_ancestors
 
 from drafthead.backends.cuda.registration import (
     NAME,
-    KernelCache,
     in_attention_of,
     reason_against,
     sights,
 )
+from drafthead.backends.cuda.tree_kernels import KernelCache
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target

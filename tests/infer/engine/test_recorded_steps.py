@@ -75,9 +75,7 @@ def test_the_function_of_a_step_gives_the_same_text_uncompiled(
                 there.setattr(stepper, "steps_in_one_call", lambda *_: True)
                 there.setattr(stepper.Stepper, "accept", None)
                 decoder = Decoder(target, drafter)
-                found = decoder.generate(
-                    prompts, **ask, verifier="match" if temperature else "greedy"
-                )
+                found = decoder.generate(prompts, **ask)
             assert found.sequences == expected
 
 
