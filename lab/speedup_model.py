@@ -1,4 +1,4 @@
-"""Bounds and predictions of the speed of speculative decoding, from the times of its parts.
+"""Predictions of the speed of speculative decoding, from the times of its parts.
 
 Leviathan et al. (2023, arXiv 2211.17192) call the chance that a drafted token is accepted alpha,
 the length of a chain gamma (here K, `length`), and the cost of a drafted token, in passes of the
@@ -9,16 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MAX_CHAIN = 16
-
-
-def speedup_bound(
-    tau: float, verify_seconds: float, draft_seconds: float, host_seconds: float, t_1: float
-) -> float:
-    """tau / (verify / t_1 + draft / t_1 + host / t_1): seconds per step, t_1 that of a plain step.
-
-    The measured speedup is lower by the time outside these phases.
-    """
-    return tau * t_1 / (verify_seconds + draft_seconds + host_seconds)
 
 
 @dataclass(frozen=True)

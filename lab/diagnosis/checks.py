@@ -51,7 +51,7 @@ class Finding:
 
 
 def faults_first(findings: dict[str, Finding]) -> dict[str, Finding]:
-    """The same findings in the order in which they are shown."""
+    """Findings in the order in which they are shown."""
     return dict(sorted(findings.items(), key=lambda item: not item[1].is_fault))
 
 

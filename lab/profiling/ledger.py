@@ -42,6 +42,11 @@ class StepLedger:
         draft, verify = self.seconds["draft"], self.seconds["verify"]
         return StepParts(*(part / plain.step_seconds for part in (draft, verify, host)))
 
+    def bound(self, plain: "StepLedger") -> float:
+        """tau over the step's phases in plain steps: the speedup, if nothing took time but them."""
+        phases = sum(self.seconds[phase] for phase in STEP_PHASES)
+        return self.tau * plain.step_seconds / phases
+
     def as_fields(self) -> dict[str, object]:
         """The ledger with its shares, for JSON."""
         return {**asdict(self), "shares": {phase: self.share(phase) for phase in self.seconds}}

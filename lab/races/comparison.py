@@ -12,7 +12,6 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.lab.races.divergence import Divergence, divergence
 from drafthead.lab.races.race import Record
-from drafthead.lab.speedup_model import speedup_bound
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
 
@@ -93,9 +92,8 @@ def _row(
     sequences = [sequence for batch in batches for sequence in batch.sequences]
     speedups = _ratios(record, plain)
     speedups_hf = _ratios(record, generate)
-    stats, drafted = record.stats(), record.stats() if record is not plain else None
-    t_1 = _plain_step_seconds(plain)
-    contestant = record.contestant
+    stats, contestant, plain_ledger = record.stats(), record.contestant, plain.ledger()
+    drafted = record.ledger() if stats and record is not plain else None
     return ComparisonRow(
         mode=contestant.mode,
         drafter=contestant.drafter,
@@ -109,14 +107,14 @@ def _row(
         tau=stats.tau if stats else None,
         acceptance_by_depth=stats.acceptance_by_depth() if stats else [],
         accept_length_counts=_counts(stats) if stats else {},
-        draft_cost=_draft_cost(drafted, t_1) if drafted else None,
+        draft_cost=drafted.parts(plain_ledger).draft if drafted else None,
         steps=stats.steps if stats else None,
         phase_seconds=stats.seconds if stats else {},
         speedup=median(speedups),
         speedup_range=(min(speedups), max(speedups)),
         speedup_hf=median(speedups_hf),
         speedup_hf_range=(min(speedups_hf), max(speedups_hf)),
-        speedup_bound=_bound(drafted, t_1) if drafted else None,
+        speedup_bound=drafted.bound(plain_ledger) if drafted else None,
         efficiency=median(speedups) / drafted.tau if drafted else None,
         repeated_8gram_share=repeated_ngram_share(sequences),
         answers_ended=sum(bool(end_ids & {*s[-1:]}) for s in sequences) / len(sequences),
@@ -142,29 +140,6 @@ def _ratios(record: Record, baseline: Record) -> list[float]:
 def _counts(stats: DecodeStats) -> dict[int, int]:
     lengths = [length for row in stats.accept_lengths for length in row]
     return {length: lengths.count(length) for length in sorted(set(lengths))}
-
-
-def _plain_step_seconds(plain: Record) -> float:
-    """t_1: seconds of a plain step."""
-    stats = plain.stats()
-    assert stats is not None
-    return stats.decode_seconds / max(1, stats.steps)
-
-
-def _draft_cost(stats: DecodeStats, t_1: float) -> float:
-    """Seconds of drafting a step, in plain steps."""
-    return stats.seconds["draft"] / max(1, stats.steps) / t_1
-
-
-def _bound(stats: DecodeStats, t_1: float) -> float:
-    steps = max(1, stats.steps)
-    return speedup_bound(
-        tau=stats.tau,
-        verify_seconds=stats.seconds["verify"] / steps,
-        draft_seconds=stats.seconds["draft"] / steps,
-        host_seconds=(stats.seconds["accept"] + stats.seconds["commit"]) / steps,
-        t_1=t_1,
-    )
 
 
 def divergences(

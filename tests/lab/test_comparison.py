@@ -12,6 +12,7 @@ from drafthead.backends.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
+from drafthead.lab.profiling.ledger import StepLedger
 from drafthead.lab.races.comparison import (
     GENERATE,
     ComparisonRow,
@@ -29,7 +30,7 @@ from drafthead.lab.reports.comparison import (
     draw,
     race_table,
 )
-from drafthead.lab.speedup_model import chain_speedup, predict_chain, speedup_bound
+from drafthead.lab.speedup_model import chain_speedup, predict_chain
 
 
 def test_tau_counts_returned_tokens_per_pass() -> None:
@@ -64,8 +65,10 @@ def test_alpha_counts_only_tokens_that_were_tried() -> None:
 
 
 def test_the_bound_is_tau_over_the_cost_of_a_step() -> None:
-    bound = speedup_bound(3.0, verify_seconds=1.2, draft_seconds=0.2, host_seconds=0.1, t_1=1.0)
-    assert bound == pytest.approx(2.0)
+    phases = {"draft": 0.2, "verify": 1.2, "accept": 0.05, "commit": 0.05, "host": 0.5}
+    ledger = StepLedger(phases, 2.0, 1, 4.0, tau=3.0, tokens_per_second=1.5)
+    plain = StepLedger({"verify": 1.0, "host": 0.0}, 1.0, 1, 1.0, tau=1.0, tokens_per_second=1.0)
+    assert ledger.bound(plain) == pytest.approx(2.0)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ def test_all_contestants_are_counted_alike(small_race) -> None:
 
 @pytest.fixture(scope="module")
 def batch_race(target, make_drafter):
-    """The same without an assistant: three prompts, of which two are decoded together."""
+    """A race without an assistant: three prompts, of which two are decoded together."""
     greedy = SamplingConfig()
     contestants = [
         Ours("plain", "none", greedy, Decoder(target)),

@@ -153,7 +153,7 @@ def test_taps_beside_the_right_ones_are_found(
 
 
 def trained_copy(head: DraftHead, **changes: Any) -> DraftHead:
-    """The same weights under another configuration."""
+    """A head's weights under another configuration."""
     other = type(head)(replace(head.config, **changes))
     other.load_state_dict(head.state_dict())
     return other.eval().requires_grad_(False)
