@@ -144,7 +144,8 @@ def remedies(setup: DrySetup, place: Place) -> list[Remedy]:
     for section, key, value in possible_changes(setup):
         changed = replace(getattr(setup.config, section), **{key: value})
         try:
-            memory = step_memory(dry_setup(replace(setup.config, **{section: changed}), setup.rows))
+            there = dry_setup(replace(setup.config, **{section: changed}), setup.rows)
+            memory = step_memory(there, place.processes)
         except UserError:  # the value does not go with the others
             continue
         written = "null" if value is None else value
