@@ -3,8 +3,8 @@
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeResult, DecodeStats, Logprobs, TextStream
-from drafthead.infer.request.decode_options import DecodeOptions
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.request.options import DecodeOptions
+from drafthead.infer.serving import Answer, ServeRequest
 
 __all__ = [
     "Answer",

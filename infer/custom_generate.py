@@ -41,16 +41,14 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.target import Target
-from drafthead.infer.beams.beam_options import BeamOptions
-from drafthead.infer.beams.beam_search import BeamAnswer, beam_answers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.emissions import put_tokens, refuse_batch
 from drafthead.infer.engine.logits_processing import for_each_prompt
+from drafthead.infer.engine.results import BeamAnswer
 from drafthead.infer.engine.score_record import RowRecord
 from drafthead.infer.request.generation_config import refuse_unprepared
-from drafthead.infer.request.padding import masked
-from drafthead.infer.request.prompts import other_inputs, refuse_unknown_tokens
-from drafthead.infer.request.request import Request, RowKind
+from drafthead.infer.request.options import BeamOptions, Request, RowKind
+from drafthead.infer.request.prompts import masked, other_inputs, refuse_unknown_tokens
 from drafthead.infer.request.stopping import Stop, token_ids
 
 Output = GenerateBeamDecoderOnlyOutput | GenerateDecoderOnlyOutput | torch.Tensor
@@ -143,13 +141,13 @@ class PreparedCall:
         room = [context.room(f"prompt {n}", len(p), new) for n, p in enumerate(self.prompts)]
         seeds = torch.randint(2**62, (len(rows),)).tolist() if config.do_sample else [0] * len(rows)
         return Request(
-            self.prompts,
-            room,
-            sampling,
-            seeds,
-            ends,
-            for_each_prompt(kept, rows, target),
-            [Stop(row, others) for row in rows] if others else [],
+            prompts=self.prompts,
+            limits=room,
+            sampling=sampling,
+            seeds=seeds,
+            end_ids=ends,
+            processors=for_each_prompt(kept, rows, target),
+            stops=[Stop(row, others) for row in rows] if others else [],
             kept_rows=self.kept_rows,
             prefixes=rows,
             beams=self.beams,
@@ -169,7 +167,7 @@ class PreparedCall:
     def output(self, run: BatchRun) -> Output:
         """The answers as `model.generate` returns them."""
         if self.beams is not None:
-            return self.beam_output(beam_answers(run))
+            return self.beam_output(run.beam_answers)
         answers = [row.tokens for row in run.batch.rows]
         sequences = torch.cat([self.input_ids, self.padded(answers)], dim=1)
         if not self.config.return_dict_in_generate:

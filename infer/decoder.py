@@ -1,10 +1,8 @@
 """The entry for users: load a target with or without a drafter, and decode."""
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -16,20 +14,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.processor import tell_of_slow_bfloat16
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.beams.beam_search import beam_answers
+from drafthead.infer.beams.beam_search import search
+from drafthead.infer.chat_session import ChatSession, Message
 from drafthead.infer.custom_generate import CustomGenerate
-from drafthead.infer.drafters.with_lookup import learns_answers
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.emissions import in_time, streamed
-from drafthead.infer.engine.logits_processing import processors_for
+from drafthead.infer.engine.emissions import in_time, result_of, streamed
 from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.past import Memory
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
-from drafthead.infer.engine.score_record import LogprobRecord
 from drafthead.infer.engine.stepper import steps_in_one_call
 from drafthead.infer.loaded import (
     Draft,
@@ -38,26 +33,24 @@ from drafthead.infer.loaded import (
     length_of_paths,
     loaded_target,
     made_drafter,
+    prepared_target,
     read_drafts,
 )
-from drafthead.infer.request.decode_options import (
-    DecodeOptions,
-    DecodeSettings,
-    read_options,
-    refuse_in_pieces,
-)
-from drafthead.infer.request.generation_config import refuse_other_start, with_own_settings
+from drafthead.infer.request.options import DecodeOptions, Options, Request, read_options
 from drafthead.infer.request.other_words import OtherWords, type_of_weights, with_older_drafts
-from drafthead.infer.request.padding import pad_token_of
-from drafthead.infer.request.prompts import Prompt, encode, refuse_unknown_tokens
-from drafthead.infer.request.request import Request
-from drafthead.infer.request.stopping import stops_for
-from drafthead.infer.request.text_pieces import text_pieces, texts_of
-from drafthead.infer.serving.chat_session import ChatSession, Message
-from drafthead.infer.serving.serve_options import chat_settings, own_options, shared_options
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
-from drafthead.infer.serving.server import serve
-from drafthead.infer.serving.waiting import Requests, WaitingRequests
+from drafthead.infer.request.prompts import Prompt
+from drafthead.infer.request.text_pieces import text_pieces
+from drafthead.infer.request_of import endless_request, request_of, single
+from drafthead.infer.serving import (
+    Answer,
+    Requests,
+    ServeRequest,
+    WaitingRequests,
+    own_options,
+    refuse_of_one_call,
+    serve,
+    shared_options,
+)
 from drafthead.infer.timing.plans import Plans, StepKind
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS, make_graphs, time_steps
 from drafthead.infer.verifiers import Verifier, verifier_for
@@ -161,9 +154,9 @@ class Decoder:
         by its names, `generate(**inputs)`. Raises UserError for a request that cannot be honoured,
         and for an unknown option, with the right one.
         """
-        run, emissions, settings = self._begin(prompts, options)
-        if settings.streamer is not None:
-            emissions = streamed(emissions, run.request, settings.streamer)
+        run, emissions = self._begin(prompts, read_options(options))
+        if (streamer := run.request.streamer) is not None:
+            emissions = streamed(emissions, run.request, streamer)
         for _ in emissions:
             pass
         return self.result(run)
@@ -175,8 +168,9 @@ class Decoder:
         """
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        run, emissions, settings = self._begin(prompt, options)
-        refuse_in_pieces(settings)
+        settings = read_options(options)
+        settings.refuse_in_pieces()
+        run, emissions = self._begin(prompt, settings)
         if len(run.request.prompts) > 1:
             raise UserError("stream takes one prompt; use generate or steps for a batch")
         pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer)
@@ -190,8 +184,9 @@ class Decoder:
         Each pass gives {row number: new tokens}, of rows that gained some. Several decodings can
         take turns.
         """
-        run, emissions, settings = self._begin(prompts, options)
-        refuse_in_pieces(settings)
+        settings = read_options(options)
+        settings.refuse_in_pieces()
+        run, emissions = self._begin(prompts, settings)
         return Stream(emissions, run.stats, lambda: self.result(run))
 
     def as_custom_generate(self) -> CustomGenerate:
@@ -200,29 +195,15 @@ class Decoder:
         `model.generate` then decodes with this decoder, and returns what it always returns.
         """
         self.target.refuse_encoder("custom_generate")
-        settings = read_options({})
 
         def begin(request: Request) -> tuple[BatchRun, Iterator[Emitted]]:
-            own = replace(request, draft_temperature=self.draft_temperature)
-            return self._start(own, settings)
+            return self._start(replace(request, draft_temperature=self.draft_temperature))
 
         return CustomGenerate(self.target, begin)
 
     def result(self, run: BatchRun) -> DecodeResult:
         """What a run has decoded so far; another thread may be decoding it."""
-        if run.request.beams is not None:
-            return beam_result(run, self.tokenizer)
-        rows, record = run.batch.rows, run.record
-        sequences = [list(row.tokens) for row in rows]
-        lengths = list(map(len, sequences))
-        return DecodeResult(
-            sequences=sequences,
-            decoded=texts_of(sequences, self.tokenizer) if self.tokenizer else None,
-            finish_reasons=[row.finish_reason for row in rows],
-            prompt_lengths=list(map(len, run.request.prompts)),
-            stats=run.stats,
-            logprobs=record.of_rows(lengths) if isinstance(record, LogprobRecord) else None,
-        )
+        return result_of(run, self.tokenizer)
 
     def warm_up(
         self,
@@ -237,28 +218,21 @@ class Decoder:
         What was timed earlier is timed again only if `fresh`. Raises what `generate` raises.
         """
         settings = read_options(options)
-        refuse_in_pieces(settings)
+        settings.refuse_in_pieces()
         if self.target.backend.compiles:  # the last row of a batch has graphs of its own
             batch_sizes = list(dict.fromkeys([*batch_sizes, 1]))
         for rows in batch_sizes:
             if len(batch_sizes) > 1:
                 logger.info("warming up for %d prompts at a time", rows)
-            tokens = min(TIMING_SETTINGS.prompt_tokens, (self.max_length or sys.maxsize) // 2)
-            prompts = random_prompts(self.target.vocab_size, rows, tokens)
-            mask = torch.ones_like(prompts)
-            # What is of prompts that are texts or messages has no meaning for these.
-            there = replace(settings, template_arguments={}, continue_final_message=None)
-            there = replace(there, attention_mask=mask)
-            # Answers that do not end before everything was timed.
-            endless = replace(self.request(prompts, there), end_ids=frozenset(), stops=())
-            self._warm_up(BatchRun(endless, self.target.device), settings, fresh)
+            request = endless_request(self.target, settings, rows, TIMING_SETTINGS.prompt_tokens)
+            request = replace(request, draft_temperature=self.draft_temperature)
+            self._warm_up(BatchRun(request, self.target.device), fresh)
 
-    def _warm_up(self, run: BatchRun, settings: DecodeSettings, fresh: bool) -> None:
+    def _warm_up(self, run: BatchRun, fresh: bool) -> None:
         """Time the steps of a batch, or make a few of every kind."""
-        rule, plans = self._rule(run, settings), self.plans
+        rule, plans = self._rule(run), self.plans
         if plans is None or not rule.follows:
-            emissions = self.method(run, settings).decode(run)
-            for _ in islice(emissions, TIMING_SETTINGS.visit_steps):
+            for _ in islice(self.method(run).decode(run), TIMING_SETTINGS.visit_steps):
                 pass
             return
         kind = StepKind.of(run, rule)
@@ -287,18 +261,15 @@ class Decoder:
         has its own sampling and stop strings. Raises UserError for others by name, and for a
         max_rows below 1.
         """
-        options, seed = shared_options(options, max_rows)
+        seed = shared_options(options, max_rows)
 
         def read(request: ServeRequest, number: int) -> Request:
             settings = read_options({**options, **own_options(request, seed + number)})
             verifier_for(settings.verifier, settings.sampling.temperature)  # they may not fit
-            return self.request(request.prompt, settings, single=True)
-
-        def method_for(run: BatchRun) -> Method:
-            return self.method(run, read_options(options))
+            return single(self.request(request.prompt, settings))
 
         waiting = WaitingRequests(requests, read)
-        return serve(waiting, method_for, self.target.device, self.tokenizer, max_rows)
+        return serve(waiting, self.method, self.target.device, self.tokenizer, max_rows)
 
     def remember(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -314,9 +285,9 @@ class Decoder:
         """
         self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
         settings = read_options({"max_new_tokens": 1, "chat_template_kwargs": chat_template_kwargs})
-        run = BatchRun(self.request(prompt, settings, single=True), self.target.device)
+        run = BatchRun(single(self.request(prompt, settings)), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
-            self.memory.add(self.method(run, settings).read(run))
+            self.memory.add(self.method(run).read(run))
 
     def forget(self) -> None:
         """Remember nothing any more, and let the memory go."""
@@ -331,91 +302,43 @@ class Decoder:
         self.target.refuse_encoder("chat")
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise UserError("chat needs a tokenizer with a chat template")
-        settings = chat_settings(options)
+        settings = read_options(options)
+        refuse_of_one_call(
+            options, settings, "chat does not take {}: each of its turns is one answer"
+        )
 
         def begin(messages: Sequence[Message]) -> tuple[BatchRun, Method]:
-            request = self.request(messages, settings, single=True)
-            run = BatchRun(request, self.target.device)
-            return run, self.method(run, settings)
+            run = BatchRun(single(self.request(messages, settings)), self.target.device)
+            return run, self.method(run)
 
         messages = [] if system is None else [{"role": "system", "content": system}]
         return ChatSession(begin, self.result, self.tokenizer, messages)
 
-    def _begin(
-        self, prompts: Prompt | Sequence[Prompt] | None, options: DecodeOptions
-    ) -> tuple[BatchRun, Iterator[Emitted], DecodeSettings]:
+    def _begin(self, prompts: Any, options: Options) -> tuple[BatchRun, Iterator[Emitted]]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
-        settings = read_options(options)
-        return *self._start(self.request(prompts, settings), settings), settings
+        return self._start(self.request(prompts, options))
 
-    def _start(
-        self, request: Request, settings: DecodeSettings
-    ) -> tuple[BatchRun, Iterator[Emitted]]:
+    def _start(self, request: Request) -> tuple[BatchRun, Iterator[Emitted]]:
         """The batch of a request, and what its passes emit, for as long as there is time."""
-        if request.beams is not None and learns_answers(self.drafter):
-            raise UserError("num_beams does not go with learn_answers: most beams are no answers")
         run = BatchRun(request, self.target.device)
-        return run, in_time(self.method(run, settings).decode(run), run)
+        method = self.method(run)
+        passes = method.decode(run) if request.beams is None else search(method, run)
+        return run, in_time(passes, run)
 
-    def request(
-        self,
-        prompts: Prompt | Sequence[Prompt] | None,
-        settings: DecodeSettings,
-        single: bool = False,
-    ) -> Request:
-        """The request in token ids and limits; raises UserError for what cannot be decoded.
+    def request(self, prompts: Any, options: Options) -> Request:
+        """The request in token ids and limits; raises UserError for what cannot be decoded."""
+        return request_of(self.target, prompts, options, self.end_ids, self.draft_temperature)
 
-        With `single` that is also more than one prompt.
-        """
-        pad = pad_token_of(self.target)
-        texts = encode(
-            settings.prompts(prompts),
-            self.tokenizer,
-            settings.attention_mask,
-            pad,
-            settings.template_arguments,
-            continue_final_message=settings.continue_final_message,
-        )
-        if single and len(texts) > 1:
-            raise UserError(f"a request has one prompt, got {len(texts)}")
-        texts = [text for text in texts for _ in range(settings.num_return_sequences)]
-        refuse_unknown_tokens(texts, self.target.vocab_size)
-        refuse_other_start(settings.config, self.target.decoder_prompt)
-        ids = [self.target.as_prompt(text) for text in texts]
-        prefixes = [self.target.answer_prefix(prompt) for prompt in ids]
-        seeds, limits = settings.seeds(len(ids)), settings.limits(prefixes, self.target.context)
-        end_ids = self.end_ids if settings.end_ids is None else settings.end_ids
-        custom, criteria = settings.logits_processor, settings.stopping_criteria
-        config = settings.config
-        if settings.use_model_defaults:
-            own = getattr(self.target.model, "generation_config", None)
-            config = with_own_settings(config, own, self.target.model.name_or_path or "the model")
-        return Request(
-            ids,
-            limits,
-            settings.sampling,
-            seeds,
-            end_ids,
-            processors_for(self.target, config, custom, prefixes, limits, end_ids),
-            stops_for(settings.stop_strings, criteria, self.tokenizer, prefixes),
-            self.draft_temperature,
-            max_seconds=settings.max_seconds,
-            top_logprobs=settings.top_logprobs,
-            prefixes=prefixes,
-            beams=settings.beams,
-            prefill_chunk=settings.prefill_chunk,
-        )
-
-    def _rule(self, run: BatchRun, settings: DecodeSettings) -> Verifier:
-        """The acceptance rule that the options name."""
-        in_graphs = steps_in_one_call(self.target, run)
+    def _rule(self, run: BatchRun) -> Verifier:
+        """The acceptance rule that the request names."""
+        in_graphs, request = steps_in_one_call(self.target, run), run.request
         default = "match" if in_graphs or self.drafter is None else self.drafter.sampling_rule
-        rule = verifier_for(settings.verifier, run.request.sampling.temperature, default)
-        return rule.with_options(settings.rule_options)
+        rule = verifier_for(request.verifier, request.sampling.temperature, default)
+        return rule.with_options(request.rule_options)
 
-    def method(self, run: BatchRun, settings: DecodeSettings) -> Method:
+    def method(self, run: BatchRun) -> Method:
         """How this batch is decoded; checks the verifier's name even where none is needed."""
-        rule = self._rule(run, settings)
+        rule = self._rule(run)
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
@@ -450,15 +373,7 @@ def decoder_for(
     of a drafter without one, and for `compile` where the target cannot be compiled.
     """
     is_new = not target.backend.compiles
-    if compile:
-        target.refuse_encoder("compile")
-        target.check_compilable()
-    if is_new and (compile or (compile is None and can_record(target))):
-        target = target.compiled(fuses=bool(compile))
-    if not target.backend.compiles:
-        tell_of_slow_bfloat16(target.device, target.dtype)
-    if target.dtype.itemsize == 2 and not target.same_bits:
-        tell_of_near_ties(type(target.model).__name__, target.precision)
+    target = prepared_target(target, compile)
     if drafter is None:
         for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
             if value is not None:
@@ -470,48 +385,3 @@ def decoder_for(
     if tree_nodes is not None:
         budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)
-
-
-def can_record(target: Target) -> bool:
-    """Whether passes of a target are recorded by default: on a GPU, where that works."""
-    if target.device.type != "cuda" or target.has_encoder:
-        return False
-    try:
-        target.check_compilable()
-    except UserError as reason:
-        logger.info("passes are not recorded: %s", reason)
-        return False
-    return True
-
-
-@cache
-def tell_of_near_ties(model: str, precision: str) -> None:
-    """Say, once for each kind of model, that its bits depend on how a text is read."""
-    logger.info(
-        "%s in %s runs torch's kernels, which round a token otherwise beside others: read in a "
-        "batch, in a tree, or after what was read before, a prompt may get another answer at a "
-        "near-tie",
-        model,
-        precision,
-    )
-
-
-def beam_result(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:
-    """What a beam search has found, when it has ended."""
-    answers = beam_answers(run)
-    sequences = [list(answer.tokens) for answer in answers]
-    return DecodeResult(
-        sequences=sequences,
-        decoded=texts_of(sequences, tokenizer) if tokenizer else None,
-        finish_reasons=[answer.finish_reason for answer in answers],
-        prompt_lengths=[len(run.request.prompts[answer.prompt]) for answer in answers],
-        stats=run.stats,
-        scores=[answer.score for answer in answers],
-    )
-
-
-def random_prompts(vocab_size: int, rows: int, length: int) -> torch.Tensor:  # [rows, length]
-    """Prompts that say the same twice, so that lookup has something to find."""
-    half = -(-length // 2)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocab_size, (rows, half), generator=generator).repeat(1, 2)[:, :length]

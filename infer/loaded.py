@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,6 +26,7 @@ from drafthead.heads.registry import Registry
 from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.gguf_files import gguf_file, is_fetched_name
 from drafthead.heads.target.loading import configuration_of, load_tokenizer, vocabulary_of
+from drafthead.heads.target.processor import tell_of_slow_bfloat16
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
@@ -300,3 +302,45 @@ def head_drafter(head: DraftHead, target: Target) -> Drafter:
         instead = "the published tree of its family" if head.usual_paths else "a chain"
         logger.warning("the head has no measured acceptance: it drafts %s", instead)
     return drafter_for(head, target)
+
+
+def prepared_target(target: Target, compile: bool | None) -> Target:
+    """The target as it decodes: compiled, as it is, or for None recorded where that is possible.
+
+    Raises UserError for `compile` where the target cannot be compiled.
+    """
+    is_new = not target.backend.compiles
+    if compile:
+        target.refuse_encoder("compile")
+        target.check_compilable()
+    if is_new and (compile or (compile is None and can_record(target))):
+        target = target.compiled(fuses=bool(compile))
+    if not target.backend.compiles:
+        tell_of_slow_bfloat16(target.device, target.dtype)
+    if target.dtype.itemsize == 2 and not target.same_bits:
+        tell_of_near_ties(type(target.model).__name__, target.precision)
+    return target
+
+
+def can_record(target: Target) -> bool:
+    """Whether passes of a target are recorded by default: on a GPU, where that works."""
+    if target.device.type != "cuda" or target.has_encoder:
+        return False
+    try:
+        target.check_compilable()
+    except UserError as reason:
+        logger.info("passes are not recorded: %s", reason)
+        return False
+    return True
+
+
+@cache
+def tell_of_near_ties(model: str, precision: str) -> None:
+    """Say, once for each kind of model, that its bits depend on how a text is read."""
+    logger.info(
+        "%s in %s runs torch's kernels, which round a token otherwise beside others: read in a "
+        "batch, in a tree, or after what was read before, a prompt may get another answer at a "
+        "near-tie",
+        model,
+        precision,
+    )

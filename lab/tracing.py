@@ -15,12 +15,9 @@ from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.results import DecodeResult
 from drafthead.infer.engine.step import Outcome
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.decode_options import (
-    DecodeOptions,
-    read_options,
-    refuse_in_pieces,
-)
+from drafthead.infer.request.options import DecodeOptions, read_options
 from drafthead.infer.request.prompts import Prompt
+from drafthead.infer.request_of import single
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,9 @@ def trace(
     and UserError for several prompts.
     """
     settings = read_options(options)
-    refuse_in_pieces(settings)
-    run = BatchRun(decoder.request(prompt, settings, single=True), decoder.target.device)
-    method = decoder.method(run, settings)
+    settings.refuse_in_pieces()
+    run = BatchRun(single(decoder.request(prompt, settings)), decoder.target.device)
+    method = decoder.method(run)
     steps: list[TracedStep] = []
 
     def watch(tree: TokenTree, output: TargetOutput, outcome: Outcome) -> None:

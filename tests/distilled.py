@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from drafthead.heads.target.target import Target
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill

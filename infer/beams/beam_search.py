@@ -28,12 +28,14 @@ from drafthead.infer.beams.beam_round import (
     candidates_of,
     next_round,
 )
+from drafthead.infer.drafters.with_lookup import learns_answers
 from drafthead.infer.engine.batch_run import Batch, BatchRun, Emitted, no_token_in
 from drafthead.infer.engine.logits_processing import PathProcessing, child_lists
 from drafthead.infer.engine.loop import next_step
+from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.past import Past
-from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import padded
+from drafthead.infer.engine.results import BeamAnswer
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.stopping import FinishReason
 
@@ -43,21 +45,23 @@ Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
-def search(
-    stepper: "BeamStepper", drafter: Drafter, planner: Planner, past: Past | None
-) -> Iterator[Emitted]:
-    """Search the prompts of a run, whose `beams` have the answers at the end.
+def search(method: Method, run: BatchRun) -> Iterator[Emitted]:
+    """Search the prompts of a run, which has `beam_answers` at the end.
 
-    Yields nothing of them after each pass: no token is sure before the end. `past` is what was read
-    of the beginning of all prompts; it is used up.
+    Yields nothing of them after each pass: no token is sure before the end. Raises UserError for a
+    drafter that learns from answers.
     """
-    run = stepper.run
+    if learns_answers(method.drafter):
+        raise UserError("num_beams does not go with drafts from answers: most beams are no answers")
+    features, rule = method.drafter.features, method.rule
+    stepper = BeamStepper(method.target, run, features, rule, method.most_nodes)
+    past = method.recall(run)
     with run.stats.phase("prefill"):
-        session = stepper.begin(drafter, past)
+        session = stepper.begin(method.drafter, past)
     yield {}
     while run.batch.running:
-        yield next_step(stepper, session, planner)
-    run.beams = [each.beams for each in stepper.all_searches]
+        yield next_step(stepper, session, method.planner)
+    run.beam_answers = answers_of(run, [each.beams for each in stepper.all_searches])
 
 
 @dataclass(frozen=True)
@@ -249,25 +253,15 @@ class BeamStepper(Stepper):
         return [place.row for each in self.searches for place in each.places]
 
 
-@dataclass(frozen=True)
-class BeamAnswer:
-    """One answer that beam search has found."""
-
-    prompt: int  # its number
-    tokens: Sequence[int]
-    score: float
-    finish_reason: FinishReason
-
-
-def beam_answers(run: BatchRun) -> list[BeamAnswer]:
-    """The answers to each prompt of a run that has ended, the best first, as many as were asked.
+def answers_of(run: BatchRun, found: Sequence[Beams]) -> list[BeamAnswer]:
+    """The answers to each prompt, the best first, as many as were asked for.
 
     Where logits processors leave fewer, what fills up has a score near -1e9, as in transformers.
     """
     options, ends = run.request.beams, run.request.end_ids
     assert options is not None
     answers = []
-    for prompt, beams in enumerate(run.beams):
+    for prompt, beams in enumerate(found):
         pairs = zip(beams.ended, beams.ended_scores.tolist(), strict=True)
         for tokens, score in islice(pairs, options.num_return_sequences):
             reason: FinishReason = "end_token" if {*tokens[-1:]} & ends else "length"

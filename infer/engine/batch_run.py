@@ -7,10 +7,9 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, RowRandom
-from drafthead.infer.beams.beam_round import Beams
-from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.engine.results import BeamAnswer, DecodeStats
 from drafthead.infer.engine.score_record import record_for
-from drafthead.infer.request.request import Request
+from drafthead.infer.request.options import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
 
 Emitted = dict[int, list[int]]  # row number -> the tokens that it has just gained
@@ -155,7 +154,7 @@ class BatchRun:
         self._count_rows()
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
         self.record = record_for(request)
-        self.beams: Sequence[Beams] = ()  # at the end of a beam search, of each prompt
+        self.beam_answers: Sequence[BeamAnswer] = ()  # at the end of a beam search
         self.last_lengths: list[int] = []  # tokens that the last step committed in active rows
 
     def _count_rows(self) -> None:

@@ -1,14 +1,19 @@
-"""What passes around the decoding loop: a limit of time, and tokens for a streamer."""
+"""What passes around the decoding loop: a limit of time, tokens for a streamer, the result."""
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from transformers.generation.streamers import BaseStreamer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.request.request import Request
+from drafthead.infer.engine.results import DecodeResult
+from drafthead.infer.engine.score_record import LogprobRecord
+from drafthead.infer.request.options import Request
+from drafthead.infer.request.text_pieces import texts_of
 
 
 def in_time(emissions: Iterator[Emitted], run: BatchRun) -> Iterator[Emitted]:
@@ -51,3 +56,29 @@ def refuse_batch(answers: int) -> None:
             f"a streamer takes one answer, got {answers}: rows of a batch do not advance together; "
             "use steps"
         )
+
+
+def result_of(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:
+    """What a run has decoded so far; another thread may be decoding it. Of beams: at its end."""
+    rows, record, prompts = run.batch.rows, run.record, run.request.prompts
+    sequences = [list(row.tokens) for row in rows]
+    found = DecodeResult(
+        sequences=sequences,
+        decoded=None,
+        finish_reasons=[row.finish_reason for row in rows],
+        prompt_lengths=list(map(len, prompts)),
+        stats=run.stats,
+        logprobs=(
+            record.of_rows(list(map(len, sequences))) if isinstance(record, LogprobRecord) else None
+        ),
+    )
+    if run.request.beams is not None:
+        answers = run.beam_answers
+        found = replace(
+            found,
+            sequences=[list(answer.tokens) for answer in answers],
+            finish_reasons=[answer.finish_reason for answer in answers],
+            prompt_lengths=[len(prompts[answer.prompt]) for answer in answers],
+            scores=[answer.score for answer in answers],
+        )
+    return replace(found, decoded=texts_of(found.sequences, tokenizer)) if tokenizer else found

@@ -7,7 +7,6 @@ import torch
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
-from drafthead.infer.beams.beam_search import BeamStepper, search
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import decode, read_prompts
 from drafthead.infer.engine.past import Memory, Past
@@ -34,12 +33,7 @@ class Method:
     def decode(self, run: BatchRun) -> Iterator[Emitted]:
         """Decode a batch; yields what each pass of the target adds to each row."""
         # Lazy: what is remembered is copied when the first pass is asked for.
-        how = self.drafter, self.planner, self.recall(run)
-        if run.request.beams is not None:
-            made_for = self.target, run, self.drafter.features, self.rule, self.most_nodes
-            yield from search(BeamStepper(*made_for), *how)
-        else:
-            yield from decode(self.stepper(run), *how)
+        yield from decode(self.stepper(run), self.drafter, self.planner, self.recall(run))
 
     def recall(self, run: BatchRun) -> Past | None:
         """What is remembered of the beginning of all prompts of a batch."""

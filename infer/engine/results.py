@@ -125,6 +125,16 @@ class Logprobs:
     top: list[list[tuple[int, float]]]
 
 
+@dataclass(frozen=True)
+class BeamAnswer:
+    """One answer that beam search has found."""
+
+    prompt: int  # its number
+    tokens: Sequence[int]
+    score: float
+    finish_reason: FinishReason
+
+
 @dataclass(frozen=True, repr=False)
 class DecodeResult:
     """The answers, in the order of the prompts; several answers to one prompt follow each other.

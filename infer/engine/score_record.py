@@ -12,7 +12,7 @@ import torch
 
 from drafthead.heads.sampling import SamplingConfig, warped
 from drafthead.infer.engine.results import Logprobs
-from drafthead.infer.request.request import Request, RowKind
+from drafthead.infer.request.options import Request, RowKind
 
 
 class ScoreRecord(ABC):

@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.infer.request.integers import integer_option, number_option
+from drafthead.infer.request.values import integer_option, number_option
 
 logger = logging.getLogger(__name__)
 

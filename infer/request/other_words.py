@@ -10,7 +10,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import type_name
-from drafthead.infer.request.token_rows import is_list
+from drafthead.infer.request.values import is_list
 
 ALWAYS_A_RESULT = "a result with fields is always returned"
 AT_LOADING = "it is chosen in Decoder.from_pretrained"

@@ -17,7 +17,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.results import DecodeResult
-from drafthead.infer.request.decode_options import DecodeOptions
+from drafthead.infer.request.options import DecodeOptions
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, fit
 from drafthead.lab.exactness.oracle import OracleDecoder
 from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text, places_in_law

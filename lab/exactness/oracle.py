@@ -13,15 +13,14 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.decode_options import DecodeSettings
 
 
 class OracleDecoder(Decoder):
     """Plain decoding without trees, verifiers and graphs; takes the options of `Decoder`."""
 
-    def method(self, run: BatchRun, settings: DecodeSettings) -> Method:
+    def method(self, run: BatchRun) -> Method:
         """As for any decoder, with other steps."""
-        made = super().method(run, settings)
+        made = super().method(run)
         return PlainMethod(made.target, made.drafter, made.rule, made.planner, made.most_nodes)
 
 

@@ -20,7 +20,7 @@ from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.request import Request
+from drafthead.infer.request.options import Request
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.profiling.clock import seconds_of
 
@@ -116,7 +116,7 @@ def proposed(session: DraftSession, budget: Budget) -> TokenTree:
 def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
     """A greedy request whose answers end only at their limit."""
     rows = len(prompts)
-    return Request(prompts, [limit] * rows, GREEDY, [0] * rows, frozenset())
+    return Request(prompts=prompts, limits=[limit] * rows, seeds=[0] * rows, sampling=GREEDY)
 
 
 def greedy_stepper(

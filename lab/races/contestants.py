@@ -15,7 +15,7 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.engine.results import DecodeStats
-from drafthead.infer.request.decode_options import DecodeOptions
+from drafthead.infer.request.options import DecodeOptions
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import Prompt
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.distillation.distilled_file import DistillSettings
 from drafthead.train.jobs.weights import weights_fingerprint
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer.request.stopping import FinishReason
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import IDS_COLUMN, AnswerTokens, Conversation
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import ARGUMENTS_COLUMN, LISTED_ARGUMENTS, Message

@@ -26,7 +26,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.infer.request.generation_config import listed, own_settings
 from drafthead.infer.request.stopping import FinishReason, token_ids
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.distillation.answer_source import EncodedAnswer, Questions, without_repetition
 from drafthead.train.distillation.distilled_file import DistillSettings
 

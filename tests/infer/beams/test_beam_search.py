@@ -1,5 +1,6 @@
 """Beam search with drafts finds what `model.generate(num_beams=...)` finds, in float32."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from drafthead.infer.beams.beam_search import BeamStepper
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.request.decode_options import read_options
+from drafthead.infer.request.options import read_options
 from drafthead.infer.verifiers import verifier_for
+from drafthead.lab.tracing import trace
 
 PROMPTS = random_prompts(3)  # of different lengths
 MAX_NEW = 12
@@ -308,7 +310,7 @@ def test_other_kinds_of_beam_search_are_refused_by_name(target, options) -> None
 def test_beams_are_an_option_of_generate_alone(target) -> None:
     decoder = Decoder(Target(target.model, byte_tokenizer()))
     config = {"generation_config": GenerationConfig(num_beams=2)}
-    for call in (decoder.stream, decoder.steps, decoder.trace):
+    for call in (decoder.stream, decoder.steps, partial(trace, decoder)):
         with pytest.raises(UserError, match="num_beams is an option of generate alone"):
             call([9, 10], **config)
     with pytest.raises(UserError, match="num_beams is an option of generate alone"):
@@ -321,5 +323,5 @@ def test_beams_are_an_option_of_generate_alone(target) -> None:
 
 def test_beams_are_not_learnt_as_answers(target) -> None:
     decoder = Decoder(target, StoreLookup(None, Earlier()))
-    with pytest.raises(UserError, match="num_beams does not go with learn_answers"):
+    with pytest.raises(UserError, match="num_beams does not go with drafts from answers"):
         decoder.generate([9, 10], num_beams=2)

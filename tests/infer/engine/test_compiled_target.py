@@ -20,7 +20,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine import stepper
-from drafthead.infer.serving.serve_request import ServeRequest
+from drafthead.infer.serving import ServeRequest
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 

@@ -8,7 +8,7 @@ from tiny import BUSHY, random_prompts
 from transformers import GenerationConfig
 
 from drafthead.infer import Decoder
-from drafthead.infer.serving.serve_request import ServeRequest
+from drafthead.infer.serving import ServeRequest
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 PROMPTS = random_prompts(8)

@@ -14,7 +14,7 @@ from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.logits_processing import AnswerPenalty, PathProcessing, processors_for
-from drafthead.infer.request.decode_options import read_options
+from drafthead.infer.request.options import read_options
 
 MAX_NEW = 20
 PROMPTS = random_prompts(3)  # of different lengths

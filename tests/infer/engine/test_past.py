@@ -10,7 +10,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.past import common_prefix
-from drafthead.infer.serving.serve_request import ServeRequest
+from drafthead.infer.serving import ServeRequest
 
 # Those that differ in what they know of a row.
 SOME = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",

@@ -9,8 +9,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import Batch
-from drafthead.infer.request.padding import PadToken, pad_token_of
-from drafthead.infer.request.prompts import encode
+from drafthead.infer.request.prompts import PadToken, encode, pad_token_of
 
 PLAIN = byte_tokenizer()
 PLAIN.chat_template = None

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.serving.serve_request import ServeRequest
+from drafthead.infer.serving import ServeRequest
 
 # Those that differ in what they know of a row.
 CHATTING = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",

@@ -19,9 +19,8 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.decode_options import read_options
-from drafthead.infer.serving.serve_request import Answer, ServeRequest, Ticket
-from drafthead.infer.serving.server import MOST_PADDING, alike, seats
+from drafthead.infer.request.options import read_options
+from drafthead.infer.serving import MOST_PADDING, Answer, ServeRequest, Ticket, alike, seats
 
 # Those that differ in what they know of a row.
 SERVED = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",
@@ -297,7 +296,7 @@ def test_a_pass_reads_prompts_of_similar_lengths(target, lengths, groups) -> Non
     decoder = Decoder(target)
     settings = read_options({})
     tickets = [
-        Ticket(number, decoder.request([9] * length, settings, single=True))
+        Ticket(number, decoder.request([9] * length, settings))
         for number, length in enumerate(lengths)
     ]
     found = [[ticket.prompt_length for ticket in group] for group in alike(tickets)]

@@ -11,7 +11,7 @@ from tiny import SPECIALS, byte_tokenizer, write_target
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer import Decoder
-from drafthead.infer.serving.serve_request import Answer, Ticket
+from drafthead.infer.serving import Answer, Ticket
 from drafthead.train.data.conversations import AnswerTokens, Conversation, read_conversations
 from drafthead.train.data.supervision import SupervisedTokens, join_turns, supervised_sequences
 from drafthead.train.data.training_rows import DataConfig, load_packed

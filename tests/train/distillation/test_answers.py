@@ -26,7 +26,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.serving.serve_request import Answer, ServeRequest
+from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.scripts.data import distill as distill_verb
 from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations

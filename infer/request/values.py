@@ -1,10 +1,45 @@
-"""Rows of token ids or of mask entries, out of lists, tensors and arrays."""
+"""Values as users pass them: numbers of Python, NumPy or torch, and rows of token ids."""
 
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+import numpy as np
+import torch
+
 from drafthead.heads.errors import UserError
-from drafthead.infer.request.integers import ARRAYS, integer
+
+ARRAYS = (torch.Tensor, np.ndarray, np.generic)
+
+
+def integer(value: object) -> int | None:
+    """The integer that `value` is, or None. Booleans, floats and arrays [1] are no integers."""
+    if isinstance(value, ARRAYS) and value.ndim == 0:
+        value = value.item()
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def integer_option(name: str, value: object) -> int:
+    """The integer given for an option; raises UserError, with the option's name, if it is none."""
+    number = integer(value)
+    if number is None:
+        raise UserError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    return number
+
+
+def whole_option(name: str, value: object, least: int = 1) -> int:
+    """The integer given for an option; raises UserError when it is none or too small."""
+    number = integer_option(name, value)
+    if number < least:
+        raise UserError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def number_option(name: str, value: object) -> float:
+    """The number given for an option; raises UserError, with the option's name, if it is none."""
+    number = value.item() if isinstance(value, ARRAYS) and value.ndim == 0 else value
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise UserError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    return number
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -1,0 +1,413 @@
+"""The options of one call of `Decoder.generate`, `stream` or `steps`, and the request they make.
+
+`DecodeOptions` documents the keywords. `read_options` checks them once, together with the call's
+`GenerationConfig`; the result goes with the prompts, as a `Request`, to every step.
+"""
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import torch
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.kv_cache.column_cache import READ_CHUNK
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.target.chat_template import TemplateArguments
+from drafthead.heads.target.context import Context
+from drafthead.infer.request.generation_config import given_options, sampling_from
+from drafthead.infer.request.other_words import refuse_unknown_options
+from drafthead.infer.request.stopping import Stop, token_ids
+from drafthead.infer.request.values import (
+    ARRAYS,
+    integer,
+    integer_option,
+    is_list,
+    number_option,
+    whole_option,
+)
+
+DEFAULT_MAX_NEW_TOKENS = 128
+MOST_BEAMS = 8
+EarlyStopping = bool | Literal["never"]
+# Of `model.generate`'s output: whole rows after and before processors, temperature and filters.
+RowKind = Literal["scores", "logits"]
+SAMPLING_ARGUMENTS = ("temperature", "top_k", "top_p")
+TOKENIZED = ("input_ids", "token_type_ids", "mm_token_type_ids")  # of a tokenizer's output
+RULE_OPTIONS = (
+    "typical_epsilon", "typical_delta", "lenience", "accept_top", "accept_distance", "min_block",
+)  # fmt: skip
+# These are about one call with a known number of prompts: `serve` and `chat` do not take them.
+OF_ONE_CALL = {
+    *TOKENIZED, "attention_mask", "continue_final_message", "num_return_sequences", "num_beams",
+    "length_penalty", "early_stopping", "max_time", "streamer", "logprobs",
+}  # fmt: skip
+# What a call of beam search cannot have, in its options or in its config.
+NOT_WITH_BEAMS = ("max_time", "stop_strings", "stopping_criteria", "streamer", "logprobs")
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What `Decoder.generate`, `stream` and `steps` take as keywords after the prompts.
+
+    Without any of them decoding is greedy, of up to 128 tokens, and nothing is filtered. Keywords
+    win over `generation_config`. Where None is allowed, it is the same as leaving the option out,
+    except for `seed`. Integers may be NumPy's, or tensors without dimensions.
+    """
+
+    # Most new tokens of each answer. The end of the target's context may cut it sooner.
+    max_new_tokens: int | None
+    # 0 is greedy; above 0 tokens are sampled.
+    temperature: float | None
+    # Sample from the k most probable tokens; 0 is off.
+    top_k: int | None
+    # Sample from the most probable tokens that together have this probability; 1 is off.
+    top_p: float | None
+    # The acceptance rule. "auto" is a lossless one: `greedy` at temperature 0; above it `match`,
+    # or `traversal` with a draft model that is not compiled. Lossy ones are used only by name.
+    verifier: str
+    # Of the lossy `typical`: a token passes above min(epsilon, delta x exp(-entropy)) of the
+    # target. Smaller values accept more; the defaults 0.09 and 0.3 are Medusa's.
+    typical_epsilon: float | None
+    typical_delta: float | None
+    # Of the lossy `lenient`: no token becomes more than 1 / lenience times as probable as it should
+    # be, after any prefix. 0.5 by default; 1 is exact.
+    lenience: float | None
+    # Of the lossy `top_k`: a drafted token stays when it is among so many most probable ones of the
+    # target. 2 by default; 1 is `greedy`.
+    accept_top: int | None
+    # Of the lossy `distance`, for ordinal vocabularies such as pixels, never for text: a drafted
+    # token stays when its number is at most so far from the most probable one's. 2 by default.
+    accept_distance: int | None
+    # Of both: tokens that a step adds at least, whatever the target thinks of them. 1 by default.
+    min_block: int | None
+    # A row's answer depends on its own seed alone: one seed for each row, or an int from which the
+    # rows count upwards. 0 by default; None takes an int from the operating system. Under `match`
+    # the drafter and its trees do not matter either; under the other sampling rules the text also
+    # depends on the size of the tree, so the planner leaves that as it is at first (tree_nodes).
+    seed: int | Sequence[int] | None
+    # 1 for tokens, 0 for padding at the beginning or end of a row, in the shape of prompts that are
+    # token ids [T] or [B, T]. A tokenizer's output brings its own.
+    attention_mask: torch.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None
+    # Prompts as token ids by the name that tokenizers give them, in place of the first argument:
+    # `generate(**tokenizer(...))`. The marks beside them must not be of images.
+    input_ids: torch.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | None
+    token_type_ids: object
+    mm_token_type_ids: object
+    # Whether the answer goes on with the last of the messages (True) or is a turn of its own
+    # (False). By default it is a turn, and messages that end with the assistant's are refused.
+    continue_final_message: bool | None
+    # Answers to each prompt, which follow each other in the result. Above 1 only with sampling, or
+    # with beam search: the best ones.
+    num_return_sequences: int | None
+    # Beam search with up to 8 beams; 1 is off. The answers are those of `model.generate`. Without
+    # sampling, verifier, streamer, logprobs, max_time, stop strings and stopping criteria.
+    num_beams: int | None
+    # Of beam search: an answer's score is divided by its length to this power, by default 1.
+    length_penalty: float | None
+    # Of beam search: with True a prompt's search ends when there are as many answers as beams; with
+    # False, the default, when a beam that ended now would not be better than the worst of them;
+    # with "never" when none could become so.
+    early_stopping: EarlyStopping | None
+    # Seconds after which answers end as they are; looked at after each step.
+    max_time: float | None
+    # Texts that end an answer; the token that completes one is kept whole.
+    stop_strings: str | Sequence[str] | None
+    # Of `generate` with one prompt: gets the prompt's tokens and then each new one, as streamers of
+    # `model.generate` do.
+    streamer: BaseStreamer | None
+    # Record the log-probability of each token, and those of the target's so many most probable ones
+    # beside it (0: of none). Steps are then not one graph with `compile`, only their passes are.
+    logprobs: int | None
+    # Whether penalties, n-grams and suppressed tokens that are not given come from the model's own
+    # generation_config.json, as in `model.generate`; True by default.
+    use_model_defaults: bool
+    # Everything else under transformers' names: penalties, n-grams, bad words, forced and
+    # suppressed tokens, and also `frequency_penalty` and `presence_penalty`, which transformers
+    # lacks. What cannot be honoured raises UserError by name.
+    generation_config: GenerationConfig | None
+    # Arguments of the chat template for prompts that are texts or messages, as `tools`, `documents`
+    # or `enable_thinking` are. What the template does not read is refused.
+    chat_template_kwargs: Mapping[str, Any] | None
+    # Called after every node of a token tree, as in `model.generate` after every token, so they
+    # must be functions of `input_ids` and `scores` alone.
+    logits_processor: Sequence[LogitsProcessor]
+    # Asked row by row after every token whether the answer ends there.
+    stopping_criteria: Sequence[StoppingCriteria]
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """The options of beam search, under the names of `GenerationConfig`."""
+
+    num_beams: int  # W, at least 2
+    length_penalty: float = 1.0  # an answer's score is divided by its length to this power
+    # When a prompt's search ends before the limit: with True as soon as there are W answers; with
+    # False when a beam that ended now could not be one of the W best; with "never" when none that
+    # ended later could.
+    early_stopping: EarlyStopping = False
+    num_return_sequences: int = 1  # answers to each prompt, the best ones
+
+    def __post_init__(self) -> None:
+        """Raises UserError for more beams than `MOST_BEAMS`, and for more answers than beams."""
+        if self.num_beams > MOST_BEAMS:
+            raise UserError(f"num_beams must be at most {MOST_BEAMS}, got {self.num_beams}")
+        if not 1 <= self.num_return_sequences <= self.num_beams:
+            raise UserError(
+                f"num_return_sequences must be between 1 and num_beams={self.num_beams}, got "
+                f"{self.num_return_sequences}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one call, checked, with defaults and the generation config filled in."""
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    config: GenerationConfig = field(default_factory=GenerationConfig)  # for logits processors
+    max_new_tokens: int | None = None  # None: max_length alone limits the answer
+    max_length: int | None = None  # of prompt and answer together
+    own_ends: frozenset[int] | None = None  # the call's end tokens; None: the target's
+    stop_strings: tuple[str, ...] = ()
+    stopping_criteria: Sequence[StoppingCriteria] = ()
+    logits_processor: Sequence[LogitsProcessor] = ()
+    verifier: str = "auto"
+    rule_options: Mapping[str, float] = field(default_factory=dict)  # of the verifier, where given
+    seed: int | Sequence[int] = 0  # the first row's seed, or one for each row
+    attention_mask: object = None  # of prompts that are token ids; checked with them
+    tokenized: Mapping[str, Any] = field(default_factory=dict)  # prompts that came by name
+    continue_final_message: bool | None = None
+    prefill_chunk: int = READ_CHUNK  # positions of each prompt that one pass reads
+    num_return_sequences: int = 1  # of beam search: see `beams`
+    max_seconds: float | None = None  # answers end at the first step after this time
+    top_logprobs: int | None = None  # alternatives to record beside each token; None: no record
+    streamer: BaseStreamer | None = None
+    beams: BeamOptions | None = None  # None: no beam search
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    use_model_defaults: bool = True
+
+    def prompts_of(self, first: Any) -> Any:
+        """The prompts, which came as the first argument or by name.
+
+        Raises UserError for none, and for both.
+        """
+        if first is None and not self.tokenized:
+            raise UserError("there is no prompt to decode: pass it as the first argument")
+        if first is not None and self.tokenized:
+            raise UserError("prompts are given twice: as the first argument and by name")
+        return self.tokenized if first is None else first
+
+    def seeds_of(self, rows: int) -> list[int]:
+        """One seed for each answer; raises UserError when another number of seeds was given."""
+        if isinstance(self.seed, int):
+            return [self.seed + row for row in range(rows)]
+        if len(self.seed) != rows:
+            raise UserError(f"{rows} answers need {rows} seeds or one, got {len(self.seed)}")
+        return list(self.seed)
+
+    def limits_of(self, prompts: Sequence[Sequence[int]], context: Context) -> list[int]:
+        """Most new tokens for each prompt, in the context of a target.
+
+        Raises UserError for a prompt that leaves no room for an answer, see also `Context.room`.
+        """
+        limits = [self.limit(len(prompt)) for prompt in prompts]
+        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            if limit < 1:
+                raise UserError(
+                    f"prompt {number} has {len(prompt)} tokens, but max_length is "
+                    f"{self.max_length}: set max_new_tokens instead"
+                )
+        pairs = enumerate(zip(prompts, limits, strict=True))
+        return [context.room(f"prompt {n}", len(prompt), limit) for n, (prompt, limit) in pairs]
+
+    def limit(self, prompt_length: int) -> int:
+        """Most new tokens in a context without end; below 1 when max_length leaves no room."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        assert self.max_length is not None
+        return self.max_length - prompt_length
+
+    def refuse_in_pieces(self) -> None:
+        """Raise UserError for options of `generate` where the caller gets tokens in pieces."""
+        if self.streamer is not None:
+            raise UserError(
+                "streamer is an option of generate; stream and steps give pieces themselves"
+            )
+        if self.beams is not None:
+            raise UserError(
+                "num_beams is an option of generate alone: no token is sure before the search has "
+                "ended"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Options):
+    """What to decode, and how: the options of a call with its prompts as token ids."""
+
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]  # most new tokens, for each prompt
+    seeds: Sequence[int]  # one for each prompt
+    end_ids: frozenset[int] = frozenset()
+    processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
+    stops: Sequence[Stop] = ()  # one for each prompt, or none at all
+    draft_temperature: float | None = None  # at which children are drawn; None: as the target's
+    kept_rows: Collection[RowKind] = ()  # which whole rows [V] are recorded for each token
+    # What processors read before an answer where it is not the prompt: the prompt with padding.
+    prefixes: Sequence[Sequence[int]] | None = None
+
+    @property
+    def draft_sampling(self) -> SamplingConfig:
+        """How the draft's logits become the distribution that children are drawn from.
+
+        Any distribution that is known before the draw keeps the output exact.
+        """
+        if self.draft_temperature is None or self.sampling.greedy:
+            return self.sampling
+        return replace(self.sampling, temperature=self.draft_temperature)
+
+    @property
+    def samples_in_graphs(self) -> bool:
+        """Whether a step's graph can compute the target's law: no processors, no `typical_p`."""
+        return self.sampling.typical_p == 1 and not self.processors
+
+
+def read_options(options: DecodeOptions) -> Options:
+    """Check the options of a call and join them with its generation config.
+
+    Raises UnknownOptionError, which is a TypeError too, for a name that does not exist, and
+    UserError for an option that cannot be honoured or has an impossible value.
+    """
+    refuse_unknown_options(options, DecodeOptions.__annotations__)
+    config = options.get("generation_config") or GenerationConfig()
+    if not isinstance(config, GenerationConfig):
+        raise UserError(
+            f"generation_config must be a GenerationConfig of transformers, got {config!r}"
+        )
+    given = given_options(config)
+    if options.get("max_new_tokens") is None and "max_new_tokens" not in given:
+        given["max_new_tokens"] = None if "max_length" in given else DEFAULT_MAX_NEW_TOKENS
+    merged = given | {name: value for name, value in options.items() if value is not None}
+    merged |= {
+        name: CHECKS[name](name, merged[name]) for name in CHECKS if merged.get(name) is not None
+    }
+    sampling = sampling_from(given, {name: options.get(name) for name in SAMPLING_ARGUMENTS})
+    beams = read_beams(merged, sampling)
+    answers = merged.get("num_return_sequences", 1)
+    if answers > 1 and sampling.greedy and beams is None:
+        raise UserError(
+            f"num_return_sequences={answers} without sampling would give equal answers: set a "
+            "temperature above 0 or num_beams, or leave it out"
+        )
+    return Options(
+        sampling=sampling,
+        config=config,
+        max_new_tokens=merged["max_new_tokens"],
+        max_length=merged.get("max_length"),
+        own_ends=merged.get("eos_token_id"),
+        stop_strings=merged.get("stop_strings", ()),
+        stopping_criteria=merged.get("stopping_criteria", ()),
+        logits_processor=merged.get("logits_processor", ()),
+        verifier=merged.get("verifier", "auto"),
+        rule_options={name: merged[name] for name in RULE_OPTIONS if name in merged},
+        seed=merged.get("seed", secrets.randbits(63) if "seed" in options else 0),
+        attention_mask=merged.get("attention_mask"),
+        tokenized={name: merged[name] for name in TOKENIZED if name in merged},
+        continue_final_message=merged.get("continue_final_message"),
+        prefill_chunk=merged.get("prefill_chunk_size", READ_CHUNK),
+        num_return_sequences=answers if beams is None else 1,
+        max_seconds=merged.get("max_time"),
+        top_logprobs=merged.get("logprobs"),
+        streamer=merged.get("streamer"),
+        beams=beams,
+        template_arguments=merged.get("chat_template_kwargs", {}),
+        use_model_defaults=merged.get("use_model_defaults") is not False,
+    )
+
+
+def read_beams(merged: Mapping[str, Any], sampling: SamplingConfig) -> BeamOptions | None:
+    """The beams of a call; None without beams.
+
+    Raises UserError for what does not go with beam search, and for its options without beams.
+    """
+    beams = merged.get("num_beams", 1)
+    if beams == 1:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if merged.get(name, neutral) != neutral:
+                raise UserError(f"{name}={merged[name]!r} needs num_beams above 1")
+        return None
+    if not sampling.greedy:
+        raise UserError("beams are not sampled: leave out num_beams, or temperature and do_sample")
+    if merged.get("verifier", "auto") != "auto":
+        raise UserError("num_beams does not go with a verifier: beam search is a rule of its own")
+    for name in NOT_WITH_BEAMS:
+        # A number is a setting, be it 0; no texts and no criteria are none.
+        if (value := merged.get(name)) or isinstance(value, int):
+            raise UserError(f"num_beams does not go with {name}: leave one of them out")
+    names = ("length_penalty", "early_stopping", "num_return_sequences")
+    return BeamOptions(beams, **{name: merged[name] for name in names if name in merged})
+
+
+def read_template_arguments(name: str, arguments: object) -> TemplateArguments:
+    """Arguments of the chat template by name; raises UserError for what is no mapping of names."""
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
+        raise UserError(
+            f"{name} must be a mapping of names, as {{'enable_thinking': False}}, got {arguments!r}"
+        )
+    return arguments
+
+
+def read_stop_strings(name: str, stops: object) -> tuple[str, ...]:
+    """Texts that end an answer; raises UserError for what is no text, and for an empty one."""
+    given = [stops] if isinstance(stops, str) else stops
+    if not isinstance(given, Collection) or not all(
+        isinstance(each, str) and each for each in given
+    ):
+        raise UserError(f"{name} must be texts that are not empty, got {stops!r}")
+    return tuple(given)
+
+
+def read_early_stopping(name: str, stopping: object) -> EarlyStopping:
+    """When a beam search ends; raises UserError for what is no such way."""
+    if isinstance(stopping, bool):
+        return stopping
+    if stopping != "never":
+        raise UserError(f'{name} must be True, False or "never", got {stopping!r}')
+    return "never"
+
+
+def read_seconds(name: str, seconds: object) -> float:
+    """Seconds that answers may take; raises UserError for no number above 0."""
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise UserError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+    return seconds
+
+
+def read_seed(name: str, seed: object) -> int | list[int]:
+    """One seed or a list of seeds; raises UserError for what is no integer."""
+    seeds = seed.tolist() if isinstance(seed, ARRAYS) else seed
+    if integer(seeds) is None and is_list(seeds):
+        return [integer_option("a seed", each) for each in seeds]
+    return integer_option(name, seeds)
+
+
+# What checks an option's value, given its name and the value where one is given.
+CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "max_new_tokens": whole_option,
+    "num_return_sequences": whole_option,
+    "num_beams": whole_option,
+    "prefill_chunk_size": whole_option,
+    "logprobs": lambda name, value: whole_option(name, value, least=0),
+    **dict.fromkeys(("accept_top", "accept_distance", "min_block"), integer_option),
+    "length_penalty": number_option,
+    "early_stopping": read_early_stopping,
+    "max_time": read_seconds,
+    "stop_strings": read_stop_strings,
+    "seed": read_seed,
+    "chat_template_kwargs": read_template_arguments,
+    "eos_token_id": lambda _name, value: token_ids(value),
+}

@@ -1,1 +1,0 @@
-"""drafthead.infer.serving: requests that come and go."""
