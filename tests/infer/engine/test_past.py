@@ -158,10 +158,10 @@ def test_a_rule_that_decodes_plainly_starts_there_as_well(target, make_drafter) 
 def test_rows_of_a_copy_go_on_by_themselves(target, make_drafter) -> None:
     decoder = Decoder(target, make_drafter("prompt-lookup", target))
     decoder.remember(PREFIX)
-    first, second = decoder.memory.recall([PROMPTS[0]] * 2, decoder.drafter).session.pasts
+    first, second = decoder.memory.recall([PROMPTS[0]] * 2, decoder.drafter).session.histories
     first.append(60)
     assert first.tokens == [*PREFIX, 60] and second.tokens == PREFIX
-    assert decoder.memory.pasts[0][0].session.pasts[0].tokens == PREFIX
+    assert decoder.memory.pasts[0][0].session.histories[0].tokens == PREFIX
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "parallel:own"])
