@@ -2,7 +2,7 @@
 
 The texts are read again as lookup in a row's own past reads them: each token that the target wrote
 is compared with what followed the longest match before it. What drafthead believes at first of
-matches of each length (`infer/drafters/match_record.py`) comes from here.
+matches of each length (`infer/drafters/lookup.py`) comes from here.
 """
 
 import json
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.any_target import tokenizer_named
-from drafthead.infer.drafters.lookup import LONGEST, Past
+from drafthead.infer.drafters.lookup import LONGEST, History
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading
@@ -30,7 +30,7 @@ def counted(table: TokenTable) -> tuple[list[int], list[int]]:
     seen, right = [0] * LONGEST, [0] * LONGEST
     for sequence in tqdm(table, desc="texts", leave=False):
         first, *others = sequence.input_ids.tolist()
-        past = Past(first)
+        past = History(first)
         for token, written in zip(others, sequence.supervised[1:].tolist(), strict=True):
             if written and past.match is not None:
                 seen[past.match.length - 1] += 1

@@ -31,6 +31,7 @@ VERBS = {
     "trace": "explain trace",
     "verify-exactness": "verify",
 }
+GROUPS = ("data", "head", "explain")  # words that a second one follows
 # What an option became: another name for the same value, or words made of its value.
 Renewal: TypeAlias = str | Callable[[str], list[str]]
 
@@ -45,11 +46,12 @@ def setting(name: str) -> Renewal:
     return lambda value: ["--set", f"{name}={value}"]
 
 
-def refused(new: str) -> Renewal:
-    """The renewal of an option that the user must write in another way."""
+def option_of_rule(rule: str, name: str) -> Renewal:
+    """The renewal of an option that belongs to a rule now: UserError with how it is written."""
 
     def refuse(value: str) -> list[str]:
-        raise UserError(f"this is written {new.format(value)} now")
+        option = name.replace("_", "-")
+        raise UserError(f"--{option} belongs to the rule now: --rule {rule}:{name}={value}")
 
     return refuse
 
@@ -65,6 +67,14 @@ SETTINGS = (
     "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size",
     "min_new_tokens", "max_time", "num_return_sequences", "num_beams",
 )  # fmt: skip
+RULES = {
+    "typical_epsilon": "typical",
+    "typical_delta": "typical",
+    "lenience": "lenient",
+    "accept_top": "top_k",
+    "accept_distance": "distance",
+    "min_block": "top_k",
+}
 HEAD: dict[str, Renewal] = {"--head": lambda value: [value]}
 # By verb of today, or by older verb.
 OPTIONS: dict[str, Mapping[str, Renewal]] = {
@@ -80,12 +90,7 @@ OPTIONS: dict[str, Mapping[str, Renewal]] = {
         **DRAFTERS,
         **{f"--{name.replace('_', '-')}": setting(name) for name in SETTINGS},
         "--stop": lambda value: ["--set", f"stop_strings={json.dumps(value)}"],
-        "--typical-epsilon": refused("--rule typical:typical_epsilon={}"),
-        "--typical-delta": refused("--rule typical:typical_delta={}"),
-        "--lenience": refused("--rule lenient:lenience={}"),
-        "--accept-top": refused("--rule top_k:accept_top={}"),
-        "--accept-distance": refused("--rule distance:accept_distance={}"),
-        "--min-block": refused("--rule top_k:min_block={}"),
+        **{f"--{name.replace('_', '-')}": option_of_rule(RULES[name], name) for name in RULES},
     },
     "head doctor": HEAD,
     "head evaluate": HEAD,
@@ -100,35 +105,42 @@ def renewed(words: Sequence[str]) -> list[str]:
     `evaluate --head mine` becomes `head evaluate mine`. Raises UserError for an option that must be
     written in another way.
     """
-    if not words:
-        return []
-    old = words[0]
-    verb = VERBS.get(old, old).split() if old not in ("data", "head", "explain") else words[:2]
-    told = [(old, " ".join(verb))] if old in VERBS else []
-    rest = list(words[1:] if old in VERBS else words[len(verb) :])
-    plain = " ".join(word for word in verb if not word.startswith("-"))
-    options = {**OPTIONS.get(plain, {}), **OPTIONS.get(old, {})}
-    found = [*verb]
+    verb, rest = verb_and_rest(words)
+    old, new = words[: len(words) - len(rest)], verb
+    changes = [] if list(old) == new else [(" ".join(old), " ".join(new))]
+    name_of_verb = " ".join(word for word in verb if not word.startswith("-"))
+    options = {**OPTIONS.get(name_of_verb, {}), **OPTIONS.get(" ".join(old), {})}
+    found = list(verb)
     while rest:
-        name, equals, value = rest.pop(0).partition("=")
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        renewal = options.get(name)
         if name in FLAGS and "--head" in options:
-            found += FLAGS[name]
-            told.append((name, " ".join(FLAGS[name])))
+            made = FLAGS[name]
+        elif renewal is None:
+            found.append(word)
             continue
-        new = options.get(name)
-        if new is None:
-            found.append(name + equals + value)
-            continue
-        value = value if equals or not rest else rest.pop(0)
-        made = [new, value] if isinstance(new, str) else new(value)
+        else:
+            value = value if equals or not rest else rest.pop(0)
+            made = [renewal, value] if isinstance(renewal, str) else renewal(value)
+            name = f"{name} {value}"
         found += made
-        told.append((f"{name} {value}", " ".join(made)))
-    tell(told)
+        changes.append((name, " ".join(made)))
+    tell(changes)
     return found
 
 
-def tell(told: Sequence[tuple[str, str]]) -> None:
+def verb_and_rest(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Today's words for the verb of a command line, and what follows that verb."""
+    first = words[0] if words else ""
+    if first in VERBS:
+        return VERBS[first].split(), list(words[1:])
+    length = 2 if first in GROUPS else 1
+    return list(words[:length]), list(words[length:])
+
+
+def tell(changes: Sequence[tuple[str, str]]) -> None:
     """Print today's spellings of older ones, if there are any."""
-    if told:
-        spellings = ", ".join(f"`{old}` is now `{new}`" for old, new in told)
+    if changes:
+        spellings = ", ".join(f"`{old}` is now `{new}`" for old, new in changes)
         print(f"drafthead: {spellings}; the next release takes this alone", file=sys.stderr)

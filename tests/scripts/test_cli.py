@@ -71,19 +71,66 @@ def test_older_names_of_options_are_taken_and_not_listed(run, models_folder) -> 
     assert status == 0 and (status, out) == today[:2]
     assert "`inspect-data` is now `data inspect`" in err
     assert "--tokenizer" not in run("data", "inspect", "--help")[1]
-    assert renewed(["profile", "--batch", "2"]) == ["explain", "profile", "--batch-size", "2"]
-    assert renewed(["compare", "--batch", "2"]) == ["compare", "--batch", "2"]
 
 
-def test_the_list_of_verbs_waits_for_no_library() -> None:
+def test_help_waits_for_no_library() -> None:
+    """Neither the list of verbs nor the help of any verb."""
     program = (
         "import sys; from drafthead.scripts import cli\n"
-        "sys.argv = ['drafthead', '--help']\n"
-        "try: cli.main()\n"
-        "except SystemExit: print('loaded', {'torch', 'transformers', 'numpy'} & {*sys.modules})"
+        "for verb in ['', *cli.GROUPS, *cli.verb_names()]:\n"
+        "    sys.argv = ['drafthead', *verb.split(), '--help']\n"
+        "    try: cli.main()\n"
+        "    except SystemExit as stop: assert not stop.code, verb\n"
+        "print('loaded', {'torch', 'transformers', 'numpy', 'rich', 'yaml'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.endswith("loaded set()\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("older", "today"),
+    [
+        ("evaluate --head mine --data=a", "head evaluate mine --data=a"),
+        (
+            "theory --draft-model small --prompt-lookup",
+            "compare --theory --draft model:small --draft lookup",
+        ),
+        ("compare --head=a --datastore b", "compare --draft head:a --draft ngrams:b"),
+        (
+            "verify-exactness --draft-layers 0-9 --verifier match",
+            "verify --draft layers:0-9 --rule match",
+        ),
+        ("plan-tree --head a --batch 2", "explain tree --draft a --batch-size 2"),
+        ("plan-training --config a train.epochs=1", "train --plan --config a train.epochs=1"),
+        ("ask-about --data a", "data invent --about a"),
+        ("generate --min-p 0.1 --stop 1", 'generate --set min_p=0.1 --set stop_strings="1"'),
+        ("data inspect --rows 5", "data inspect --limit 5"),
+        ("data distill --head a", "data distill --head a"),
+        ("train --init eagle3", "train --init eagle3"),
+    ],
+)
+def test_older_words_become_todays(older: str, today: str, capsys) -> None:
+    assert renewed(older.split()) == today.split()
+    assert bool(capsys.readouterr().err) == (older != today)
+
+
+def test_an_option_of_a_rule_says_how_it_is_written(run) -> None:
+    status, _, err = run("generate", *TARGET, "--prompt", "x", "--lenience", "0.4")
+    assert status == 2 and "--lenience belongs to the rule now: --rule lenient:lenience=0.4" in err
+
+
+def test_settings_and_rules_are_read(run) -> None:
+    task = ("generate", *TARGET, "--prompt", "hello", "--max-new-tokens", "4")
+    rule = ("--temperature", "1", "--draft", "lookup", "--rule", "lenient:lenience=1")
+    assert run(*task, *rule)[0] == 0
+    for words, sentence in (
+        (("--set", "temperature=1"), "--set temperature: write --temperature instead"),
+        (("--set", "nothing=1"), "nothing=1, which is not supported"),
+        (("--set", "min_p"), "--set is written NAME=VALUE"),
+        (("--temperature", "1", "--rule", "lenient:top=1"), "top"),
+    ):
+        status, _, err = run(*task, *words)
+        assert status == 2 and sentence in err
 
 
 def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:

@@ -20,7 +20,7 @@ from drafthead.contrib.lossy_rules.lenient import Lenient
 from drafthead.heads.sampling import SamplingConfig, draft_distribution
 from drafthead.heads.trees.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.trees.tree import TokenTree, TreeShape
-from drafthead.infer.engine.stepper import following_tokens
+from drafthead.infer.engine.step import following_tokens
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, fit
 from drafthead.lab.exactness.rule_law import OneStream

@@ -12,7 +12,7 @@ from drafthead.heads.sampling import NO_TOKEN, draw_without_replacement
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.engine.stepper import following_tokens
+from drafthead.infer.engine.step import following_tokens
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.infer.verifiers.refusals import earlier_siblings
 from drafthead.infer.verifiers.traversal import turns
