@@ -5,7 +5,6 @@ weights can be read: seconds >= `weight_bytes` / `copy_bandwidth`.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import psutil
@@ -18,10 +17,8 @@ from drafthead.heads.target.seven_bits import can_be_rounded
 from drafthead.heads.target.target import Target
 from drafthead.lab.profiling.clock import seconds_of
 
-# The copied buffer must not fit into a cache: it has at least SMALLEST_BUFFER bytes, and CACHES
-# times the last-level cache, but at most 1 / MOST_OF_MEMORY of the free memory.
-SMALLEST_BUFFER = 256 * 2**20
-CACHES = 4
+# The copied buffer must not fit into a cache: the largest hold some hundred megabytes.
+BUFFER = 2**30  # bytes, but at most 1 / MOST_OF_MEMORY of the free memory
 MOST_OF_MEMORY = 8
 COPIES = 7  # that are timed
 # How configurations of mixture-of-experts models name their number of experts.
@@ -35,17 +32,12 @@ def copy_bandwidth(device: torch.device) -> float:
     (McCalpin, 1995): bytes read plus bytes written, so a buffer of n bytes counts 2 n. On a GPU it
     is a copy within device memory.
     """
-    source = torch.ones(buffer_bytes(device), dtype=torch.uint8, device=device)
+    size = min(BUFFER, free_memory(device) // MOST_OF_MEMORY)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     destination.copy_(source)  # untimed: the first write also has to map the memory's pages
     taken = [seconds_of(lambda: destination.copy_(source), device) for _ in range(COPIES)]
     return 2 * source.numel() / median(taken)
-
-
-def buffer_bytes(device: torch.device) -> int:
-    """Size of the buffer to copy."""
-    free = free_memory(device)
-    return min(max(SMALLEST_BUFFER, CACHES * last_level_cache(device)), free // MOST_OF_MEMORY)
 
 
 def free_memory(device: torch.device) -> int:
@@ -53,15 +45,6 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
-
-
-def last_level_cache(device: torch.device) -> int:
-    """Bytes of the largest cache; 0 where the system does not report it."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    kib = [int(text[:-1]) for size in sizes if (text := size.read_text().strip()).endswith("K")]
-    return 1024 * max(kib, default=0)
 
 
 def weight_bytes(target: Target, tokens: int) -> int:

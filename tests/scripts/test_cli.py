@@ -428,7 +428,7 @@ def test_evaluate_writes_into_heads_of_our_format_only(run, tmp_path) -> None:
 
 
 def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("drafthead.lab.profiling.bandwidth.SMALLEST_BUFFER", 2**22)
+    monkeypatch.setattr("drafthead.lab.profiling.bandwidth.BUFFER", 2**22)
     task = ("explain", "profile", *TARGET, "--prompts", "@prompts.jsonl", "--max-new-tokens", "8")
     output = ("--output", str(tmp_path / "profile"))
     status, out, _ = run(
