@@ -108,6 +108,8 @@ def detectable(fits: Sequence[Fit], false_alarm: float, power: float) -> float:
     degrees = freedom(fits)
     if degrees == 0:
         return math.inf
+    # The statistic that exact counts exceed with chance `false_alarm`; then the non-centrality with
+    # which it is exceeded with chance `power`. scipy names both after their distribution.
     critical = special.chdtri(degrees, false_alarm)
     enough = special.chndtrinc(critical, degrees, 1 - power)
     return math.sqrt(enough / (4 * sum(each.samples for each in fits)))

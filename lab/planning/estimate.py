@@ -94,13 +94,15 @@ def step_memory(setup: DrySetup, processes: int = 1) -> StepMemory:
         optimizers = build_optimizers(head.named_parameters(), config.optimizer)
         for weight in trained(head):
             weight.grad = torch.zeros_like(weight)
-        update(optimizers)  # they make their states in the first step
+        # Optimisers make their states in their first step, so one is made before anything counts.
+        update(optimizers)
         phase, average = AVERAGE, None
         if config.train.ema is not None:
             average = type(head)(head.config)  # in float32, as `WeightAverage` keeps it
         held = dict(ledger.live)
         held[GRADIENTS] = sum(w.numel() * w.element_size() for w in trained(head))
         ledger.begin_peak()
+        # In the second micro-batch the gradients of the first are there as well.
         for _ in range(min(2, config.train.accumulation(processes))):
             phase = PASS
             batch = read_features(target, tokens, head.features_needed, precision)

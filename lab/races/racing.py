@@ -136,6 +136,7 @@ def entrants(
     Each drafter is raced alone and with lookup beside it; lookup is raced alone as well.
     """
     chain, size = options.draft_tokens, options.tree_nodes
+    # Plain decoding comes first: what it compiles of the target serves all others.
     plain = decoder_for(target, None, None, options.compile)
     ours = plain.target  # compiled passes belong to it; transformers knows none
     drafters = []
