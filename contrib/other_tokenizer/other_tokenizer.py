@@ -20,7 +20,7 @@ from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Transla
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.host import to_host
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.guesses import GuessTree, token_tree
@@ -35,7 +35,7 @@ from drafthead.infer.engine.prefill import padded
 class OtherTokenizer(DraftModel):
     """Chains of up to `depth` of the target's tokens by text; trees of shared tokens.
 
-    Where children are drawn, they are shared tokens if there are any. What is written by text is
+    Above temperature 0 chains are shared tokens too, if there are any. What is written by text is
     never drawn, so that all rules accept just what the target itself draws.
     """
 
@@ -66,9 +66,9 @@ class OtherTokenizer(DraftModel):
             each.refuse_encoder("a draft model with another tokenizer")
 
     def writes(self, budget: Budget, random: Choice) -> bool:
-        """Whether a proposal within the budget is written as text."""
+        """Whether a proposal within the budget is written as text, which follows no draws."""
         is_chain = budget.nodes == budget.depth + 1
-        return self.shared is None or (is_chain and not isinstance(random, RowRandom))
+        return self.shared is None or (is_chain and random is None)
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits [..., S] of the shared tokens, of all [..., V]."""

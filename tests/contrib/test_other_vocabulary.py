@@ -145,7 +145,7 @@ def test_the_target_with_other_numbers_is_accepted_like_itself(pair, rule, tempe
         options["verifier"] = rule
     prompts = [[9, 8, 7], [20, 21]]
     results = [
-        Decoder(target, drafter, Budget(10, 3)).generate(prompts, **options)
+        Decoder(target, drafter, Budget(4, 3)).generate(prompts, **options)
         for drafter in (DraftModel(target, target, 3), model_drafter(twin, target, 3))
     ]
     assert results[0].stats.accept_lengths == results[1].stats.accept_lengths
