@@ -39,8 +39,7 @@ ONE_STEP = (
     "infer/engine/",
     "infer/verifiers/",
     "infer/decoder.py",
-    "infer/request/decode_options.py",
-    "infer/request/request.py",
+    "infer/request/options.py",
 )
 # "[B, N, D]", "[V]", "[]"; not `tree[node]` or `list[int]`, where a word comes before the bracket.
 SHAPE = re.compile(r"(?<![\w\])])\[([\w.,+*/() -]*[A-Za-z.][\w.,+*/() -]*)?\]")
