@@ -75,7 +75,7 @@ def top_few(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch
 def are_few(x: torch.Tensor, k: int, dim: int = -1) -> bool:
     """Whether there is a kernel for the k largest of x [..., V]."""
     # Where there are kernels, it has been imported already.
-    from drafthead.backends.cpu.kernels.top_k import MOST
+    from drafthead.backends.cpu.kernels.after_pass import MOST
 
     return x.dtype == torch.float32 and dim == -1 and k <= MOST
 

@@ -6,6 +6,11 @@ call and reads at half of the memory's speed. Here weights are packed once in th
 they are read, and one function multiplies up to twelve rows at a time with a block of 32 columns;
 with AVX2, which has half as many registers of half the width, six rows with 16 columns, in float32.
 
+The first half of a gated MLP, silu(x gate^T) * (x up^T), is one function as well: as separate
+operations silu and product touch little memory, but make the threads wait for each other once more
+in every layer. Each thread finishes the columns that it has multiplied; the blocks of both weights
+alternate in memory, in the order in which they are read.
+
 Weights of drafts, and of targets of the type int7, are packed in bytes: seven bits each, and a
 scale for each column. Half as much is read; what a draft guesses changes no answer.
 
@@ -31,6 +36,11 @@ CALL = """
         {{start(x)}}, {{start(packed)}}, {{start(bias) if bias is defined else "nullptr"}},
         {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}}, {{size(output, 1)}},
         {{in_bytes}}, {{threads}});
+"""
+GATED = """
+    DRAFTHEAD_LIBRARY::gated(
+        {{start(x)}}, {{start(packed)}}, {{start(output)}}, {{size(x, 0)}}, {{size(x, 1)}},
+        {{size(output, 1)}}, {{in_bytes}}, {{threads}});
 """
 
 # Packed weights by the first of them: the graphs of a model share one copy.
@@ -139,3 +149,27 @@ def form_of(x: Node, packed: Node) -> dict[str, str]:
     """How a kernel is to read packed weights."""
     lines, inner = int(packed.get_size()[1]), int(x.get_size()[-1])
     return {"in_bytes": "true" if is_in_bytes(lines, inner) else "false"}
+
+
+@torch.library.custom_op("drafthead::gated", mutates_args=())
+def gated(
+    x: torch.Tensor,  # [..., K]
+    packed: torch.Tensor,  # [2N / 32, .., 32, 2], paired, from `linear.pack`
+    size: int,  # N, a multiple of 32
+) -> torch.Tensor:
+    """silu(x gate^T) * (x up^T) [..., N]."""
+    rows = unpacked(packed, x.shape[-1])
+    gate, up = (functional.linear(x, rows[half::2].flatten(0, 1)) for half in range(2))
+    return functional.silu(gate) * up
+
+
+@gated.register_fake
+def _(x: torch.Tensor, packed: torch.Tensor, size: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], size)
+
+
+@register_lowering(torch.ops.drafthead.gated.default, type_promotion_kind=None)
+def _lower_gated(x: Node, packed: Node, size: int) -> Node:
+    """The operation in the code generator's graph."""
+    inputs, form = {"x": x, "packed": packed}, form_of(x, packed)
+    return call_by_rows("gated_mlp", GATED, inputs, [size], x.get_dtype(), form, declarations())

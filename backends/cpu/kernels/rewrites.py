@@ -18,13 +18,10 @@ from torch._inductor.pattern_matcher import (
 
 # All kernels: imported, they are known to torch.
 from drafthead.backends.cpu.kernels import (  # noqa: F401
+    after_pass,
     attention,
-    draw,
-    gated_mlp,
     layer_call,
     linear,
-    move_columns,
-    top_k,
 )
 from drafthead.backends.cpu.kernels.kernel_set import kernel_set
 
@@ -180,7 +177,7 @@ gated_halves = PatternMatcherPass()
     pass_dict=gated_halves,
 )
 def use_gated(match: Match, gate: Any, up: Any) -> None:
-    """Replace a product, silu and the product of its halves by the function of `gated_mlp`."""
+    """Replace a product, silu and the product of its halves by `linear.gated`."""
     whole = gate.args[0].args[0]
     x, packed, size, _ = whole.args
     output = match.output_node()
