@@ -40,8 +40,8 @@ class Group(NamedTuple):
 VERBS = {
     "chat": Verb("Talk to a model in the terminal; each answer says how fast it was."),
     "generate": Verb("Answer one prompt: with a head, a draft model, lookup, or plainly."),
-    "train": Verb("Train a draft head or a draft model; --init writes a first configuration."),
-    "compare": Verb("Time every way of decoding on the same prompts: a table and a picture."),
+    "train": Verb("Train a head or a draft model; --init writes a first file."),
+    "compare": Verb("Time every way of decoding on the same prompts: table and picture."),
     "verify": Verb("Test whether answers are those of the target alone: PASS or FAIL."),
     "fetch": Verb("Bring a small model to try things with, out of Python packages."),
 }
@@ -76,15 +76,15 @@ GROUPS = {
             "info": Verb("What a checkpoint holds, ours or another's.", "runs/mine"),
             "evaluate": Verb(
                 "How well a head drafts answers, by file and by depth.",
-                "--target smollm2 --head runs/mine --data test.jsonl",
+                "runs/mine --target smollm2 --data test.jsonl",
             ),
             "doctor": Verb(
                 "Why a head is accepted seldom, and what to do.",
-                "--target smollm2 --head runs/mine --data test.jsonl",
+                "runs/mine --target smollm2 --data test.jsonl",
             ),
             "import": Verb(
                 "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
-                "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output heads/eagle3",
+                "OWNER/NAME --output runs/theirs",
             ),
             "export": Verb(
                 "Write a head for other software, checked against its arithmetic.",
@@ -100,15 +100,15 @@ GROUPS = {
         {
             "trace": Verb(
                 "What was drafted and what became of it: a page, or text.",
-                '--target smollm2 --head runs/mine --prompt "Why is the sky blue?"',
+                '--target smollm2 --draft runs/mine --prompt "Why is the sky blue?"',
             ),
             "profile": Verb(
                 "How the time of a step is spent, and what memory allows.",
-                "--target smollm2 --head runs/mine",
+                "--target smollm2 --draft runs/mine",
             ),
             "tree": Verb(
                 "What each size of tree costs and gains here; which is chosen.",
-                "--target smollm2 --head runs/mine",
+                "--target smollm2 --draft runs/mine",
             ),
             "report": Verb(
                 "A run with its races, traces and findings, as one page to send.",

@@ -10,16 +10,20 @@ from accelerate.state import AcceleratorState, GradientState
 
 from drafthead.heads.formats import FORMATS
 from drafthead.scripts import cli
-from drafthead.scripts.older_words import renewed
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = TEXT.split("```")[1::2]
 LINES = [
-    renewed(shlex.split(line, comments=True)[1:])
+    shlex.split(line, comments=True)[1:]
     for block in BLOCKS
     for line in block.splitlines()
     if line.startswith("drafthead ")
+]
+EXAMPLES = [
+    [name, verb_name, *shlex.split(verb.example)]
+    for name, group in cli.GROUPS.items()
+    for verb_name, verb in group.verbs.items()
 ]
 VERBS = set(cli.verb_names())
 
@@ -30,8 +34,10 @@ def verb_of(words: list[str]) -> str:
     return verb
 
 
-@pytest.mark.parametrize("words", LINES, ids=" ".join)
-def test_a_line_of_the_readme_is_one_of_the_command_line(words, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize("words", [*LINES, *EXAMPLES], ids=" ".join)
+def test_a_line_of_the_readme_or_of_help_is_one_of_the_command_line(
+    words, monkeypatch, tmp_path
+) -> None:
     """Its verb and options exist, and none is missing; nothing is run."""
     verb = verb_of(words)
     monkeypatch.chdir(tmp_path)
