@@ -84,9 +84,7 @@ PRONOUNS = ("That of", "Those of", "The same", "As for")
 # Files in which some still begin with a pronoun.
 WITH_PRONOUNS = {
     "infer/drafters/until_unsure.py",
-    "infer/engine/batch_run.py",
     "lab/diagnosis/checks.py",
-    "lab/exactness/oracle.py",
 }
 
 

@@ -191,7 +191,7 @@ class BatchRun:
         return emitted
 
     def refuse_failed(self, emitted: Emitted) -> Emitted:
-        """The same; raises UserError when one of these rows has failed."""
+        """What rows were given; raises UserError when one of them has failed."""
         for number in emitted:
             if self.batch.rows[number].failed:
                 raise UserError(no_token_in(f"prompt {number}", self.batch.rows[number].tokens))

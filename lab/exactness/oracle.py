@@ -19,7 +19,7 @@ class OracleDecoder(Decoder):
     """Plain decoding without trees, verifiers and graphs; takes the options of `Decoder`."""
 
     def method(self, run: BatchRun) -> Method:
-        """As for any decoder, with other steps."""
+        """The method of any decoder, with other steps."""
         made = super().method(run)
         return PlainMethod(made.target, made.drafter, made.rule, made.planner, made.most_nodes)
 
