@@ -337,7 +337,7 @@ def main(
 ) -> None:
     """Train every listed head for the same time, then race them.
 
-    Settings override the file: ... --config FILE train.minutes=2 race.engines=[eager]
+    Settings override the file: ... --config FILE train.minutes=2 race.limit=8
     """
     try:
         run_board(load_board(config, settings or ()))
