@@ -92,8 +92,7 @@ def main(
     from drafthead.heads.target.any_target import target_of
     from drafthead.infer.request.prompts import encode_one
     from drafthead.infer.verifiers import verifier_for
-    from drafthead.lab.exactness.evidence import Effort, evidence_of
-    from drafthead.lab.exactness.exactness import SampledPair
+    from drafthead.lab.exactness.exactness import Effort, SampledPair, evidence_of
     from drafthead.lab.races.record import describe_run, prompt_ids
     from drafthead.lab.reports.exactness import evidence_report
 

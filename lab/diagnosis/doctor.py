@@ -14,7 +14,7 @@ from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter
 from drafthead.lab.diagnosis.checks import Finding, faults_first
 from drafthead.lab.diagnosis.examination import Patient
-from drafthead.lab.profiling.measured_plan import measured_plan
+from drafthead.lab.profiling.plan_table import measured_plan
 from drafthead.lab.races.record import read_answers
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading

@@ -35,7 +35,7 @@ def main(
     of the sizes. Decoding needs no such table: it learns these times itself, and its choice follows
     them and the acceptance that it meets. --tree-nodes of the other verbs overrides it.
     """
-    from drafthead.lab.profiling.measured_plan import measured_plan
+    from drafthead.lab.profiling.plan_table import measured_plan
     from drafthead.lab.races.record import describe_run
     from drafthead.lab.reports.plan import plan_report
 

@@ -477,7 +477,7 @@ def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
 def test_verify_exactness_says_so_in_one_line_and_its_status(
     run, tmp_path, monkeypatch, options, verifier, verdict
 ) -> None:
-    monkeypatch.setattr("drafthead.lab.exactness.evidence.BATCHES", 1)
+    monkeypatch.setattr("drafthead.lab.exactness.exactness.BATCHES", 1)
     status, out, _ = run(
         "verify", "--target", "@target", "--draft", "@draft", "--limit", "2",
         "--samples", "200", "--answers", "8", "--max-new-tokens", "24",

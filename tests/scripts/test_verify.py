@@ -7,7 +7,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
-from drafthead.lab.exactness import evidence as gathered
+from drafthead.lab.exactness import exactness as gathered
 from drafthead.lab.exactness.exactness import SampledPair
 from drafthead.lab.reports.exactness import evidence_report
 
