@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from random_models import random_llama
+from scripted import Scripted
 from tqdm import tqdm
 
 from drafthead.backends.compiled_target import CompiledTarget
@@ -31,7 +32,6 @@ from drafthead.heads.target.loading import device_named
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.results import DecodeResult, DecodeStats, Stream
 from drafthead.infer.loaded import head_drafter

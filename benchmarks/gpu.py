@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from random_models import SHAPES, random_head, random_llama
+from scripted import Scripted
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
@@ -33,7 +34,6 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.infer import Decoder
 from drafthead.infer.decoder import decoder_for
-from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes

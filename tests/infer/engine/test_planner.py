@@ -12,12 +12,12 @@ from operator import mul
 import numpy as np
 import pytest
 from planned import NOTHING, size_of
+from scripted import Scripted
 
 from drafthead.heads.trees.guesses import GuessTree
 from drafthead.heads.trees.static import StaticTrees, chain_budgets, free_budgets, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.scripted import Scripted
 from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size
 from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding
 from drafthead.infer.engine.step_costs import StepCosts
