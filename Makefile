@@ -26,7 +26,7 @@ demo: $(READY)  ## On SmolLM2-135M: answer, train a head, compare. 10 minutes on
 demo-offline: $(READY)  ## The same on the small model of the tests, without a network.
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo_offline.sh
 
-test: $(READY)  ## Prove each claim once: ten minutes on 2 cores, at most four are used.
+test: $(READY)  ## Prove each claim once: a quarter of an hour on 2 cores, at most four are used.
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: $(READY)  ## Run the tests of both stages, all cases of each claim: an hour on 2 cores.

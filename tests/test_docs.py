@@ -51,7 +51,8 @@ def test_the_python_of_a_page_runs(page: str) -> None:
     for block in python_of(page):
         # Plain decoding, as nothing is trained, of a model that needs no network.
         block = block.replace(', draft="runs/demo/parallel"', "")
-        block = block.replace('"smollm2", draft="assets/smollm2_eagle3"', '"assets/demo_target"')
+        shipped = '"smollm2", draft=["assets/smollm2_eagle3", "lookup"]'
+        block = block.replace(shipped, '"assets/demo_target"')
         exec(block.replace("max_new_tokens=64", "max_new_tokens=4"), scope)
     assert isinstance(scope.get("decoder"), Decoder), "the page shows how to make a decoder"
 
