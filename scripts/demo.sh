@@ -9,12 +9,12 @@ prompts=assets/smollm2_prompts
 shipped=assets/smollm2_eagle3
 
 cat <<'PLAN'
-What comes, and how long it takes on two cores with AVX512-BF16 (half as long again without):
-  1  fetch SmolLM2-135M-Instruct, 98 MB                        20 s
-  2  a first answer, not compiled                              40 s
-  3  the model answers 112 prompts, compiled                    2 min
-  4  a head learns from the answers                             2 min
-  5  every way of decoding answers 6 questions, compiled        3 min
+What comes, and how long it took on two cores with AVX512-BF16 (7 minutes 33 seconds in all; without, half as long again):
+  1  fetch SmolLM2-135M-Instruct, 98 MB                         2 s, with a fast network
+  2  a first answer, not compiled                              33 s
+  3  the model answers 112 prompts, compiled                   80 s
+  4  a head learns from the answers                           131 s
+  5  every way of decoding answers 6 questions, compiled      207 s
 PLAN
 step() { echo; echo "== $1"; }
 
