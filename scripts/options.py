@@ -241,9 +241,13 @@ class Answers:
         """
         from transformers.generation.configuration_utils import GenerationConfig
 
+        from drafthead.infer.request.values import whole_option
+
         given = values(self.setting, "--set", plain_text=True)
         if own := sorted(given.keys() & {field.name for field in fields(self)}):
             raise UserError(f"--set {own[0]}: write --{own[0].replace('_', '-')} instead")
+        for name in given.keys() & {"num_beams", "num_return_sequences"}:
+            whole_option(f"--set {name}", given[name])
         try:
             config = GenerationConfig(do_sample=self.temperature > 0, **given)
         except ValueError as error:

@@ -127,6 +127,7 @@ def test_settings_and_rules_are_read(run) -> None:
         (("--set", "temperature=1"), "--set temperature: write --temperature instead"),
         (("--set", "nothing=1"), "nothing=1, which is not supported"),
         (("--set", "min_p"), "--set is written NAME=VALUE"),
+        (("--set", "num_beams=x"), "--set num_beams must be an integer, got 'x'"),
         (("--temperature", "1", "--rule", "lenient:top=1"), "top"),
     ):
         status, _, err = run(*task, *words)
