@@ -26,12 +26,9 @@ from transformers import (
 
 from demo_models.cards import write_card
 from demo_models.corpus import Pair, package_versions, read_corpus
-from demo_models.rollouts import lesson, roll_out
+from demo_models.rollouts import ASKED, Polishing, greedy_behaviour, polish
 from demo_models.training import IGNORE, LEARN, Example, Recipe, TrainingRun, mean_loss
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.target import Target
-from drafthead.infer import Decoder
-from drafthead.infer.engine.results import repeated_ngram_share
 from drafthead.train.optimizers import OptimizerConfig
 
 logger = logging.getLogger(__name__)
@@ -58,16 +55,14 @@ PROMPTS = {"train": 3000, "validation": 300, "test": 300}
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One demo model: its shape, its pretraining, and its rounds of learning from own answers."""
+    """One demo model: its shape, its pretraining, and what it learns from its own answers."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     pretraining: Recipe
-    polishing_rounds: int = 0
-    polishing: Recipe | None = None
-    questions_per_round: int = 0
+    polishing: Polishing | None = None
 
 
 # One decoder layer and the output head are each 6 to 7 % of the target, as in a large model.
@@ -78,9 +73,7 @@ BLUEPRINTS = {
         num_layers=14,
         num_heads=5,
         pretraining=Recipe(epochs=1.1, optimizer=PRETRAINING),
-        polishing_rounds=1,
-        polishing=Recipe(epochs=1.0, optimizer=POLISHING),
-        questions_per_round=1536,
+        polishing=Polishing(Recipe(epochs=1.0, optimizer=POLISHING)),
     ),
     "draft": Blueprint(
         hidden_size=256,
@@ -168,48 +161,6 @@ def write_prompts(pairs: list[Pair], output: Path) -> None:
                 file.write(json.dumps({"id": pair.source, "messages": messages}) + "\n")
 
 
-def polish(
-    name: str,
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: list[Pair],
-    work: Path,
-    save_every: int,
-) -> list[dict[str, float]]:
-    """Rounds of answering and learning from the answers; returns the figures of each round."""
-    blueprint, rounds = BLUEPRINTS[name], []
-    for number in range(blueprint.polishing_rounds):
-        assert blueprint.polishing is not None
-        chosen = random.Random(number).sample(pairs, blueprint.questions_per_round)
-        path = work / f"{name}_answers_{number}.json"
-        rollouts = roll_out(model, tokenizer, [pair.question for pair in chosen], path)
-        lessons = [example for rollout in rollouts if (example := lesson(rollout)) is not None]
-        good = sum(LEARN in example.signs for example in lessons)
-        rounds.append({
-            "answers": len(rollouts),
-            "ended": sum(r.finished for r in rollouts) / len(rollouts),
-            "learnt": good / len(rollouts),
-            "with_repetitions": (len(lessons) - good) / len(rollouts),
-        })  # fmt: skip
-        run = TrainingRun(f"{name}_polish_{number}", model, lessons, blueprint.polishing, work)
-        run.train(save_every)
-    return rounds
-
-
-def greedy_behaviour(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, validation: list[Pair]
-) -> dict[str, float]:
-    """How many greedy answers to held-out questions end, and how much of them repeats."""
-    decoder, questions = Decoder(Target(model, tokenizer)), [p.question for p in validation[:64]]
-    result = decoder.generate(questions, max_new_tokens=128)
-    return {
-        "prompts": len(questions),
-        "max_new_tokens": 128,
-        "ended": sum(result.finished) / len(questions),
-        "repeated_8gram_share": repeated_ngram_share(result.sequences),
-    }
-
-
 def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: int) -> None:
     """Train one model and write it as bfloat16 safetensors with tokenizer, record and card."""
     tokenizer = train_tokenizer(pairs)
@@ -225,7 +176,8 @@ def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: in
         "answers": encode(tokenizer, validation[:HELD_OUT], answers_only=True),
     }
     pretrained = {kind: mean_loss(model, examples) for kind, examples in held_out.items()}
-    polished = polish(name, model, tokenizer, train, work, save_every)
+    questions = [pair.question for pair in train]
+    polished = polish(name, model, tokenizer, questions, blueprint.polishing, work, save_every)
     record = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "blueprint": asdict(blueprint),
@@ -240,12 +192,14 @@ def build(name: str, pairs: list[Pair], work: Path, output: Path, save_every: in
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    record["greedy_validation"] = greedy_behaviour(model, tokenizer, validation)
+    held_out_questions = [pair.question for pair in validation[:ASKED]]
+    record["greedy_validation"] = greedy_behaviour(model, tokenizer, held_out_questions)
     folder = output / f"demo_{name}"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_text(folder / "training_record.json", json.dumps(record, indent=2) + "\n")
-    write_card(folder, name, record, blueprint.pretraining, blueprint.polishing)
+    recipe = blueprint.polishing.recipe if blueprint.polishing is not None else None
+    write_card(folder, name, record, blueprint.pretraining, recipe)
     logger.info(
         "%s: %s, %s", name, record["validation_nats_per_token"], record["greedy_validation"]
     )
