@@ -235,9 +235,9 @@ def signed(bits: int) -> int:
 def arrival_times(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Exponential float32 numbers [..., k], functions of keys [...] and tokens [..., k] alone.
 
-    That of token x comes from number x of the generator SplitMix64, whose seed is a multiple of the
-    key: 64 bits, so that small numbers are as exact as large ones. Few tokens cost little: a draft
-    asks for those that it considers, and finds the numbers that the target will use.
+    The time of token x comes from number x of the generator SplitMix64, whose seed is a multiple of
+    the key: 64 bits, so that small numbers are as exact as large ones. Few tokens cost little: a
+    draft asks for those that it considers, and finds the numbers that the target will use.
     """
     # The key is added first. In a compiled graph `tokens` is the variable of a C++ loop, and times
     # this constant it would overflow, from which compilers conclude that the loop is short.

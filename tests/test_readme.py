@@ -85,7 +85,7 @@ def test_the_lines_of_the_readme_run_one_after_the_other(monkeypatch, tmp_path, 
     monkeypatch.chdir(tmp_path)
     files: list[str] = []
     for words in LINES:
-        if SMALL.get(verb_of(words)) is None or "--draft-model" in words:
+        if SMALL.get(verb_of(words)) is None:
             continue
         monkeypatch.setattr(sys, "argv", ["drafthead", *shrunk(words)])
         AcceleratorState._reset_state(reset_partial_state=True)  # each line is a process

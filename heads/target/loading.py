@@ -127,7 +127,7 @@ def type_name(dtype: object) -> str:
 def dtype_named(name: str) -> torch.dtype:
     """The torch type called `name`; raises UserError for a name that is not a floating type.
 
-    That of the LOSSY ones is bfloat16, which they compute in.
+    Types that are LOSSY compute in bfloat16, which is returned for them.
     """
     dtype = torch.bfloat16 if name in LOSSY else getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

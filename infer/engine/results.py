@@ -139,7 +139,7 @@ class BeamAnswer:
 class DecodeResult:
     """The answers, in the order of the prompts; several answers to one prompt follow each other.
 
-    Those of beam search are the best first.
+    Answers of beam search begin with the best.
     """
 
     sequences: list[list[int]]  # the new token ids of each row, its end token included

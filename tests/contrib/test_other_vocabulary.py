@@ -118,7 +118,7 @@ def test_bytes_that_are_no_character_are_not_shared() -> None:
 
 
 def renumbered(target: Target, order: list[int]) -> Target:
-    """The same model with other numbers for its tokens: number n there is order[n] here."""
+    """A copy of a model with other numbers for its tokens: number n there is order[n] here."""
     twin = copy.deepcopy(target.model)
     for part in (twin.get_input_embeddings(), twin.get_output_embeddings()):
         part.weight.data = part.weight.data[order]

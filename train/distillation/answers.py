@@ -176,7 +176,7 @@ def _jobs(
 
 
 def _windows(jobs: list[Job], file: DistilledFile, too_long: int) -> list[_Window]:
-    """The windows that are to be answered. Those of a shard are some of all, less what it has.
+    """The windows that are to be answered. A shard has some of all, less what it has answered.
 
     Raises UserError for a shard that was begun with other conversations.
     """

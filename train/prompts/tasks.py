@@ -97,7 +97,7 @@ def prompts_about(
 ) -> Iterator[str]:
     """`number` prompts, in turn about two texts, about many and about one.
 
-    The same for the same seed. Raises UserError when there are no two texts.
+    A seed names the prompts. Raises UserError when there are no two texts.
     """
     if len(texts) < 2:
         raise UserError(

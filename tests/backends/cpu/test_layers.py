@@ -137,7 +137,7 @@ def test_a_pass_that_cannot_call_its_layers_is_compiled_whole(stacks, caplog, mo
 
 
 def test_other_weights_run_the_same_code(stacks) -> None:
-    """Those of another model of the same shape, and those that a model is given later."""
+    """Weights of another model of the same shape, and weights that a model is given later."""
     targets = [Target(tiny_llama(seed, **SMALL)) for seed in (0, 1)]
     compiled = [CompiledTarget(target) for target in targets]
     for _ in range(2):

@@ -36,7 +36,7 @@ def dialogue(*turns: tuple[str, str], system: bool = False) -> Conversation:
 
 
 def distilled(conversation: Conversation, tokenizer=CHAT) -> Conversation:
-    """The same with the ids that a target generated: capitals where the text has small letters."""
+    """A conversation with ids that a target generated: capitals for the text's small letters."""
     answers = []
     for i, message in enumerate(conversation.messages):
         if message["role"] == "assistant":

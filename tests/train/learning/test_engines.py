@@ -176,7 +176,7 @@ def launch(engine: str, entry: Path, *arguments: str) -> str:
 
 
 def losses(folder: Path) -> list[float]:
-    """Those of a run, by step."""
+    """The losses of a run, by step."""
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
 
 

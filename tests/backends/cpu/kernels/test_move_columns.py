@@ -29,7 +29,7 @@ def compiled() -> Compiled:
 
 
 def filled(rows: int) -> list[torch.Tensor]:
-    """The same random layers at every call."""
+    """Random layers, which every call makes alike."""
     torch.manual_seed(0)
     return [torch.randn(rows, *layer).bfloat16() for layer in LAYERS]
 
