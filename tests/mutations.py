@@ -58,7 +58,10 @@ def noticed(mutation: Mutation, folder: Path) -> str | None:
 
 def main(names: list[str]) -> int:
     """Try the mutations of these names, or all; gives the number of those nobody noticed."""
-    chosen = [m for m in read_stages()[1] if not names or m.name in names]
+    known = read_stages()[1]
+    if unknown := set(names) - {m.name for m in known}:
+        sys.exit(f"stages.yaml has no entry of the name {unknown.pop()!r}")
+    chosen = [m for m in known if not names or m.name in names]
     missed = 0
     with TemporaryDirectory() as folder:
         copied(Path(folder))

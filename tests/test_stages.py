@@ -62,6 +62,11 @@ def test_a_moved_test_keeps_the_cases_that_are_named() -> None:
     assert not whole.holds("tests/a.py::test_x[two]") and whole.holds("tests/a.py::test_y")
 
 
+def test_a_name_that_no_mutation_has_is_an_error() -> None:
+    with pytest.raises(SystemExit, match="no entry of the name 'a pass'"):
+        main(["a pass"])
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted({mutation.name for mutation in MUTATIONS}))
 def test_the_first_stage_notices_a_mutation(name: str, capsys: pytest.CaptureFixture[str]) -> None:
