@@ -21,6 +21,7 @@ class Completions:
     key: str | None = None  # that a request must bring
     # Statuses of the first requests for completions; 0 closes the connection.
     failures: list[int] = field(default_factory=list)
+    retry_after: str = ""  # which an answer that is a failure asks for
     bodies: list[dict] = field(default_factory=list)  # of all requests for completions
     url: str = ""
     lock: Lock = field(default_factory=Lock)
@@ -63,6 +64,8 @@ def serving(completions: Completions) -> Iterator[str]:
             text = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
+            if status >= 400 and completions.retry_after:
+                self.send_header("Retry-After", completions.retry_after)
             self.end_headers()
             self.wfile.write(text)
 

@@ -21,6 +21,7 @@ from requests.adapters import HTTPAdapter
 from requests.exceptions import InvalidSchema, InvalidURL, MissingSchema
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from urllib3 import BaseHTTPResponse, Retry
+from urllib3.exceptions import InvalidHeader
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.gguf_files import model_folder
@@ -46,18 +47,33 @@ class Patience(Retry):
     """Sends requests again for about three minutes, or when the server asks for it."""
 
     warned = -math.inf  # when the log last said so: many requests find out at the same time
-    closed = Event()  # nobody waits for answers any more
+    closed: Event  # once nobody waits for answers any more
+
+    def new(self, **changes: Any) -> "Patience":
+        """The patience that is left for the next time."""
+        left = super().new(**changes)
+        left.closed = self.closed
+        return left
 
     def sleep(self, response: BaseHTTPResponse | None = None) -> None:
-        """Wait as urllib3 does; a warning once a minute."""
+        """Wait as urllib3 does, until nobody waits for the answer; a warning once a minute.
+
+        Raises UserError when nobody does.
+        """
         if time.monotonic() > Patience.warned + 60:
             Patience.warned = time.monotonic()
             last = self.history[-1]
             reason = f"status {last.status}" if last.error is None else reason_of(last.error)
             logger.warning("%s is busy or away (%s); trying for some minutes", last.url, reason)
-        super().sleep(response)
-        if self.closed.is_set():
+        if self.closed.wait(self._asked_for(response) or self.get_backoff_time()):
             raise UserError(f"the answer of {self.history[-1].url} is no longer wanted")
+
+    def _asked_for(self, response: BaseHTTPResponse | None) -> float | None:
+        """The seconds, or those until a date, that a server asks for; None if it does not say."""
+        try:
+            return None if response is None else self.get_retry_after(response)
+        except InvalidHeader:
+            return None
 
 
 class Connection:
@@ -67,13 +83,17 @@ class Connection:
         """`url` with or without /v1 at its end. Nothing is sent yet."""
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.session = requests.Session()
+        self.closed = Event()  # of the completions that `allow` prepared last
         if key := os.environ.get(KEY):
             self.session.headers["Authorization"] = f"Bearer {key}"
         # Of each request that is sent again.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
     def allow(self, at_once: int) -> None:
-        """Prepare for so many completions at a time, and send them again as `Patience` does."""
+        """Prepare for so many completions at a time, and send them again as `Patience` does.
+
+        Until `closed` is set: then those that wait to be sent again end.
+        """
         patience = Patience(
             TIMES,
             allowed_methods=None,
@@ -84,6 +104,7 @@ class Connection:
             retry_after_max=MOST,
             raise_on_status=False,
         )
+        self.closed = patience.closed = Event()
         adapter = HTTPAdapter(pool_maxsize=at_once, max_retries=patience)
         self.session.mount(f"{self.url}/completions", adapter)
 
@@ -241,8 +262,7 @@ class ServerSource:
         """The answers, in the order in which they come."""
         self.connection.allow(settings.batch_size)
         given: Queue[Answer | Exception | None] = Queue()
-        closed = Patience.closed
-        closed.clear()
+        closed = self.connection.closed
 
         def work() -> None:
             """Ask one question after the other, until there are no more."""

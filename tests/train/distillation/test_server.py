@@ -1,9 +1,12 @@
 """Answers of a server: the rows of a target in this process, and sentences for what goes wrong."""
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 
 import pytest
 from completion_server import Completions, serving
@@ -13,6 +16,7 @@ from transformers import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
+from drafthead.infer.serving import ServeRequest
 from drafthead.train.distillation import server as connection_module
 from drafthead.train.distillation.answer_source import DecoderSource, without_repetition
 from drafthead.train.distillation.answers import DistillReport, distill
@@ -138,6 +142,55 @@ def test_a_busy_or_absent_server_is_asked_again(completions: Completions, tmp_pa
     report = from_server(completions, tmp_path / "a.jsonl")
     assert report.written == 7
     assert len(completions.bodies) == 7 + 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "waits"),
+    [
+        ("1", True),
+        ("Thu, 31 Dec 2099 23:59:59 GMT", True),  # cut to MOST
+        ("Thu, 31 Dec 1998 23:59:59 GMT", False),
+        ("soon", False),  # which is neither
+    ],
+)
+def test_a_busy_server_says_when_it_wants_to_be_asked_again(
+    completions: Completions, monkeypatch, asked: str, waits: bool
+) -> None:
+    monkeypatch.setattr(connection_module, "MOST", 1)
+    connection = Connection(completions.url)
+    connection.allow(1)
+    completions.complete = lambda body: {}
+    completions.failures, completions.retry_after = [503], asked
+    began = time.monotonic()
+    connection.send("completions", {})
+    assert (time.monotonic() - began > 0.9) == waits
+    assert len(completions.bodies) == 2
+
+
+def test_threads_that_wait_for_a_busy_server_end_when_nobody_reads_on(
+    completions: Completions,
+) -> None:
+    completions.failures, completions.retry_after = [200] + [503] * 20, "60"
+    before = set(threading.enumerate())
+    source = ServerSource(
+        Connection(completions.url),
+        find_model(Connection(completions.url), None, "served"),
+        completions.decoder.tokenizer,
+        frozenset(completions.decoder.end_ids),
+    )
+    questions: Queue[ServeRequest | None] = Queue()
+    for name in "abc":
+        questions.put(ServeRequest([1, 2], name, seed=0))
+    answers = source.answers(questions, SETTINGS)
+    next(answers)
+    while len(completions.bodies) < 3:
+        time.sleep(0.01)
+    waiting = [t for t in threading.enumerate() if t not in before and "work" in t.name]
+    assert waiting
+    answers.close()
+    for thread in waiting:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
 
 
 def test_a_server_that_stays_busy_ends_the_run_and_the_next_run_goes_on(
