@@ -81,12 +81,18 @@ def main(
         )
         options.finish(plan_report(found), plan.output)
     else:
-        from drafthead.train import train_heads
-
         given = {
             "--devices": plan.devices > 1,
             "--output": plan.output, "--memory": plan.memory, "--tokens": plan.tokens,
             "--no-measure": not plan.measure,
         }  # fmt: skip
         options.refuse(given, "only --plan plans a run")
-        train_heads.main(config, init, target, settings)
+        if init is not None or target is not None:
+            from drafthead.train.run.starting_config import write_starting_config
+
+            write_starting_config(init, target, config)
+            print(f"{config} is written: look at it, then drafthead train --config {config}")
+        else:
+            from drafthead.train import train_heads
+
+            train_heads.main(config, settings)

@@ -26,7 +26,6 @@ from drafthead.train.learning.loop import Trainer
 from drafthead.train.learning.step import TrainingTask
 from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.run.folder import RunFolder
-from drafthead.train.run.starting_config import write_starting_config
 from drafthead.train.run.trainables import new_head
 
 logger = logging.getLogger(__name__)
@@ -73,32 +72,9 @@ def main(
     config: Annotated[
         Path, typer.Option(help="Configuration file, such as configs/demo_medusa.yaml.")
     ],
-    init: Annotated[
-        str | None,
-        typer.Option(metavar="FAMILY", help="Write FILE for this family of heads, and end."),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="With --init: the model to fit FILE to.")
-    ] = None,
     settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
-    """Train draft heads on the hidden states of a frozen target.
-
-    \b
-    A first FILE:       drafthead train --init parallel --target MODEL --config FILE
-    One process:        drafthead train --config FILE
-    With accelerate:    accelerate launch train/train_heads.py --config FILE
-    Two CPU processes:  accelerate launch --config_file configs/accelerate/cpu2.yaml
-                        train/train_heads.py --config FILE
-    Other settings:     ... --config FILE optimizer.lr=3e-4 train.max_minutes=10
-
-    A file has the sections target, head, data, optimizer and train. Settings after it override it.
-    The same command continues a stopped run, and does nothing when the run is finished.
-    """
-    if init is not None or target is not None:
-        write_starting_config(init, target, config)
-        print(f"{config} is written: look at it, then drafthead train --config {config}")
-        return
+    """Train draft heads in each of the processes launched, as `drafthead train` does in one."""
     quiet_libraries()
     if not train(load_run_config(config, settings or [])):
         print("stopped; the state is saved, the same command continues", file=sys.stderr)
