@@ -228,15 +228,17 @@ class StepRunner:
 
     def _update(self) -> None:
         """Clip the gradients and step the optimisers; accelerate skips all but the last call."""
+        norm = None
         if self.accelerator.sync_gradients:
             limit = self.optimizer_config.max_grad_norm
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
             if isinstance(norm, DTensor):
                 norm = norm.full_tensor()
-            self.grad_norm = None if norm is None else float(norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        # Read when all work has been given to the device: it waits for that once, not twice.
+        self.grad_norm = None if norm is None else float(norm)
 
     @torch.no_grad()
     def target_fault(self, rows: list[int]) -> str | None:
