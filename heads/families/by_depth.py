@@ -88,6 +88,7 @@ class HeadByDepth(DraftVocabulary, DraftHead):
             labels: torch.Tensor,  # [L]
             *states: torch.Tensor,  # [L, ...]
         ) -> Iterator[Part]:
+            """Of each depth: the weighted sum [] that is trained, token losses and ranks [L]."""
             teacher_logits = self.teacher_logits(teacher, target) if rule.reads_target else None
             for index, state in enumerate(states):
                 logits = self.token_logits(index, state, target)

@@ -34,9 +34,12 @@ def in_chunks(row_logits: int, parameters: Iterable[torch.Tensor]) -> Callable[[
     trained = [parameter for parameter in parameters if parameter.requires_grad]
 
     def decorated(parts: Parts) -> Summed:
+        """The loss of which `parts` gives the parts, chunk by chunk."""
+
         def summed(
             *rows: torch.Tensor,  # [R, ...]
         ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+            """The sum [] of all parts of all chunks; losses and ranks [R, ...] of each part."""
             # So DeepSpeed names parameters that ZeRO-3 has in pieces. It gathers them for each
             # module, and only its own hooks know when: there, chunks are computed again in the
             # backward pass.

@@ -130,6 +130,7 @@ class Student(DraftVocabulary, DraftHead):
             labels: torch.Tensor,  # [P]
             weights: torch.Tensor,  # [P]
         ) -> Iterator[Part]:
+            """The weighted sum [] that is trained, token losses and ranks [P]."""
             logits = self._language_model.project(hidden, self.draft_ids)
             teacher_logits = self.teacher_logits(teacher, target) if rule.reads_target else None
             token_losses, ranks = self.judged(logits, teacher_logits, labels, rule)

@@ -203,6 +203,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
             valid: torch.Tensor,  # [M, K]
             weights: torch.Tensor,  # [M, K]
         ) -> Iterator[Part]:
+            """Of all slots: the weighted sum [] that is trained, token losses and ranks [M, K]."""
             logits, teacher_logits = self.slot_logits(hidden, codes, target), None  # [M, K, Vd]
             if rule.reads_target or self.confidence is not None:
                 teacher_logits = self.teacher_logits(teacher, target)
