@@ -26,7 +26,7 @@ BACKWARD, UPDATE = "backward pass", "optimiser's step"
 LIBRARIES, ALLOCATOR = "Python and libraries", "work of operations, gaps, data"
 BUFFERS = "gradients that processes exchange"
 # On a CPU operations need memory inside themselves, and what is freed is not all given back: a part
-# of what comes and goes in a step. Fitted to nine runs; docs/training.md has others beside them.
+# of what comes and goes in a step. Fitted to nine runs; a slow test holds a run to 15 %.
 GAPS_SHARE, DATA_BYTES = 0.6, 95_000_000
 SMALLER_DRAFT_VOCABULARY = 8192
 
