@@ -1,4 +1,4 @@
-"""What compiles functions for a CPU and records them for a GPU, behind the fence of `heads`."""
+"""What compiles functions for a CPU and records them for a GPU, as `heads/backend.py` asks."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -26,7 +26,7 @@ from drafthead.heads.trees.static import free_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 MAX_NGRAM = 3  # that the index holds; longer matches are found from these
-LONGEST = 32  # tokens of a match: longer ones are not told apart
+LONGEST = 32  # tokens of a match: longer ones count as this long
 # Probabilities of the next token after some tokens, at least one; their sum may be below 1.
 Distribution: TypeAlias = Callable[[Sequence[int]], Mapping[int, float]]
 Support: TypeAlias = tuple[list[int], list[float]]  # different tokens, and their probabilities

@@ -102,7 +102,7 @@ class Acceptance:
         """Record a step: the size of its draft, the stop at which that ended, tokens by row.
 
         An accept length counts the root, so 3 means that depths 1 and 2 were reached. A draft that
-        was limited to two levels tells nothing about the third.
+        was limited to two levels shows nothing of the third.
         """
         keep, stops = 1 - 1 / MEMORY, self.stops(size)
         for number, ladder in enumerate(self.ladders):

@@ -1,6 +1,6 @@
 """From users' prompts to token ids.
 
-Which tokens of padded rows belong to a prompt is said by a mask, or by the pad token.
+A mask, or the pad token, shows which tokens of padded rows belong to a prompt.
 """
 
 from collections.abc import Collection, Mapping, Sequence

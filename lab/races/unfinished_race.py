@@ -40,7 +40,7 @@ class UnfinishedRace:
     """
 
     def __init__(self, path: Path, made_of: dict[str, Any]):
-        """Go on with what the file holds of the same race; anything else begins anew.
+        """Go on with what the file holds of the same race; anything else begins again.
 
         `changed` are the names of what is no longer as it was in the file, if there is one.
         """
@@ -66,7 +66,7 @@ class UnfinishedRace:
             file.write(json.dumps(line) + "\n")
 
     def end(self) -> None:
-        """The race is over, and its report is written: the next one begins anew."""
+        """The race is over, and its report is written: the next one begins from nothing."""
         self.path.unlink(missing_ok=True)
 
 
@@ -109,7 +109,7 @@ def begun_race(
     }
     race = UnfinishedRace(path, made_of)
     if race.begun and race.changed:
-        print(f"{path} is of another race (not the same: {', '.join(race.changed)}): begins anew")
+        print(f"{path} is of another race (not the same: {', '.join(race.changed)}): begins again")
     elif race.batches:
         print(f"{path}: goes on after {len(race.batches)} batches of prompts, which are kept")
     return race

@@ -300,7 +300,7 @@ def test_compare_goes_on_with_what_was_raced_before_a_stop(run, monkeypatch, tmp
     assert (status, answers) == (130, 6) and "goes on" not in out, "a race that has ended is over"
     status, out, answers = raced(0, "--seed", "1")
     assert (status, answers) == (0, 12)
-    assert "is of another race (not the same: command): begins anew" in out
+    assert "is of another race (not the same: command): begins again" in out
 
 
 def test_doctor_says_what_it_has_seen(run, tmp_path) -> None:

@@ -60,7 +60,7 @@ class Text:
     plan: AdaptivePlan
     took: Seconds
     noise: float = 0.0  # deviation of the logarithm of a step's seconds
-    drift: float = 0.0  # the machine becomes slower by up to this share, anew every 8 steps
+    drift: float = 0.0  # the machine becomes slower by up to this share, drawn again every 8 steps
     seed: int = 0
     choices: list[Size] = field(default_factory=list)
 
@@ -173,7 +173,7 @@ GOOD_SECONDS = {
 
 @pytest.mark.parametrize("node", GOOD_SECONDS)
 def test_the_best_size_is_found_while_decoding(node) -> None:
-    """From a machine that nobody knows: 0.92 of its rate from the 500th token on."""
+    """From a machine that nobody knows: 0.95 of its rate from the 500th token on."""
     took = GOOD_SECONDS[node]
     early, late = [], []
     for seed in range(6):

@@ -30,7 +30,7 @@ def test_a_step_begins_behind_what_the_step_before_accepted_and_the_token_it_mis
     one = [(0, 1)] * 5
     assert roots_of_steps(one, [3, 4, 5, 6, 7], [2, 0, 0, 0, 0]) == [0, 3, 4]
     assert roots_of_steps(one, [3, 4, 5, 6, 7], [4, 9, 9, 9, 9]) == [0]
-    # The next conversation begins anew, wherever the step before would have led; places that are
+    # The next conversation begins afresh, wherever the step before would have led; places that are
     # not supervised are skipped.
     two = [(0, 1), (0, 1), (0, 2), (0, 2), (1, 1)]
     assert roots_of_steps(two, [1, 2, 5, 8, 1], [3, 0, 1, 0, 0]) == [0, 2, 3, 4]
