@@ -5,12 +5,12 @@ Its methods make what they describe. Like all files of verbs this one imports no
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from drafthead.infer import DecodeOptions, Decoder
     from drafthead.lab.reports.report import Report
     from drafthead.train.data.fitted_rows import Reading
+
+
+Settings = TypeVar("Settings")
 
 
 class InterruptedVerbError(Exception):
@@ -43,6 +46,7 @@ def with_groups(main: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(main)
     def run(**options: Any) -> None:
+        """The verb, with its groups made of their options."""
         made = {
             name: group(**{field.name: options.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
@@ -70,6 +74,14 @@ def group_parameters(group: Any) -> list[Parameter]:
         )
         for field in fields(group)
     ]
+
+
+def made_of(kind: type[Settings], groups: Sequence[object], others: Mapping[str, Any]) -> Settings:
+    """Settings, a dataclass, out of the options of groups with the same names and of `others`."""
+    given: dict[str, Any] = {}
+    for values in (*map(vars, groups), others):
+        given |= values
+    return kind(**{field.name: given[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def at_least_one(option: typer.CallbackParam, value: int) -> int:

@@ -45,6 +45,20 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decoding(options.Drafting):
+    """What decodes the tested answers."""
+
+    rule: options.RuleName = "auto"
+    compile: Annotated[
+        bool,
+        typer.Option(
+            help="Test compiled passes. The target's law is computed by passes that are not "
+            "compiled, and so are plain answers, but for bfloat16 where we have kernels."
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Amount:
     """How much is tested."""
 
@@ -60,24 +74,16 @@ class Amount:
     false_alarm: Annotated[
         float, typer.Option(help="Chance that exact decoding is called inexact.")
     ] = 1e-3
+    seed: options.Seed = 0
 
 
 def main(
     *,
     model: Exact,
-    drafting: options.Drafting,
+    decoding: Decoding,
     sampling: Sampling,
-    rule: options.RuleName = "auto",
     amount: Amount,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            help="Test compiled passes. The target's law is computed by passes that are not "
-            "compiled, and so are plain answers, but for bfloat16 where we have kernels."
-        ),
-    ] = False,
     output: options.JsonFile = None,
-    seed: options.Seed = 0,
 ) -> None:
     """Test whether decoding with a drafter gives the answers of the target alone.
 
@@ -97,22 +103,22 @@ def main(
     from drafthead.lab.reports.exactness import evidence_report
 
     effort = Effort(amount.samples, amount.answers, amount.max_new_tokens, amount.false_alarm)
-    if not drafting.draft:
+    if not decoding.draft:
         raise UserError("name what drafts with --draft: it is tested")
-    nodes = drafting.tree_nodes or TREE_NODES
-    decoder = replace(drafting, tree_nodes=nodes).decoder(model, compile)
+    nodes = decoding.tree_nodes or TREE_NODES
+    decoder = replace(decoding, tree_nodes=nodes).decoder(model, decoding.compile)
     assert decoder.drafter is not None and decoder.budget is not None
     # The model as it is loaded, never compiled.
     reference = target_of(decoder.target.model, decoder.tokenizer)
-    default = "match" if compile else decoder.drafter.sampling_rule
-    verifier = verifier_for(rule, sampling.temperature, default).name
+    default = "match" if decoding.compile else decoder.drafter.sampling_rule
+    verifier = verifier_for(decoding.rule, sampling.temperature, default).name
     config = SamplingConfig(sampling.temperature, sampling.top_k, sampling.top_p)
     pair = SampledPair(decoder, reference, config, verifier, sampling.repetition_penalty)
     if amount.prompts is None:
         ids = [encode_one(text, decoder.tokenizer) for text in PROMPTS[: amount.limit]]
     else:
         ids = prompt_ids(amount.prompts, amount.limit, decoder, amount.max_new_tokens)
-    evidence = evidence_of(pair, ids, effort, seed)
+    evidence = evidence_of(pair, ids, effort, amount.seed)
     about = {
         **describe_run(model.target, reference),
         "verifier": verifier,
@@ -120,7 +126,7 @@ def main(
         "repetition_penalty": sampling.repetition_penalty,
         "tree_nodes": decoder.budget.nodes,
         "compile": decoder.target.backend.compiles,
-        "seed": seed,
+        "seed": amount.seed,
         "prompts": len(ids),
         "max_new_tokens": amount.max_new_tokens,
     }

@@ -74,10 +74,13 @@ class Verifier:
         return replace(self, rule=replace(rule, **options))
 
 
+LOSSY = "drafthead.contrib.lossy_rules"
 VERIFIERS = Registry[Verifier](
     {
-        name: f"drafthead.contrib.lossy_rules.{name}"
-        for name in ("distance", "lenient", "top_k", "typical")
+        "distance": f"{LOSSY}.stern",
+        "lenient": f"{LOSSY}.lenient",
+        "top_k": f"{LOSSY}.stern",
+        "typical": f"{LOSSY}.typical",
     }
 )
 

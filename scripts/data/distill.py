@@ -95,21 +95,14 @@ def main(*, model: options.Model, asked: Asked, answered: Answered, where: Where
 
     part = None if where.shard is None else Shard.parse(where.shard)
     served = served_model(model, where)
-    settings = DistillSettings(
-        target=model.target,
-        prompts=asked.prompts,
-        max_new_tokens=answered.max_new_tokens,
-        temperature=answered.temperature,
-        top_p=answered.top_p,
-        seed=answered.seed,
-        prompt_column=asked.prompt_column,
-        dtype=model.dtype,
-        batch_size=answered.batch_size,
-        end_repetition=answered.end_repetition,
-        system=system_text(asked.system),
-        template_arguments=options.template_values(asked.template_argument),
-        drop_cut=answered.drop_cut,
-        server_model=served[1].name if served else None,
+    settings = options.made_of(
+        DistillSettings,
+        (model, asked, answered),
+        {
+            "system": system_text(asked.system),
+            "template_arguments": options.template_values(asked.template_argument),
+            "server_model": served[1].name if served else None,
+        },
     )
     path = Path(where.output) if part is None else part.path(Path(where.output))
     file = DistilledFile(path, settings, where.overwrite, part)

@@ -31,32 +31,39 @@ class AboutTexts:
     ] = 6
 
 
-def main(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class Inventor:
+    """Who invents messages, and how."""
+
     target: Annotated[
         str | None, typer.Option(help="The chat model: folder, GGUF file or hub id.")
-    ] = None,
-    number: Annotated[int, typer.Option(help="Prompts to write.", callback=options.at_least_one)],
-    output: Annotated[Path, typer.Option(help="JSONL file to write; run again to resume.")],
+    ] = None
     system: Annotated[
         str | None, typer.Option(help="System message instead of the template's own.")
-    ] = None,
+    ] = None
     beginnings: Annotated[
         str | None,
         typer.Option(
             help="Texts (as --prompts of distill) whose beginnings are continued; a base model "
             "needs them."
         ),
-    ] = None,
+    ] = None
+    max_new_tokens: options.MaxNewTokens = 256
+    temperature: Annotated[float, typer.Option(help="Above 0; lower is less varied.")] = 1.0
+    top_p: options.TopP = 1.0
+    batch_size: options.BatchSize = 128
+    dtype: options.DtypeName = "auto"
+    device: options.DeviceName = "auto"
+    compile: options.CompileSwitch = False
+
+
+def main(
+    *,
+    inventor: Inventor,
+    number: Annotated[int, typer.Option(help="Prompts to write.", callback=options.at_least_one)],
+    output: Annotated[Path, typer.Option(help="JSONL file to write; run again to resume.")],
     texts: AboutTexts,
-    max_new_tokens: options.MaxNewTokens = 256,
-    temperature: Annotated[float, typer.Option(help="Above 0; lower is less varied.")] = 1.0,
-    top_p: options.TopP = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed and settings, same file.")] = 0,
-    batch_size: options.BatchSize = 128,
-    dtype: options.DtypeName = "auto",
-    device: options.DeviceName = "auto",
-    compile: options.CompileSwitch = False,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Let a chat model write users' messages: prompts for distill without any data set.
@@ -74,7 +81,7 @@ def main(
         given = texts.about, texts.tasks, number, seed, texts.passages, output
         typer.echo(f"{output}: {number} prompts about {write_prompts(*given)} texts")
         return
-    if target is None:
+    if inventor.target is None:
         raise UserError("--target is the model that invents prompts: give it, or --about DATA")
     from drafthead.heads.target.target import Target
     from drafthead.infer import Decoder
@@ -86,13 +93,12 @@ def main(
         first_messages,
     )
 
-    settings = InventSettings(
-        target, system, beginnings, max_new_tokens, temperature, top_p, seed, batch_size,
-        dtype, compile,
-    )  # fmt: skip
+    settings = options.made_of(InventSettings, [inventor], {"seed": seed})
     if output.exists() and not overwrite:  # before a large model is loaded
         check_settings(output, settings)
+    beginnings = inventor.beginnings
     first = first_messages(read_conversations(beginnings)) if beginnings else []
-    loaded = Target.from_pretrained(target, dtype, device)
-    source = MessageSource(Decoder.from_pretrained(loaded, compile=compile), settings, first)
+    loaded = Target.from_pretrained(inventor.target, inventor.dtype, inventor.device)
+    decoder = Decoder.from_pretrained(loaded, compile=inventor.compile)
+    source = MessageSource(decoder, settings, first)
     log_report(invent(source, output, number, overwrite), output)

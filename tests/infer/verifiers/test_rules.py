@@ -125,7 +125,7 @@ def test_lenience_is_an_option_and_exact_at_one() -> None:
         ("typical", {"typical_delta": -1.0}, "typical_delta must be 0 or above"),
         ("top_k", {"accept_distance": 1}, "verifier 'top_k' has no option accept_distance"),
         ("top_k", {"accept_top": 0}, "accept_top must be at least 1, got 0"),
-        ("distance", {"accept_distance": -1}, "accept_distance must be 0 or above, got -1"),
+        ("distance", {"accept_distance": -1}, "accept_distance must be at least 0, got -1"),
         ("distance", {"min_block": 0}, "min_block must be at least 1, got 0"),
     ],
 )
