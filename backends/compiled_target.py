@@ -65,7 +65,9 @@ class CompiledTarget(Target):
         self.layer_codes = CompiledLayers(list(self.layers.children())) if with_code else None
         self.kernels = self._tree_kernels() if target.device.type == "cuda" else None
         self.in_bytes = in_bytes or target.in_bytes
-        self.memory = self.backend.memory
+        # Falcon makes its bias and its mask of different numbers, of which one counts no columns
+        # beyond the text.
+        self.memory = None if self.has_alibi else self.backend.memory
         self.state = state_of(self.model)  # that the graphs were made for
         self.move = self.backend.compile(move_columns, MOVE, ())
         self.output = self.backend.compile(self.project, OUTPUT, (self.model,), self.in_bytes)
@@ -88,6 +90,13 @@ class CompiledTarget(Target):
         _, columns = cache.make_room(nodes)
         return kernels.masks(visible, cache.lengths, columns[0] - (count - nodes))
 
+    def later_mask(self, cache: TreeCache, places: torch.Tensor) -> torch.Tensor:
+        """As `Target.later_mask`, or what stands for it where a kernel needs none."""
+        if self.kernels is None or not self.kernels.reads_later:
+            return super().later_mask(cache, places)
+        cache.make_room(len(places))
+        return self.kernels.later_mask(cache.longest + len(places), places.device)
+
     @torch.no_grad()
     def _tree_kernels(self) -> TreeKernels | None:
         """The kernels, where the model computes the same logits by them as by masks."""
@@ -102,21 +111,40 @@ class CompiledTarget(Target):
         visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], device=self.device).bool()
         tokens, positions = ids[:, :3], cache.positions(2)[:, [0, 1, 1]]
         mask = super().tree_mask(cache, visible)
-        masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits.float()
+        masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits
+        masks = kernels.masks(visible, cache.positions(1)[0], cache.positions(1)[0, 0])
+        columns = kernels.cache(cache.keys, cache.values)
+        seen = tokens, positions, masks, columns
+        if not self._is_same(masked, seen, kernels.used(), "trees"):
+            return None
+        if all(kind.reach == float("inf") for kind in self.layer_kinds):
+            positions = cache.positions(3)
+            mask = super().later_mask(cache, positions[0])
+            masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits
+            later = tokens, positions, kernels.later_mask(11, self.device), cache
+            kernels.reads_later = self._is_same(masked, later, kernels.used_later(), "prompts")
+        return kernels
+
+    def _is_same(
+        self,
+        masked: torch.Tensor,  # [B, N, V] logits
+        inputs: tuple[torch.Tensor, torch.Tensor, LayerMasks, Cache],  # of `forward`
+        attention: AbstractContextManager[None],
+        what: str,  # is read by that attention
+    ) -> bool:
+        """Whether the logits of a pass are those with masks; one line in the log where not."""
         try:
-            masks = kernels.masks(visible, cache.positions(1)[0], cache.positions(1)[0, 0])
-            with kernels.used():
-                columns = kernels.cache(cache.keys, cache.values)
-                found = super().forward(tokens, positions, masks, columns).float()
+            with attention:
+                found = super().forward(*inputs)
         except Exception as error:  # whatever the code of a model raises that is given these
             reason = (str(error).strip() or repr(error)).splitlines()[0]
         else:
-            share = float((found - masked).norm() / masked.norm())
+            share = float((found.float() - masked.float()).norm() / masked.float().norm())
             if share < MOST_DIFFERENT:
-                return kernels
+                return True
             reason = f"its logits differ by {share:.1%}"
-        logger.info("%s reads trees with masks: %s", type(self.model).__name__, reason)
-        return None
+        logger.info("%s reads %s with masks: %s", type(self.model).__name__, what, reason)
+        return False
 
     @property
     def reads_bytes(self) -> bool:
@@ -167,6 +195,10 @@ class CompiledTarget(Target):
         cache: Cache | None = None,
     ) -> Features:
         """As `Target.read`; passes over a row are compiled where `begin` has made room for them."""
+        if attention_mask is not None and is_for_kernels(attention_mask):
+            assert self.kernels is not None
+            with self.kernels.used_later():
+                return super().read(input_ids, position_ids, attention_mask, features, cache)
         if (
             not self.reads_rows_alone
             or input_ids.shape[0] > 1  # graphs for several rows would be others, seldom needed

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.host import to_device
 
 # Children are drawn from a draft's most probable tokens; any distribution known before the draw
 # keeps the verification exact, and a short one keeps it cheap.
@@ -170,10 +171,11 @@ class RowRandom:
         self.seeds = list(seeds)
         self.num_tokens = [0] * len(self.seeds)
         self.streams: list[torch.Generator] = []  # of this step, made at the first draw
+        self.keys: torch.Tensor | None = None  # [B, .] of this step, made when they are asked for
 
     def begin_step(self, num_tokens: Sequence[int]) -> None:
         """Start the step that follows `num_tokens` tokens of each row."""
-        self.num_tokens, self.streams = list(num_tokens), []
+        self.num_tokens, self.streams, self.keys = list(num_tokens), [], None
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """The next of the step's uniform numbers in [0, 1), float64 [B, *shape].
@@ -194,13 +196,17 @@ class RowRandom:
     def ahead(self, count: int) -> torch.Tensor:
         """The int64 keys [B, count] of the races in which plain decoding draws the next tokens.
 
-        Key d belongs to the step after d more tokens. It needs no generator.
+        Key d belongs to the step after d more tokens. It needs no generator. Keys are made, and
+        copied to the device, once a step: with one more than the draft asks for, which the pass
+        over its tree needs.
         """
-        keys = [
-            [signed(mixed(seed, start + place)) for place in range(count)]
-            for seed, start in zip(self.seeds, self.num_tokens, strict=True)
-        ]
-        return torch.tensor(keys, device=self.device)
+        if self.keys is None or self.keys.shape[1] < count:
+            keys = [
+                [signed(mixed(seed, start + place)) for place in range(count + 1)]
+                for seed, start in zip(self.seeds, self.num_tokens, strict=True)
+            ]
+            self.keys = to_device(keys, self.device)
+        return self.keys[:, :count].contiguous()  # graphs are made for whole tables
 
     def token(self, probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Tokens [B] drawn from unnormalised probs [B, V] with keys [B] of `ahead`."""
@@ -209,8 +215,7 @@ class RowRandom:
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop the numbers of all other rows."""
         self.seeds = [self.seeds[row] for row in rows]
-        self.num_tokens = [self.num_tokens[row] for row in rows]
-        self.streams = []
+        self.begin_step([self.num_tokens[row] for row in rows])
 
     def join_rows(self, other: "RowRandom", order: Sequence[int]) -> None:
         """Go on with rows of both, see `RowState.join_rows`."""

@@ -1,4 +1,4 @@
-"""Tree attention for transformers' models: the name under which they find it, and what it is given.
+"""Attention for transformers' models: the names under which they find it, and what it is given.
 
 A model is run as ever, with this attention and three things of ours::
 
@@ -8,12 +8,16 @@ A model is run as ever, with this attention and three things of ours::
 The model hands each layer the mask of its kind, which here says in a few numbers what each node
 sees. A layer's `update` of the cache returns where its states are kept beside the new ones, and
 the model hands that on to the attention unread.
+
+Positions of a prompt that follow others need no kernel of ours, only no mask: see `attend_later`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
@@ -26,7 +30,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import Growing
 from drafthead.heads.target.masks import LayerKind, LayerMasks, uses_alibi
 
-NAME = "drafthead_tree"
+NAME, LATER = "drafthead_tree", "drafthead_later"
 TYPES = torch.bfloat16, torch.float16, torch.float32
 # What models pass beside that makes no difference: what a window hides, the mask says already.
 WITHOUT_EFFECT = {"sliding_window", "is_causal", "dropout", "position_ids", "use_cache"}
@@ -82,14 +86,51 @@ def attend(
     """
     if not isinstance(key, Growing) or not isinstance(value, Growing):
         raise UserError(f"{type(module).__name__} has keys that are not of the tree's cache")
-    asked = {n for n, v in others.items() if v is not None and v is not False} - WITHOUT_EFFECT
-    if asked:
-        names = ", ".join(sorted(asked))
-        raise UserError(f"{type(module).__name__} has an attention with {names}: not supported")
+    refuse(module, others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     given = query, key.cache, value.cache, key.new, value.new, attention_mask
     output = _operation(*given, scale, key.pending, softcap, s_aux)
     return output.unflatten(2, (query.shape[1], -1)), None
+
+
+def refuse(module: torch.nn.Module, others: Mapping[str, object]) -> None:
+    """Raise UserError where a layer asks its attention for more than is computed here."""
+    asked = {n for n, v in others.items() if v is not None and v is not False} - WITHOUT_EFFECT
+    if asked:
+        names = ", ".join(sorted(asked))
+        raise UserError(f"{type(module).__name__} has an attention with {names}: not supported")
+
+
+def attend_later(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, G, C, D], of which the first S columns count
+    value: torch.Tensor,  # as key
+    attention_mask: torch.Tensor,  # of `later_mask`, [1, 1, 0, S]
+    scaling: float | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention [B, T, H, D] of positions that are the last T of S, each to all up to itself.
+
+    A mask [T, S] would rule out the kernels that skip what it hides. Raises UserError for what is
+    not computed here.
+    """
+    refuse(module, others)
+    new, end = query.shape[2], attention_mask.shape[-1]
+    mixed = scaled_dot_product_attention(
+        query,
+        key[:, :, :end],
+        value[:, :, :end],
+        attn_mask=causal_lower_right(new, end),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return mixed.transpose(1, 2), None
+
+
+def later_mask(end: int, device: torch.device) -> torch.Tensor:
+    """What a model takes as its mask when its layers `attend_later` to so many columns."""
+    return torch.empty(1, 1, 0, end, dtype=torch.long, device=device)
 
 
 @torch.library.custom_op("drafthead::tree_attention", mutates_args={"keys", "values"})
@@ -132,13 +173,16 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(LATER, attend_later)
 
 
 @contextmanager
-def in_attention_of(config: PretrainedConfig) -> Iterator[None]:
-    """Meanwhile models with this configuration call `attend`, and no other pass may run."""
+def in_attention_of(config: PretrainedConfig, name: str = NAME) -> Iterator[None]:
+    """Meanwhile models with this configuration call the attention of a name, `attend` unless
+    given, and no other pass may run.
+    """
     usual = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

@@ -62,6 +62,9 @@ class TreeKernels:
     """Attention over trees, and the moves after a verdict, in a launch or two each."""
 
     most_nodes = MOST_NODES
+    # Whether prompts are read without masks, see `registration.attend_later`; until that was tried
+    # with the model.
+    reads_later = False
 
     def __init__(self, config: PretrainedConfig, kinds: tuple[LayerKind, ...]):
         """For models with this text configuration and these layers; Triton has to be there."""
@@ -117,6 +120,14 @@ class TreeKernels:
     def used(self) -> AbstractContextManager[None]:
         """Within, layers of the model attend by the kernel."""
         return self.registration.in_attention_of(self.config)
+
+    def later_mask(self, end: int, device: torch.device) -> torch.Tensor:
+        """The mask of positions of a prompt that are the last of so many columns."""
+        return self.registration.later_mask(end, device)
+
+    def used_later(self) -> AbstractContextManager[None]:
+        """Within, layers of the model attend as those masks want."""
+        return self.registration.in_attention_of(self.config, self.registration.LATER)
 
     def commit(
         self,

@@ -528,6 +528,12 @@ class Target:
         """
         return cache.additive_mask(visible, self.dtype)
 
+    def later_mask(self, cache: TreeCache, places: torch.Tensor) -> torch.Tensor:
+        """What `read` takes as the mask of a prompt's positions `places` [T], which follow those in
+        the cache; makes room for them.
+        """
+        return cache.additive_mask((places[:, None] >= places)[None], self.dtype)
+
     def _layer_masks(self, mask: LayerMasks) -> tuple[LayerMasks, AbstractContextManager[object]]:
         """The model's `attention_mask`, and a context that must be active while it runs."""
         if not isinstance(mask, torch.Tensor) or mask.dtype == torch.int64:

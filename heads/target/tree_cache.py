@@ -91,6 +91,8 @@ class TreeCache(ColumnCache, Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns that a pass over `query_length` nodes sees, and where they start."""
+        if not self.keys:
+            return query_length, 0  # `update` returns the states as they come
         return self.seen(self.longest + self.pending + query_length), 0
 
     def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:

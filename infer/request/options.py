@@ -17,7 +17,6 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.column_cache import READ_CHUNK
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.heads.target.context import Context
@@ -182,7 +181,7 @@ class Options:
     attention_mask: object = None  # of prompts that are token ids; checked with them
     tokenized: Mapping[str, Any] = field(default_factory=dict)  # prompts that came by name
     continue_final_message: bool | None = None
-    prefill_chunk: int = READ_CHUNK  # positions of each prompt that one pass reads
+    prefill_chunk: int | None = None  # positions of each prompt that one pass reads
     num_return_sequences: int = 1  # of beam search: see `beams`
     max_seconds: float | None = None  # answers end at the first step after this time
     top_logprobs: int | None = None  # alternatives to record beside each token; None: no record
@@ -318,7 +317,7 @@ def read_options(options: DecodeOptions) -> Options:
         attention_mask=merged.get("attention_mask"),
         tokenized={name: merged[name] for name in TOKENIZED if name in merged},
         continue_final_message=merged.get("continue_final_message"),
-        prefill_chunk=merged.get("prefill_chunk_size", READ_CHUNK),
+        prefill_chunk=merged.get("prefill_chunk_size"),
         num_return_sequences=answers if beams is None else 1,
         max_seconds=merged.get("max_time"),
         top_logprobs=merged.get("logprobs"),

@@ -12,7 +12,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from drafthead.heads import sampling
 from drafthead.heads.errors import UserError
+from drafthead.heads.host import to_device
 from drafthead.heads.sampling import (
     GOLDEN,
     LEAST_DRAFT_PROBABILITY,
@@ -250,6 +252,19 @@ def test_the_numbers_of_the_next_tokens_are_those_of_their_own_steps() -> None:
     for place in range(3):
         random.begin_step([10 + place, 20 + place])
         assert random.ahead(1).equal(ahead[:, place : place + 1])
+
+
+def test_numbers_of_a_step_are_made_once_for_a_draft_and_the_pass_over_it(monkeypatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(
+        sampling, "to_device", lambda keys, device: made.append(keys) or to_device(keys, device)
+    )
+    random = RowRandom([3, 4], torch.device("cpu"))
+    for step in range(2):
+        random.begin_step([step, step])
+        assert random.ahead(4)[:, :2].equal(random.ahead(5)[:, :2])
+        assert random.ahead(1).is_contiguous()
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("step", ["token", "seed"])

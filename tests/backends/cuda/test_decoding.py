@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, tiny_model
 from rehearsal import Rehearsal
 from tiny import END, random_prompts, tiny_llama
+from transformers import GenerationConfig
 
 import drafthead.infer.decoder  # noqa: F401  (registers the families)
 from drafthead.backends.compiled import Compiled, Made, within
 from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cuda import registration
 from drafthead.backends.cuda.recordings import Recordings
 from drafthead.heads.base import HEADS
 from drafthead.heads.drafting.drafter import Drafter
@@ -67,6 +70,31 @@ def test_greedy_text_is_that_of_plain_decoding(name: str) -> None:
         drafter.compile(compiled)
     found = Decoder(compiled, drafter).generate(prompts, max_new_tokens=TOKENS).sequences
     assert found == expected
+
+
+@pytest.mark.parametrize(("kind", "without_masks"), [("llama", True), ("mistral", False)])
+def test_later_parts_of_prompts_are_read_without_masks_where_nothing_is_out_of_reach(
+    kind: str, without_masks: bool, monkeypatch
+) -> None:
+    target = Target(tiny_model(kind, ARCHITECTURES[kind]))
+    prompts, chunks = random_prompts(2), GenerationConfig(prefill_chunk_size=3)
+    expected = OracleDecoder(target).generate(prompts, max_new_tokens=1).sequences
+    later, attend = [], registration.scaled_dot_product_attention
+    monkeypatch.setattr(
+        registration,
+        "scaled_dot_product_attention",
+        lambda *states, attn_mask, **how: (
+            later.append((attn_mask.seq_len_q, attn_mask.seq_len_kv))
+            or attend(*states, attn_mask=attn_mask, **how)
+        ),
+    )
+    decoder = Decoder(compiled_target(target))
+    later.clear()
+    found = decoder.generate(prompts, max_new_tokens=1, generation_config=chunks).sequences
+    assert found == expected
+    longest = max(map(len, prompts))
+    ends = [(min(3, longest - start), min(start + 3, longest)) for start in range(3, longest, 3)]
+    assert sorted(set(later)) == (ends if without_masks else [])
 
 
 def test_drafts_are_those_of_uncompiled_passes() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +65,12 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert Decoder(target, drafter).generate(prompts, max_new_tokens=24).sequences == expected
 
 
-def test_steps_wait_for_the_gpu_once(gpu_target: Target, strict_waiting: None) -> None:
+@pytest.mark.parametrize("law", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": [1, 2, 3]}])
+def test_steps_wait_for_the_gpu_once(
+    law: dict[str, Any], gpu_target: Target, strict_waiting: None
+) -> None:
     decoder = Decoder(CompiledTarget(gpu_target))
-    steps = decoder.steps(random_prompts(3), max_new_tokens=64)
+    steps = decoder.steps(random_prompts(3), max_new_tokens=64, **law)
     for _ in range(20):  # the prompt, compiling and recording
         next(steps)
     torch.cuda.set_sync_debug_mode("error")

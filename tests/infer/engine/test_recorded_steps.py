@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, tiny_model
 from rehearsal import Rehearsal
 from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
+from transformers import GenerationConfig
 
 from drafthead.backends.compiled import Compiled, Made, within
 from drafthead.backends.compiled_target import CompiledTarget
@@ -58,6 +60,18 @@ def test_recorded_steps_decode_what_plain_decoding_does(
     expected = OracleDecoder(target).generate(prompts, max_new_tokens=24).sequences
     assert compiled.generate(prompts, max_new_tokens=24).sequences == expected
     assert rehearsal.recorded > 0
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_recorded_passes_serve_every_kind_of_mask(name: str, rehearsal: Rehearsal) -> None:
+    """The sizes that recordings are made for are more than a prompt's, and masks follow them."""
+    target = Target(tiny_model(name, ARCHITECTURES[name]))
+    prompts, ask = random_prompts(2), {"max_new_tokens": 4}
+    expected = OracleDecoder(target).generate(prompts, **ask).sequences
+    decoder = Decoder(CompiledTarget(target))
+    for positions in (None, 3):
+        reading = GenerationConfig(prefill_chunk_size=positions)
+        assert decoder.generate(prompts, generation_config=reading, **ask).sequences == expected
 
 
 def test_the_function_of_a_step_gives_the_same_text_uncompiled(
