@@ -253,13 +253,14 @@ class Answers:
         """
         from transformers.generation.configuration_utils import GenerationConfig
 
-        from drafthead.infer.request.values import whole_option
+        from drafthead.infer.request.generation_config import checked_options
 
         given = values(self.setting, "--set", plain_text=True)
         if own := sorted(given.keys() & {field.name for field in fields(self)}):
             raise UserError(f"--set {own[0]}: write --{own[0].replace('_', '-')} instead")
-        for name in given.keys() & {"num_beams", "num_return_sequences"}:
-            whole_option(f"--set {name}", given[name])
+        if "do_sample" in given:
+            raise UserError("--set do_sample: a --temperature above 0 samples, leave it out")
+        checked_options(given)
         try:
             config = GenerationConfig(do_sample=self.temperature > 0, **given)
         except ValueError as error:

@@ -133,7 +133,7 @@ def build(
             device=target.device,
             model_kwargs={},
         )
-    except (TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"generation_config: {error}") from error
 
 

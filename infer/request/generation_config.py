@@ -9,17 +9,26 @@ logged, a line each.
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.infer.request.values import integer_option, number_option
+from drafthead.infer.request.values import (
+    ARRAYS,
+    integer,
+    integer_option,
+    number_option,
+    whole_option,
+)
 
 logger = logging.getLogger(__name__)
+
+Check = Callable[[str, Any], Any]  # reads the value of an option, whose name comes first
+EarlyStopping = bool | Literal["never"]
 
 LONGEST = 40  # letters of a value that are logged
 
@@ -97,6 +106,98 @@ NEUTRAL = {
 }
 
 
+def read_stop_strings(name: str, stops: object) -> tuple[str, ...]:
+    """Texts that end an answer; raises UserError for what is no text, and for an empty one."""
+    given = [stops] if isinstance(stops, str) else stops
+    if not isinstance(given, Collection) or not all(
+        isinstance(each, str) and each for each in given
+    ):
+        raise UserError(f"{name} must be texts that are not empty, got {stops!r}")
+    return tuple(given)
+
+
+def read_early_stopping(name: str, stopping: object) -> EarlyStopping:
+    """When a beam search ends; raises UserError for what is no such way."""
+    if isinstance(stopping, bool):
+        return stopping
+    if stopping != "never":
+        raise UserError(f'{name} must be True, False or "never", got {stopping!r}')
+    return "never"
+
+
+def read_seconds(name: str, seconds: object) -> float:
+    """Seconds that answers may take; raises UserError for no number above 0."""
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise UserError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+    return seconds
+
+
+def read_flag(name: str, flag: object) -> bool:
+    """A switch; raises UserError for what is neither True nor False."""
+    if not isinstance(flag, bool):
+        raise UserError(f"{name} must be True or False, got {flag!r}")
+    return flag
+
+
+def read_token_ids(name: str, ids: object) -> frozenset[int]:
+    """One token or several; raises UserError for what is no integer."""
+    values = ids.tolist() if isinstance(ids, ARRAYS) else ids
+    several = values if isinstance(values, Collection) and not isinstance(values, str) else [values]
+    return frozenset(integer_option(name, each) for each in several)
+
+
+def read_several_ids(name: str, ids: object) -> frozenset[int]:
+    """Tokens; raises UserError for what is no list of integers."""
+    if integer(ids) is not None:
+        raise UserError(f"{name} must be a list of integers, got {ids!r}")
+    return read_token_ids(name, ids)
+
+
+# What checks an option's value, given its name and the value where one is given. The values of
+# other processors are checked by transformers, when a processor is made.
+CONFIG_CHECKS: Mapping[str, Check] = {
+    "early_stopping": read_early_stopping,
+    "max_time": read_seconds,
+    "stop_strings": read_stop_strings,
+    **dict.fromkeys(
+        ("max_new_tokens", "num_beams", "num_return_sequences", "prefill_chunk_size"), whole_option
+    ),
+    **dict.fromkeys(
+        (
+            "bos_token_id", "max_length", "min_length", "min_new_tokens", "no_repeat_ngram_size",
+            "pad_token_id", "top_k",
+        ),
+        integer_option,
+    ),
+    **dict.fromkeys(
+        (
+            "frequency_penalty", "length_penalty", "min_p", "presence_penalty",
+            "repetition_penalty", "temperature", "top_p", "typical_p",
+        ),
+        number_option,
+    ),
+    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), read_several_ids),
+    **dict.fromkeys(
+        ("decoder_start_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+        read_token_ids,
+    ),
+    **dict.fromkeys(
+        ("do_sample", "remove_invalid_values", "renormalize_logits", "use_cache"), read_flag
+    ),
+}  # fmt: skip
+
+
+def checked(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    """Options as they are read; raises UserError, with the option's name, for a wrong value.
+
+    None is the same as leaving an option out.
+    """
+    return {
+        name: checks[name](name, value) if name in checks and value is not None else value
+        for name, value in given.items()
+    }
+
+
 def set_options(config: GenerationConfig) -> dict[str, Any]:
     """The options of a config that are set and change something."""
     defaults = vars(GenerationConfig())
@@ -170,17 +271,24 @@ def tell_of_own_settings(name: str, applied: str, left_out: str) -> None:
 
 
 def given_options(config: GenerationConfig) -> dict[str, Any]:
-    """The options of a config that are set and change something.
+    """The options of a config that are set and change something, as they are read.
 
-    Raises UserError for one that is not supported here.
+    Raises UserError as `checked_options`.
     """
-    given = set_options(config)
+    return checked_options(set_options(config))
+
+
+def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a config as they are read.
+
+    Raises UserError for one that is not supported here, and for a wrong value.
+    """
     if refused := sorted(given.keys() - KNOWN):
         raise UserError(
             f"generation_config sets {refused[0]}={given[refused[0]]!r}, which is not supported "
             f"here: {INSTEAD.get(refused[0], 'leave it out')}"
         )
-    return given
+    return checked(given, CONFIG_CHECKS)
 
 
 def refuse_other_start(config: GenerationConfig, decoder_prompt: Sequence[int]) -> None:
@@ -213,12 +321,11 @@ def refuse_unprepared(config: GenerationConfig) -> None:
 
 
 def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> SamplingConfig:
-    """How to sample, from a config's options and from arguments, which win where they are not None.
+    """How to sample, from a config's options and from a call's arguments, which win.
 
     Greedy unless the argument `temperature` or the config's `do_sample` asks for sampling. Raises
-    UserError when the config sets sampling options without `do_sample`, and for what is no number.
+    UserError when the config sets sampling options without `do_sample`.
     """
-    arguments = {name: value for name, value in arguments.items() if value is not None}
     settings = {"temperature": 1.0} | {name: given[name] for name in SAMPLING if name in given}
     if "temperature" not in arguments and "do_sample" not in given:
         for name, neutral in SAMPLING.items():
@@ -228,6 +335,5 @@ def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Sam
                     "would have no effect: set do_sample, or leave it out"
                 )
         settings["temperature"] = 0.0
-    settings |= arguments
-    read = {name: number_option(name, value) for name, value in settings.items() if name != "top_k"}
-    return SamplingConfig(top_k=integer_option("top_k", settings.get("top_k", 0)), **read)
+    named = {name: arguments[name] for name in SAMPLING if name in arguments}
+    return SamplingConfig(**settings | named)

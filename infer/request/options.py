@@ -5,7 +5,7 @@
 """
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
@@ -20,24 +20,28 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.heads.target.context import Context
-from drafthead.infer.request.generation_config import given_options, sampling_from
+from drafthead.infer.request.generation_config import (
+    CONFIG_CHECKS,
+    Check,
+    EarlyStopping,
+    checked,
+    given_options,
+    sampling_from,
+)
 from drafthead.infer.request.other_words import refuse_unknown_options
-from drafthead.infer.request.stopping import Stop, token_ids
+from drafthead.infer.request.stopping import Stop
 from drafthead.infer.request.values import (
     ARRAYS,
     integer,
     integer_option,
     is_list,
-    number_option,
     whole_option,
 )
 
 DEFAULT_MAX_NEW_TOKENS = 128
 MOST_BEAMS = 8
-EarlyStopping = bool | Literal["never"]
 # Of `model.generate`'s output: whole rows after and before processors, temperature and filters.
 RowKind = Literal["scores", "logits"]
-SAMPLING_ARGUMENTS = ("temperature", "top_k", "top_p")
 TOKENIZED = ("input_ids", "token_type_ids", "mm_token_type_ids")  # of a tokenizer's output
 RULE_OPTIONS = (
     "typical_epsilon", "typical_delta", "lenience", "accept_top", "accept_distance", "min_block",
@@ -290,11 +294,8 @@ def read_options(options: DecodeOptions) -> Options:
     given = given_options(config)
     if options.get("max_new_tokens") is None and "max_new_tokens" not in given:
         given["max_new_tokens"] = None if "max_length" in given else DEFAULT_MAX_NEW_TOKENS
-    merged = given | {name: value for name, value in options.items() if value is not None}
-    merged |= {
-        name: CHECKS[name](name, merged[name]) for name in CHECKS if merged.get(name) is not None
-    }
-    sampling = sampling_from(given, {name: options.get(name) for name in SAMPLING_ARGUMENTS})
+    named = checked({name: value for name, value in options.items() if value is not None}, CHECKS)
+    merged, sampling = given | named, sampling_from(given, named)
     beams = read_beams(merged, sampling)
     answers = merged.get("num_return_sequences", 1)
     if answers > 1 and sampling.greedy and beams is None:
@@ -360,32 +361,6 @@ def read_template_arguments(name: str, arguments: object) -> TemplateArguments:
     return arguments
 
 
-def read_stop_strings(name: str, stops: object) -> tuple[str, ...]:
-    """Texts that end an answer; raises UserError for what is no text, and for an empty one."""
-    given = [stops] if isinstance(stops, str) else stops
-    if not isinstance(given, Collection) or not all(
-        isinstance(each, str) and each for each in given
-    ):
-        raise UserError(f"{name} must be texts that are not empty, got {stops!r}")
-    return tuple(given)
-
-
-def read_early_stopping(name: str, stopping: object) -> EarlyStopping:
-    """When a beam search ends; raises UserError for what is no such way."""
-    if isinstance(stopping, bool):
-        return stopping
-    if stopping != "never":
-        raise UserError(f'{name} must be True, False or "never", got {stopping!r}')
-    return "never"
-
-
-def read_seconds(name: str, seconds: object) -> float:
-    """Seconds that answers may take; raises UserError for no number above 0."""
-    if not isinstance(seconds, int | float) or not seconds > 0:
-        raise UserError(f"{name} must be a number of seconds above 0, got {seconds!r}")
-    return seconds
-
-
 def read_seed(name: str, seed: object) -> int | list[int]:
     """One seed or a list of seeds; raises UserError for what is no integer."""
     seeds = seed.tolist() if isinstance(seed, ARRAYS) else seed
@@ -395,18 +370,10 @@ def read_seed(name: str, seed: object) -> int | list[int]:
 
 
 # What checks an option's value, given its name and the value where one is given.
-CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": whole_option,
-    "num_return_sequences": whole_option,
-    "num_beams": whole_option,
-    "prefill_chunk_size": whole_option,
+CHECKS: Mapping[str, Check] = {
+    **CONFIG_CHECKS,
     "logprobs": lambda name, value: whole_option(name, value, least=0),
     **dict.fromkeys(("accept_top", "accept_distance", "min_block"), integer_option),
-    "length_penalty": number_option,
-    "early_stopping": read_early_stopping,
-    "max_time": read_seconds,
-    "stop_strings": read_stop_strings,
     "seed": read_seed,
     "chat_template_kwargs": read_template_arguments,
-    "eos_token_id": lambda _name, value: token_ids(value),
 }

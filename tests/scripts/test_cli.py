@@ -11,15 +11,20 @@ import pytest
 from tiny import SPECIALS, byte_tokenizer
 
 import drafthead
+from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import PlannerSettings
-from drafthead.lab.races.contestants import Answers, Ours
+from drafthead.infer.request.generation_config import KNOWN, PREPARED
+from drafthead.lab.races.contestants import Answers as Answered
+from drafthead.lab.races.contestants import Ours
 from drafthead.scripts import cli
 from drafthead.scripts.older_words import renewed
+from drafthead.scripts.options import Answers
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +132,35 @@ def test_settings_and_rules_are_read(run) -> None:
         (("--set", "temperature=1"), "--set temperature: write --temperature instead"),
         (("--set", "nothing=1"), "nothing=1, which is not supported"),
         (("--set", "min_p"), "--set is written NAME=VALUE"),
-        (("--set", "num_beams=x"), "--set num_beams must be an integer, got 'x'"),
         (("--temperature", "1", "--rule", "lenient:top=1"), "top"),
     ):
         status, _, err = run(*task, *words)
         assert status == 2 and sentence in err
+
+
+@pytest.fixture(scope="module")
+def decoder(make_target) -> Decoder:
+    return Decoder(Target(make_target(vocab=260).model, byte_tokenizer()))
+
+
+WRONG = {
+    "max_time": "x", "num_beams": "0", "repetition_penalty": "x", "forced_eos_token_id": "true",
+    "frequency_penalty": "[1]", "no_repeat_ngram_size": "true", "suppress_tokens": "3",
+    "stop_strings": "1", "remove_invalid_values": "x", "early_stopping": '{"a": 1}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted(KNOWN | PREPARED))
+def test_a_wrong_value_of_any_setting_is_one_sentence(decoder, key) -> None:
+    for value in {"x", "-1", "[1]", "1.5", "true", '{"a": 1}', '""', WRONG.get(key, "x")}:
+        sentence = ""
+        try:
+            how = Answers(max_new_tokens=1, setting=[f"{key}={value}"]).options()
+            decoder.generate("hi", **how)
+        except UserError as error:
+            sentence = str(error)
+            assert "\n" not in sentence
+        assert key not in WRONG or value != WRONG[key] or key in sentence
 
 
 def test_help_lists_the_verbs_and_each_verb_has_its_own(run) -> None:
@@ -268,7 +297,7 @@ def test_compare_goes_on_with_what_was_raced_before_a_stop(run, monkeypatch, tmp
     decoded: list[str] = []
     decode, stop_at = Ours.decode, [0]
 
-    def counted(contestant: Ours, prompts: list[list[int]], most: int, seed: int) -> Answers:
+    def counted(contestant: Ours, prompts: list[list[int]], most: int, seed: int) -> Answered:
         if most == 20:  # preparation decodes 16
             decoded.append(contestant.mode)
             if len(decoded) == stop_at[0]:
