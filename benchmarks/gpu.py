@@ -37,8 +37,7 @@ from drafthead.infer.decoder import decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes
-from drafthead.lab.profiling.clock import seconds_of
-from drafthead.lab.profiling.pass_times import time_passes
+from drafthead.lab.profiling.pass_times import seconds_of, time_passes
 from drafthead.train.data.conversations import read_conversations
 
 NODES = (1, 2, 4, 8, 16, 32, 64)

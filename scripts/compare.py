@@ -89,10 +89,8 @@ def run_race(
     output: Path,
 ) -> None:
     """Race, print the table and write it; raises UserError for what cannot take part."""
-    from drafthead.contrib.own_layers.own_layers import chosen_layers
     from drafthead.heads.target.any_target import load_target
-    from drafthead.infer.drafters.model_drafter import load_draft_model
-    from drafthead.infer.loaded import DEFAULT_CHAIN, store_lookup
+    from drafthead.infer.loaded import DEFAULT_CHAIN
     from drafthead.lab.races import racing, record
     from drafthead.lab.races.unfinished_race import begun_race
     from drafthead.lab.reports import comparison
@@ -102,25 +100,18 @@ def run_race(
         temperatures, terms.max_new_tokens, terms.rounds, rule, terms.seed, terms.batch_size,
         terms.top_p,
     )  # fmt: skip
-    named = racing.by_kind(drafting.draft or ())
-    heads = [Path(each) for each in named.get("head", ())]
-    small, layers, index = (racing.the_only(named, kind) for kind in ("model", "layers", "ngrams"))
-    target = load_target(model.target, model.dtype, model.device)
-    assistant = load_draft_model(small, target, model.dtype) if small else None
+    drafts = record.drafts_by_name(drafting.draft or ())
     length = DEFAULT_CHAIN if drafting.draft_tokens is None else drafting.draft_tokens
-    drafts = racing.DraftOptions(length, drafting.tree_nodes, compile)
-    own_layers = chosen_layers(layers, target) if layers else ()
-    stored = store_lookup(Path(index), target) if index else None
-    racers = racing.entrants(target, heads, assistant, own_layers, stored, drafts)
+    target = load_target(model.target, model.dtype, model.device)
+    how = racing.DraftOptions(length, drafting.tree_nodes, compile, model.dtype)
+    racers = racing.entrants(target, drafts, how)
     arguments = options.template_values(terms.template_argument)
     questions = record.read_prompts(
         prompts, terms.limit or PROMPTS, racers.plain, terms.max_new_tokens, arguments,
         terms.prompt_column,
     )  # fmt: skip
     run = record.describe_run(model.target, target)
-    files = [*heads, *([Path(index)] if index else [])]
-    models = [target, *([assistant] if assistant else [])]
-    unfinished = begun_race(output / UNFINISHED, run, questions, models, files)
+    unfinished = begun_race(output / UNFINISHED, run, questions, target, [*drafts.values()])
     rows, differing = racing.run_races(racers, questions, race, unfinished)
     notes = []
     if 0 in temperatures:
@@ -145,31 +136,22 @@ def compare_with_theory(
     costs; the tokens per step, the speedup and the arithmetic that follow for chains of 1 to 16
     tokens, and the best length; and why what is measured differs. Passes are not compiled.
     """
-    from drafthead.heads.formats import load_head
     from drafthead.infer import Decoder
-    from drafthead.infer.drafters.model_drafter import load_draft_model
     from drafthead.infer.loaded import DEFAULT_CHAIN
-    from drafthead.lab.races import racing, record
+    from drafthead.lab.races import record
     from drafthead.lab.reports.theory import theory_report
     from drafthead.lab.speedup_model import MAX_CHAIN
-    from drafthead.lab.theory import chains as kinds
     from drafthead.lab.theory import theory
+    from drafthead.lab.theory.chains import named_chains
 
     length = DEFAULT_CHAIN if drafting.draft_tokens is None else drafting.draft_tokens
     if not 1 <= length <= MAX_CHAIN:
         raise UserError(f"--draft-tokens must be from 1 to {MAX_CHAIN}, got {length}")
-    named = racing.by_kind(drafting.draft or ())
-    if other := sorted(named.keys() - {"head", "model", "lookup"}):
-        raise UserError(f"the theory is of chains, which {other[0]} do not draft: leave them out")
+    drafts = record.drafts_by_name(drafting.draft or ())
+    if not drafts:
+        raise UserError("no drafter is given: name one with --draft")
     target = model.load()
-    heads = [Path(each) for each in named.get("head", ())]
-    chains = [kinds.head_chains(path.name, load_head(path, target), target) for path in heads]
-    for name in named.get("model", ()):
-        small = load_draft_model(name, target, model.dtype)
-        chains.append(kinds.model_chains(Path(name).name, small, target))
-    if "lookup" in named:
-        chains.append(kinds.lookup_chains("prompt lookup", target))
-    theory.refuse_names([each.name for each in chains])
+    chains = [named_chains(name, each, target, model.dtype) for name, each in drafts.items()]
     limit = terms.limit or THEORY_PROMPTS
     ids = record.prompt_ids(prompts, limit, Decoder(target), terms.max_new_tokens)
     if len(ids) < 2:

@@ -15,7 +15,7 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.target.architecture import find_decoder
 from drafthead.heads.target.seven_bits import can_be_rounded
 from drafthead.heads.target.target import Target
-from drafthead.lab.profiling.clock import seconds_of
+from drafthead.lab.profiling.pass_times import seconds_of
 
 # The copied buffer must not fit into a cache: the largest hold some hundred megabytes.
 BUFFER = 2**30  # bytes, but at most 1 / MOST_OF_MEMORY of the free memory

@@ -1,13 +1,9 @@
 """How the wall-clock time of an average step divides into phases."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from tqdm import tqdm
-
 from drafthead.heads.errors import UserError
-from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.results import DecodeStats, summed
+from drafthead.infer.engine.results import DecodeStats
 from drafthead.lab.speedup_model import StepParts
 
 STEP_PHASES = ("draft", "verify", "accept", "commit")
@@ -65,30 +61,3 @@ def ledger_of(stats: DecodeStats) -> StepLedger:
     return StepLedger(
         seconds, step, stats.steps, stats.nodes_per_step, stats.tau, stats.tokens_per_second
     )
-
-
-def measure_ledgers(
-    decoders: Mapping[str, Decoder],
-    batches: Sequence[Sequence[Sequence[int]]],
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> dict[str, StepLedger]:
-    """Decode batches of prompts with several decoders, which take turns; one ledger each.
-
-    Warm the decoders up first: whatever still has to be compiled would count as decoding.
-    """
-    stats: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
-    for number, prompts in enumerate(tqdm(batches, desc="decoding", unit="batch")):
-        # The order alternates, so that no decoder always follows the same one.
-        order = list(decoders) if number % 2 == 0 else list(decoders)[::-1]
-        for name in order:
-            result = decoders[name].generate(
-                prompts,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed + number * len(prompts),
-                use_model_defaults=False,  # theory knows the target's own logits alone
-            )
-            stats[name].append(result.stats)
-    return {name: ledger_of(summed(parts)) for name, parts in stats.items()}

@@ -3,6 +3,7 @@
 Everything is timed in turns, so that a machine that slows down slows all of it down.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,6 @@ from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.options import Request
 from drafthead.infer.verifiers import VERIFIERS
-from drafthead.lab.profiling.clock import seconds_of
 
 COMMITTED = 256  # cache columns before a pass
 PASS_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -31,6 +31,21 @@ WARM_UP = 3  # calls of each kind that are not counted: they compile, allocate, 
 
 GREEDY = SamplingConfig()
 Key = TypeVar("Key")
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds from the call until the device has finished what it started."""
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has finished when the call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)

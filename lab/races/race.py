@@ -58,6 +58,11 @@ class Record:
         return ledger_of(stats)
 
 
+def in_batches(prompts: Sequence[list[int]], size: int) -> list[Sequence[list[int]]]:
+    """The prompts in batches of a size, in order; the last one may be smaller."""
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
 def prepare(
     contestant: Contestant, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
 ) -> None:

@@ -3,24 +3,20 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
-from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.loading import load_head
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.draft_model import same_tokenizer
-from drafthead.infer.drafters.lookup import PromptLookup
-from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.infer.drafters.lookup import Lookup, PromptLookup
+from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.infer.loaded import head_drafter, named_draft
+from drafthead.infer.loaded import Fitting, NamedDraft
 from drafthead.lab.races.comparison import (
     GENERATE,
     PLAIN,
@@ -30,17 +26,14 @@ from drafthead.lab.races.comparison import (
 )
 from drafthead.lab.races.contestants import Contestant, Ours, Transformers, changeable
 from drafthead.lab.races.divergence import Divergence
-from drafthead.lab.races.race import prepare, race
+from drafthead.lab.races.race import in_batches, prepare, race
 from drafthead.lab.races.record import Prompt
 from drafthead.lab.races.unfinished_race import UnfinishedRace
 
 logger = logging.getLogger(__name__)
 
-# Modes that are not heads.
-LOOKUP, DATASTORE, DRAFT_MODEL = "prompt lookup", "datastore", "draft model"
-OWN_LAYERS = "own layers"
+LOOKUP = "lookup"
 GREEDY = SamplingConfig()
-KINDS = {"head", "model", "layers", "ngrams", "lookup"}  # of drafters that can be raced
 
 
 @dataclass(frozen=True)
@@ -70,14 +63,7 @@ class DraftOptions:
     draft_tokens: int  # most tokens of a draft model, own layers and lookup
     tree_nodes: int | None  # the root included; None: planned by cost
     compile: bool
-
-
-class NamedDrafter(NamedTuple):
-    """A drafter with the mode under which it is raced, and its own name."""
-
-    mode: str
-    name: str
-    drafter: Drafter
+    dtype: str = "auto"  # of draft models
 
 
 @dataclass(frozen=True)
@@ -116,52 +102,42 @@ class Entrants:
             assistant = changeable(assistant)
         chain, theirs = self.draft_tokens, "generate + assistant"
         return [
-            Transformers(theirs, DRAFT_MODEL, sampling, self.target, assistant),
-            Transformers(
-                f"{theirs}, {chain}", DRAFT_MODEL, sampling, self.target, assistant, chain
-            ),
+            Transformers(theirs, "model", sampling, self.target, assistant),
+            Transformers(f"{theirs}, {chain}", "model", sampling, self.target, assistant, chain),
         ]
 
 
-def entrants(
-    target: Target,
-    heads: Sequence[Path],
-    assistant: Target | None,
-    own_layers: Sequence[int],  # of the target, that draft
-    stored: StoreLookup | None,
-    options: DraftOptions,
-) -> Entrants:
-    """Load heads, and name all that takes part in a race.
+def entrants(target: Target, drafts: Mapping[str, NamedDraft], options: DraftOptions) -> Entrants:
+    """Load drafters, named by their modes, and what else takes part in a race.
 
-    Each drafter is raced alone and with lookup beside it; lookup is raced alone as well.
+    Each drafter is raced alone, with lookup beside it, and with each table of n-grams beside it;
+    lookup and tables are raced alone as well. Raises UserError for what cannot be loaded, and for
+    `answers`, whose later rounds would know those of the first.
     """
-    chain, size = options.draft_tokens, options.tree_nodes
+    if any(named.name == "answers" for named in drafts.values()):
+        raise UserError("answers does not take part in a race, whose rounds repeat: leave it out")
+    size, compiled = options.tree_nodes, options.compile
     # Plain decoding comes first: what it compiles of the target serves all others.
-    plain = decoder_for(target, None, None, options.compile)
+    plain = decoder_for(target, None, None, compiled)
     ours = plain.target  # compiled passes belong to it; transformers knows none
-    drafters = []
-    if assistant is not None:
-        drafts = model_drafter(assistant, ours, chain)
-        drafters.append(NamedDrafter(DRAFT_MODEL, DRAFT_MODEL, drafts))
-    if own_layers:
-        drafters.append(NamedDrafter(OWN_LAYERS, OWN_LAYERS, OwnLayers(ours, own_layers, chain)))
-    for folder in heads:
-        head = head_drafter(load_head(folder, ours), ours)
-        drafters.append(NamedDrafter(f"head {folder.name}", folder.name, head))
-    lookups: dict[str, StoreLookup | None] = {"lookup": None}
-    lookups |= {} if stored is None else {"datastore": stored}
+    made: dict[str, Drafter] = {}
+    assistant = None
+    for mode, named in drafts.items():
+        if named.name == "model":  # transformers decodes with the first one, too
+            model = load_draft_model(named.argument, target, options.dtype)
+            assistant = assistant or model
+            made[mode] = model_drafter(model, ours, options.draft_tokens)
+        elif named.name != LOOKUP:
+            made[mode] = named.kind.make(named.argument, Fitting(ours, options.draft_tokens))
+    tables = {mode: each for mode, each in made.items() if isinstance(each, StoreLookup)}
     found = [Ours(PLAIN, "none", GREEDY, plain)]
-    for mode, name, drafter in drafters:
-        alone = decoder_for(ours, drafter, size, options.compile)
-        found.append(Ours(mode, name, GREEDY, alone))
-        for kind, lookup in lookups.items():  # the drafter is compiled already
-            both = decoder_for(ours, WithLookup(drafter, lookup), size, False)
-            found.append(Ours(f"{mode} + {kind}", name, GREEDY, both))
-    by_lookup = {LOOKUP: PromptLookup(chain)} | ({} if stored is None else {DATASTORE: stored})
-    for mode, drafter in by_lookup.items():
-        alone = decoder_for(ours, drafter, size, options.compile)
-        found.append(Ours(mode, mode, GREEDY, alone))
-    return Entrants(target, assistant, chain, found)
+    for mode, drafter in {**made, LOOKUP: PromptLookup(options.draft_tokens)}.items():
+        found.append(Ours(mode, mode, GREEDY, decoder_for(ours, drafter, size, compiled)))
+        if not isinstance(drafter, Lookup):
+            for kind, lookup in {LOOKUP: None, **tables}.items():  # the drafter is compiled already
+                both = decoder_for(ours, WithLookup(drafter, lookup), size, False)
+                found.append(Ours(f"{mode} + {kind}", mode, GREEDY, both))
+    return Entrants(target, assistant, options.draft_tokens, found)
 
 
 def run_races(
@@ -176,7 +152,7 @@ def run_races(
     was decoded, and has what was before a stop.
     """
     ids, size = [p.ids for p in prompts], terms.batch_size
-    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
+    batches = in_batches(ids, size)
     categories = [p.category for p in prompts] if size == 1 else []
     rows: list[ComparisonRow] = []
     differing: list[Divergence] = []
@@ -218,21 +194,3 @@ def ready(
                     error,
                 )
     return taking_part
-
-
-def by_kind(drafts: Sequence[str]) -> dict[str, list[str]]:
-    """What is named of each kind of drafter; raises UserError for a kind that cannot be raced."""
-    named: dict[str, list[str]] = {}
-    for draft in map(named_draft, drafts):
-        named.setdefault(draft.name, []).append(draft.argument)
-    if other := sorted(named.keys() - KINDS):
-        raise UserError(f"{other[0]} does not take part in a race: leave it out")
-    return named
-
-
-def the_only(named: Mapping[str, Sequence[str]], kind: str) -> str | None:
-    """The drafter of a kind, if there is one; raises UserError for several."""
-    several = named.get(kind, ())
-    if len(several) > 1:
-        raise UserError(f"{' and '.join(several)} are two drafters of the kind {kind}: name one")
-    return several[0] if several else None

@@ -2,7 +2,9 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from drafthead.heads.errors import UserError
@@ -13,6 +15,7 @@ from drafthead.heads.target.chat_template import (
 )
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
+from drafthead.infer.loaded import NamedDraft, named_draft
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import Conversation, read_conversations
@@ -37,6 +40,20 @@ def describe_run(name: str, target: Target) -> dict[str, object]:
         "target": name,
         "dtype": target.precision,
     }
+
+
+def drafts_by_name(drafts: Sequence[str]) -> dict[str, NamedDraft]:
+    """Drafters by the names under which they are measured: `head mine` for runs/mine.
+
+    Raises UserError for what names no drafter, and for two of one name.
+    """
+    found: dict[str, NamedDraft] = {}
+    for draft in map(named_draft, drafts):
+        name = f"{draft.name} {Path(draft.argument).name}".strip()
+        if name in found:
+            raise UserError(f"two drafters are called {name}: rename the folder of one of them")
+        found[name] = draft
+    return found
 
 
 class Prompt(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.results import DecodeStats
+from drafthead.infer.loaded import NamedDraft
 from drafthead.lab.races.contestants import Answers
 from drafthead.lab.races.record import Prompt
 from drafthead.train.jobs.weights import weights_fingerprint
@@ -93,19 +94,19 @@ def begun_race(
     path: Path,
     run: dict[str, object],
     questions: Sequence[Prompt],
-    models: Sequence[Target],
-    files: Sequence[Path],
+    target: Target,
+    drafts: Sequence[NamedDraft],
 ) -> UnfinishedRace:
     """The race that an earlier run has begun, or a new one; a line says if there was one.
 
-    It is the same race if command, machine and versions in `run`, prompts, weights of the models
-    and files are the same. Heads on the hub are known by their names alone.
+    It is the same race if command, machine and versions in `run`, prompts, the target's weights and
+    the files of drafters are the same. Drafters on the hub are known by their names alone.
     """
     made_of = {
         **run,
         "prompts": questions,
-        "weights": [weights_fingerprint(model) for model in models],
-        "files": {str(path): states(path) for path in files},
+        "weights": weights_fingerprint(target),
+        "files": {str(draft): states(Path(draft.argument)) for draft in drafts if draft.argument},
     }
     race = UnfinishedRace(path, made_of)
     if race.begun and race.changed:

@@ -2,18 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.formats.loading import load_head
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TreeShape
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
-from drafthead.infer.drafters.model_drafter import model_drafter
+from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
+from drafthead.infer.loaded import NamedDraft
 from drafthead.lab.profiling.pass_times import after_random_text, pass_alone, proposals_alone
 from drafthead.lab.speedup_model import MAX_CHAIN
 
@@ -42,6 +46,17 @@ class Chains:
 def chain_budget(length: int) -> Budget:
     """The budget of a chain of `length` tokens after the root."""
     return Budget(length + 1, length)
+
+
+def named_chains(name: str, draft: NamedDraft, target: Target, dtype: str) -> Chains:
+    """The chains of a drafter, called `name`; raises UserError for a kind that drafts none."""
+    if draft.name == "head":
+        return head_chains(name, load_head(Path(draft.argument), target), target)
+    if draft.name == "model":
+        return model_chains(name, load_draft_model(draft.argument, target, dtype), target)
+    if draft.name == "lookup":
+        return lookup_chains(name, target)
+    raise UserError(f"the theory is of chains, which {draft.name} do not draft: leave them out")
 
 
 def head_chains(name: str, head: DraftHead, target: Target) -> Chains:

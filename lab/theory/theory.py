@@ -6,13 +6,12 @@ from itertools import accumulate
 
 from tqdm import tqdm
 
-from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.lab.races.comparison import PLAIN, first_round
 from drafthead.lab.races.contestants import Contestant, Ours
-from drafthead.lab.races.race import Record, prepare, race
+from drafthead.lab.races.race import Record, in_batches, prepare, race
 from drafthead.lab.speedup_model import (
     ChainPrediction,
     StepParts,
@@ -112,7 +111,7 @@ def decoded(
     for chains in drafters:
         decoder = chains.decoder(min(terms.length, chains.longest))
         contestants.append(Ours(chains.name, chains.name, sampling, decoder, verifier=rule))
-    batches = [[prompt] for prompt in prompts]
+    batches = in_batches(prompts, 1)
     for contestant in contestants:
         prepare(contestant, batches[0], terms.max_new_tokens, terms.seed)
     return race(contestants, batches, 1, terms.max_new_tokens, terms.seed)
@@ -194,12 +193,3 @@ def mean_at_steps(
         if lengths
     ]
     return sum(at_steps) / len(at_steps)
-
-
-def refuse_names(names: Sequence[str]) -> None:
-    """Raise UserError when there is nothing to examine, or when two drafters have one name."""
-    if not names:
-        raise UserError("no drafter is given: name one with --draft")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise UserError(f"two drafters are called {twice[0]}: rename the folder of one of them")

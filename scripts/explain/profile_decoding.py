@@ -33,11 +33,8 @@ def main(
     plain decoding alone.
     """
     from drafthead.infer.request.prompts import encode
-    from drafthead.lab.profiling.measured import (
-        PROMPTS,
-        Workload,
-        measured_profile,
-    )
+    from drafthead.lab.profiling.measured import PROMPTS, measured_profile
+    from drafthead.lab.races.racing import RaceTerms
     from drafthead.lab.races.record import describe_run, prompt_ids
     from drafthead.lab.reports.profiling import profile_report
 
@@ -46,8 +43,10 @@ def main(
         ids = encode(PROMPTS[:limit], decoder.tokenizer)
     else:
         ids = prompt_ids(prompts, limit, decoder, max_new_tokens)
-    workload = Workload(ids, batch, max_new_tokens, temperature, seed)
-    profile = measured_profile(decoder, drafting.name, workload)
-    run = describe_run(model.target, decoder.target)
-    about = {**run, **workload.settings, "compiled": compile}
+    terms = RaceTerms((temperature,), max_new_tokens, rounds=1, seed=seed, batch_size=batch)
+    profile = measured_profile(decoder, drafting.name, ids, terms)
+    about = {
+        **describe_run(model.target, decoder.target), "prompts": len(ids), "batch": batch,
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "compiled": compile,
+    }  # fmt: skip
     options.finish(profile_report(profile, about), output / "profile.json" if output else None)

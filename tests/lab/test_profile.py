@@ -23,10 +23,11 @@ from drafthead.lab.profiling.bandwidth import (
     copy_bandwidth,
     weight_bytes,
 )
-from drafthead.lab.profiling.ledger import HOST, ledger_of, measure_ledgers
-from drafthead.lab.profiling.measured import in_batches
+from drafthead.lab.profiling.ledger import HOST, ledger_of
+from drafthead.lab.profiling.measured import measured_profile
 from drafthead.lab.profiling.pass_times import paid_budgets, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
+from drafthead.lab.races.racing import RaceTerms
 from drafthead.lab.reports.plan import plan_report
 
 PROMPTS = [[9, 10, 11], [20, 21]]
@@ -44,10 +45,11 @@ def test_a_ledger_divides_an_account_by_its_steps() -> None:
     assert (ledger.step_seconds, ledger.tau, ledger.share("verify")) == (5.0, 2.0, 0.6)
 
 
-def test_measured_phases_add_up_to_the_step(target, make_drafter) -> None:
-    drafter = make_drafter("medusa:tree", target)
-    decoders = {"plain": Decoder(target), "head": Decoder(target, drafter)}
-    ledgers = measure_ledgers(decoders, [PROMPTS, PROMPTS], 16, 0.0, 0)
+def test_measured_phases_add_up_to_the_step(target, make_drafter, monkeypatch) -> None:
+    monkeypatch.setattr(bandwidth, "BUFFER", 2**22)
+    decoder = Decoder(target, make_drafter("medusa:tree", target))
+    terms = RaceTerms(max_new_tokens=16, rounds=2, batch_size=2)
+    ledgers = measured_profile(decoder, "head", PROMPTS, terms).ledgers
     for ledger in ledgers.values():
         assert sum(ledger.seconds.values()) == pytest.approx(ledger.step_seconds)
         assert min(ledger.seconds.values()) >= 0
@@ -56,8 +58,10 @@ def test_measured_phases_add_up_to_the_step(target, make_drafter) -> None:
 
 
 def test_answers_of_one_token_have_no_step(target) -> None:
+    with pytest.raises(UserError, match="no decoding to time"):
+        measured_profile(Decoder(target), "none", PROMPTS, RaceTerms(max_new_tokens=1))
     with pytest.raises(UserError, match="no step"):
-        measure_ledgers({"plain": Decoder(target)}, [PROMPTS], 1, 0.0, 0)
+        ledger_of(DecodeStats())
 
 
 def test_every_drafter_is_timed_alone(drafter_name, target, make_drafter) -> None:
@@ -123,10 +127,6 @@ def test_the_plan_marks_its_choice_and_says_why(seconds, nodes, sentence) -> Non
 def test_counts_without_their_total_are_no_chances() -> None:
     assert StaticTrees({(): 4, (0,): 3}, 1).chances(Budget(2, 1)) == (0.75,)
     assert StaticTrees({(0,): 3}, 1).chances(Budget(2, 1)) is None
-
-
-def test_the_last_batch_is_filled_from_the_start() -> None:
-    assert in_batches([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
 
 
 def test_a_plan_is_written_as_json_and_picture(tmp_path) -> None:

@@ -285,8 +285,8 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     content = json.loads((tmp_path / "race" / "comparison.json").read_text())
     modes = [row["mode"] for row in content["rows"] if row["temperature"] == 0]
     assert modes == [
-        "plain", "generate", "generate + assistant", "generate + assistant, 4", "draft model",
-        "draft model + lookup", "head head", "head head + lookup", "prompt lookup",
+        "plain", "generate", "generate + assistant", "generate + assistant, 4", "head head",
+        "head head + lookup", "model draft", "model draft + lookup", "lookup",
     ]  # fmt: skip
     assert content["divergences"] == []
     assert (tmp_path / "race" / "comparison.png").exists()
@@ -593,7 +593,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("compare", *RACE, "--batch-size", "0"), "--batch-size must be at least 1, got 0"),
         (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
         (("explain", "profile", *TARGET, "--batch-size", "0"), "--batch-size must be at least 1"),
-        (("explain", "profile", *TARGET, "--max-new-tokens", "1"), "no step to account for"),
+        (("explain", "profile", *TARGET, "--max-new-tokens", "1"), "no decoding to time"),
         (("explain", "tree", *TARGET, "--draft", "@nohead"), "does not exist"),
         (("head", "info", "@nohead"), "does not exist"),
         (("head", "import", "@target", "--output", "unused"), "no draft head of a known format"),

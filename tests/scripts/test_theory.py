@@ -60,7 +60,7 @@ def test_two_gpt2s_with_chains_of_four(theory, gpt2_pair) -> None:
     assert status == 0, printed
     rows = content["rows"]
     places = [(row["drafter"], row["temperature"]) for row in rows]
-    assert places == [("small", 0), ("prompt lookup", 0), ("small", 1), ("prompt lookup", 1)]
+    assert places == [("model small", 0), ("lookup", 0), ("model small", 1), ("lookup", 1)]
     small = rows[0]
     assert small["rule"] == "greedy" and rows[2]["rule"] == "rejection"
     assert [row["length"] for row in small["lengths"]] == list(range(1, 17))
@@ -85,8 +85,8 @@ def test_the_demo_pair_accepts_more_than_chance_and_is_reported(theory, tmp_path
     assert row["operations_cost"] == pytest.approx(0.42, abs=0.05), "5.3 MB of weights for 12.5 MB"
     assert 0 < row["prediction"]["speedup"] < 17
     page = (tmp_path / "out" / "theory.md").read_text()
-    assert "| demo_draft | 1 | 4 |" in page and content["notes"][0] in page
-    assert "| demo_draft | 1 | operations | " in page
+    assert "| model demo_draft | 1 | 4 |" in page and content["notes"][0] in page
+    assert "| model demo_draft | 1 | operations | " in page
     assert (tmp_path / "out" / "theory.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -102,7 +102,7 @@ def test_the_demo_pair_accepts_more_than_chance_and_is_reported(theory, tmp_path
             ["--draft", "lookup", "--draft-tokens", 17],
             "--draft-tokens must be from 1 to 16, got 17",
         ),
-        (["--draft", "@small", "--draft", "@small"], "two drafters are called small"),
+        (["--draft", "@small", "--draft", "@small"], "two drafters are called model small"),
     ],
 )
 def test_bad_input_is_one_sentence(theory, gpt2_pair, options, sentence) -> None:

@@ -6,16 +6,20 @@ import pytest
 from tiny import LETTERS, letters_model
 
 from drafthead.heads.target.target import Target
-from drafthead.lab.races.racing import DRAFT_MODEL, DraftOptions, RaceTerms, entrants, run_races
-from drafthead.lab.races.record import Prompt
+from drafthead.lab.races import racing
+from drafthead.lab.races.racing import DraftOptions, RaceTerms, entrants, run_races
+from drafthead.lab.races.record import Prompt, drafts_by_name
 
 
 def race_of(target: Target, draft: Target) -> list[str]:
     """The modes that took part in races at temperatures 1 and 0, in which draft models decode."""
-    racers = entrants(target, [], draft, (), None, DraftOptions(3, 4, compile=False))
+    drafts = drafts_by_name(["model:draft"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(racing, "load_draft_model", lambda *about: draft)
+        racers = entrants(target, drafts, DraftOptions(3, 4, compile=False))
     terms = RaceTerms((1.0, 0.0), max_new_tokens=12, rounds=1)
     rows, _ = run_races(racers, [Prompt([0, 1, 2], None)], terms)
-    assert [row.tau >= 1 for row in rows if row.mode == DRAFT_MODEL] == [True, True]
+    assert [row.tau >= 1 for row in rows if row.mode == "model draft"] == [True, True]
     return [f"{row.mode} at {row.temperature:g}" for row in rows if "assistant" in row.mode]
 
 
