@@ -16,8 +16,8 @@ from tqdm import tqdm
 from drafthead.backends.compiled import Compiled
 from drafthead.heads.errors import UserError
 from drafthead.infer.engine.results import DecodeStats, summed
-from drafthead.lab.profiling.ledger import StepLedger, ledger_of
 from drafthead.lab.races.contestants import Answers, Contestant
+from drafthead.lab.races.ledger import StepLedger, ledger_of
 from drafthead.lab.races.unfinished_race import Place, Turn, UnfinishedRace
 
 

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from drafthead.lab.profiling.bandwidth import BandwidthBound
-from drafthead.lab.profiling.ledger import HOST, STEP_PHASES
 from drafthead.lab.profiling.measured import Profile
 from drafthead.lab.profiling.pass_times import PassTimes
+from drafthead.lab.races.ledger import HOST, STEP_PHASES
 from drafthead.lab.reports.report import Report, Table
 
 

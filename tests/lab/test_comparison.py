@@ -12,7 +12,6 @@ from drafthead.backends.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
-from drafthead.lab.profiling.ledger import StepLedger
 from drafthead.lab.races.comparison import (
     GENERATE,
     ComparisonRow,
@@ -22,6 +21,7 @@ from drafthead.lab.races.comparison import (
 )
 from drafthead.lab.races.contestants import Answers, Contestant, Ours, Transformers, up_to_end
 from drafthead.lab.races.divergence import Divergence
+from drafthead.lab.races.ledger import StepLedger
 from drafthead.lab.races.race import prepare, race
 from drafthead.lab.reports.comparison import (
     category_tables,
