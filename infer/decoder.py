@@ -41,6 +41,7 @@ from drafthead.infer.request.other_words import OtherWords, type_of_weights, wit
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.text_pieces import text_pieces
 from drafthead.infer.request_of import endless_request, request_of, single
+from drafthead.infer.running_rows import RunningRows
 from drafthead.infer.serving import (
     Answer,
     Requests,
@@ -268,8 +269,11 @@ class Decoder:
             verifier_for(settings.verifier, settings.sampling.temperature)  # they may not fit
             return single(self.request(request.prompt, settings))
 
-        waiting = WaitingRequests(requests, read)
-        return serve(waiting, self.method, self.target.device, self.tokenizer, max_rows)
+        return serve(WaitingRequests(requests, read), self.running_rows(max_rows), self.tokenizer)
+
+    def running_rows(self, max_rows: int) -> RunningRows:
+        """Rows for requests that come and go, up to `max_rows` of them; none is at work yet."""
+        return RunningRows(self.method, self.target.device, max_rows, self.memory)
 
     def remember(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -292,6 +296,7 @@ class Decoder:
     def forget(self) -> None:
         """Remember nothing any more, and let the memory go."""
         self.memory.pasts.clear()
+        self.memory.kept.clear()
 
     def chat(self, system: str | None = None, **options: Unpack[DecodeOptions]) -> ChatSession:
         """A conversation whose turns keep the caches of earlier ones, with the options of

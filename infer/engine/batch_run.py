@@ -8,7 +8,7 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, RowRandom
 from drafthead.infer.engine.results import BeamAnswer, DecodeStats
-from drafthead.infer.engine.score_record import record_for
+from drafthead.infer.engine.score_record import LogprobRecord, record_for
 from drafthead.infer.request.options import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
 
@@ -206,6 +206,14 @@ class BatchRun:
 
     def join(self, other: "BatchRun", order: Sequence[int]) -> None:
         """Go on with running rows of both, numbered again; both have the same sampling."""
+        if isinstance(self.record, LogprobRecord) and isinstance(other.record, LogprobRecord):
+            records = self.record, other.record
+            both = [
+                (record, number)
+                for record, run in zip(records, (self, other), strict=True)
+                for number in run.batch.running
+            ]
+            self.record.take_rows([both[row] for row in order])
         self.batch.join(other.batch, order)
         self._count_rows()
         if self.random is not None and other.random is not None:

@@ -55,10 +55,12 @@ class Memory:
         """`model` is the target's."""
         self.model = model
         self.pasts: list[tuple[Past, Any]] = []  # with the state of the weights that read it
+        self.kept: list[tuple[Past, Any]] = []  # of answers, the last ones
+        self.most_kept = 0
 
     def known(self) -> list[Past]:
         """What the model would read in the same way today."""
-        if not (pasts := list(self.pasts)):  # another thread may add one meanwhile
+        if not (pasts := [*self.pasts, *self.kept]):  # another thread may add one meanwhile
             return []
         now = state_of(self.model)
         return [past for past, state in pasts if state == now]
@@ -68,17 +70,39 @@ class Memory:
         past.cut(len(past.tokens) - 1)
         self.pasts.append((past, state_of(self.model)))
 
+    def keep(self, past: Past) -> None:
+        """Keep what was read for an answer of one row, until `most_kept` later ones have ended.
+
+        It takes the place of one that it goes on with.
+        """
+        past.cut(len(past.tokens) - 1)
+        rest = [
+            (old, state)
+            for old, state in self.kept
+            if common_prefix(old.tokens, past.tokens) < len(old.tokens)
+        ]
+        self.kept = [*rest, (past, state_of(self.model))][-self.most_kept :]
+
     def recall(self, prompts: Sequence[Sequence[int]], drafter: Drafter) -> Past | None:
         """A copy, a row for each prompt, of the longest beginning that all prompts have in common
         with a remembered one; None where there is none that saves time.
         """
-        known = [(past.reusable(prompts), past) for past in self.known()]
-        length, past = max(known, key=lambda pair: pair[0], default=(0, None))
-        if past is None or length < LEAST_SHARE * max(map(len, prompts)):
+        length, past = longest_of(self.known(), prompts)
+        if past is None:
             return None
         copy = past.copied(len(prompts), length)
         # A rule that draws may be decoded plainly where greedy answers are drafted.
         return replace(copy, session=NoDraft()) if isinstance(drafter, NoDrafter) else copy
+
+
+def longest_of(pasts: Sequence[Past], prompts: Sequence[Sequence[int]]) -> tuple[int, Past | None]:
+    """The past with the longest beginning of all prompts, and its length; none that saves no time.
+
+    Of equally long ones it is the first.
+    """
+    known = [(past.reusable(prompts), past) for past in pasts]
+    length, past = max(known, key=lambda pair: pair[0], default=(0, None))
+    return (length, past) if length >= LEAST_SHARE * max(map(len, prompts)) else (0, None)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

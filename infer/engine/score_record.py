@@ -77,6 +77,17 @@ class LogprobRecord(ScoreRecord):
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         row.top.extend(list(zip(*pair, strict=True)) for pair in pairs)
 
+    def part(self, number: int, start: int, count: int) -> Logprobs:
+        """The record of some tokens of row `number`, from place `start` on."""
+        row, end = self.rows[number], start + count
+        return Logprobs(row.processed[start:end], row.raw[start:end], row.top[start:end])
+
+    def take_rows(self, rows: Sequence[tuple["LogprobRecord", int]]) -> None:
+        """Go on with rows of records, each the row of that number; they are numbered again."""
+        taken = {place: record.rows[number] for place, (record, number) in enumerate(rows)}
+        self.rows.clear()
+        self.rows.update(taken)
+
     def of_rows(self, lengths: Sequence[int]) -> list[Logprobs]:
         """The record of each row, cut to the length of its answer."""
         records = [(self.rows[number], length) for number, length in enumerate(lengths)]

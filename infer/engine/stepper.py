@@ -101,6 +101,8 @@ class Stepper:
         """
         self.target, self.run, self.verifier, self.max_nodes = target, run, verifier, max_nodes
         self.watch = watch
+        # Called with the places of rows that a step ends, while the caches still hold them.
+        self.before_end: Callable[[Sequence[int]], None] | None = None
         # A step in one call hands out no logits. The rule stays, so a record changes no text.
         needs_logits = run.record is not None or watch is not None
         follows = verifier.follows and not needs_logits
@@ -171,6 +173,11 @@ class Stepper:
             self.commit(outcome)
             session.commit(outcome.committed(self.cache))
             emitted = self.run.take_step(outcome.new_tokens)
+            if self.before_end is not None:
+                numbers = self.run.batch.running
+                rows = self.run.batch.rows
+                ended = [n in emitted and not rows[n].active for n in numbers]
+                self.before_end([place for place, ends in enumerate(ended) if ends])
             self.keep_active(session)
         return emitted
 

@@ -20,7 +20,8 @@ from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.options import read_options
-from drafthead.infer.serving import MOST_PADDING, Answer, ServeRequest, Ticket, alike, seats
+from drafthead.infer.running_rows import MOST_PADDING, Ticket, alike, seats
+from drafthead.infer.serving import Answer, ServeRequest
 
 # Those that differ in what they know of a row.
 SERVED = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",
@@ -58,7 +59,7 @@ def greedy_answers(target) -> list[list[int]]:
 
 @pytest.mark.parametrize("max_rows", [1, 4])
 def test_each_request_has_its_own_sampling_and_stops(make_target, max_rows) -> None:
-    """Whatever runs beside it: those that sample otherwise wait."""
+    """Whatever runs beside it: those that sample otherwise take turns with it."""
     decoder = Decoder(Target(make_target(vocab=260).model, byte_tokenizer()), PromptLookup(3))
     ways: list[dict[str, Any]] = [
         {},

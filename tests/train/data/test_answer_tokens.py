@@ -10,8 +10,9 @@ from tiny import SPECIALS, byte_tokenizer, write_target
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
-from drafthead.infer import Decoder
-from drafthead.infer.serving import Answer, Ticket
+from drafthead.infer import Decoder, serving
+from drafthead.infer.running_rows import Gain
+from drafthead.infer.serving import Answer
 from drafthead.train.data.conversations import AnswerTokens, Conversation, read_conversations
 from drafthead.train.data.supervision import SupervisedTokens, join_turns, supervised_sequences
 from drafthead.train.data.training_rows import DataConfig, load_packed
@@ -42,14 +43,14 @@ def distilled(decoder: Decoder, folder: Path, rows: int = 40, turns: int = 1) ->
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers of all that is served from now on."""
     calls: list[tuple[list[int], list[int]]] = []
-    answer = Ticket.answer
+    answer_of = serving.answer_of
 
-    def watched(self: Ticket, *arguments: Any) -> Answer:
-        found = answer(self, *arguments)
-        calls.append((self.request.prompts[0], found.tokens))
+    def watched(gain: Gain, *arguments: Any) -> Answer:
+        found = answer_of(gain, *arguments)
+        calls.append((gain.ticket.request.prompts[0], found.tokens))
         return found
 
-    monkeypatch.setattr(Ticket, "answer", watched)
+    monkeypatch.setattr(serving, "answer_of", watched)
     return calls
 
 
