@@ -1,4 +1,4 @@
-"""IBM's MLP speculator (Wertheimer et al., 2024), which fms-extras writes and vLLM 0.32 reads."""
+"""IBM's MLP speculator (Wertheimer et al., 2024), which fms-extras writes and reads."""
 
 import math
 from typing import Annotated, Any, ClassVar

@@ -59,9 +59,14 @@ def model_folder(name: str | Path) -> str | Path:
     folder with several GGUF files, for a model that was not fetched yet, and when the package
     `gguf` is missing.
     """
-    path = Path(name)
-    file = gguf_file(fetched_folder(str(name)) if is_fetched_name(path) else path)
+    file = gguf_of(name)
     return name if file is None else dequantised_folder(file)
+
+
+def gguf_of(name: str | Path) -> Path | None:
+    """The GGUF file that a target's name means, if it means one; UserError as `model_folder`."""
+    path = Path(name)
+    return gguf_file(fetched_folder(str(name)) if is_fetched_name(path) else path)
 
 
 def is_fetched_name(path: Path) -> bool:

@@ -17,20 +17,21 @@ from drafthead.heads.target.target import Target
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import trainable
 
+PRESETS = {"eagle3-portable": "eagle3"}  # further files in `configs/`, and their families
 WIDE = 1024  # hidden size from which a target counts as large
 # For small targets and for large ones.
 DRAFT_VOCABULARY, ROW_LENGTH = (8192, 32768), (512, 2048)
 
 
 def write_starting_config(family: str | None, target: str | None, path: Path) -> None:
-    """Write the configuration to train a head of `family` for `target`.
+    """Write the configuration to train a head of `family`, or of a preset, for `target`.
 
     Raises UserError when one of the two is missing, the file exists, the family does not, or the
     target's sizes cannot be read.
     """
     if family is None or target is None:
         raise UserError("--init FAMILY and --target MODEL go together: they write a first FILE")
-    trainable(family)
+    trainable(PRESETS.get(family, family))
     if path.exists():
         raise UserError(f"{path} exists already: give --config another name for the new file")
     template = files("drafthead.configs").joinpath(f"{family}.yaml").read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""drafthead.lab.servers: heads in servers of other software."""

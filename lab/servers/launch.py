@@ -1,0 +1,76 @@
+"""Starts a script that serves a head, waits until it answers, and stops it with Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import requests
+
+from drafthead.heads.errors import UserError
+from drafthead.lab.servers.export_for import SCRIPT, Served
+
+INSTALL = {
+    "vllm": "pip install vllm, or name its program in VLLM",
+    "sglang": "pip install sglang, or name a Python that has it in PYTHON",
+    "llamacpp": "name the folder of its sources in LLAMA_CPP, and its server in LLAMA_SERVER",
+}
+PATIENCE = 30  # seconds that a server has to end by itself
+
+
+def launch(folder: Path, served: Served) -> None:
+    """Start the script in a folder and print how to call it; returns when the server has ended.
+
+    Raises UserError when it ends before it is ready, and KeyboardInterrupt at Ctrl-C, once the
+    server and all that it started are gone.
+    """
+    address = f"http://127.0.0.1:{os.environ.get('PORT', '8000')}"
+    script = folder / SCRIPT
+    # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
+    process = subprocess.Popen(["sh", str(script)], start_new_session=True)
+    try:
+        while not is_ready(address):
+            if process.poll() is not None:
+                raise UserError(
+                    f"{script} ended with status {process.returncode} before it answered, its "
+                    f"last words are above. If {served.server} is not installed: "
+                    f"{INSTALL[served.server]}"
+                )
+            time.sleep(0.2)
+        print(how_to_call(address, served), flush=True)
+        process.wait()
+    finally:
+        stop(process)
+
+
+def is_ready(address: str) -> bool:
+    """Whether a server says that it can answer."""
+    try:
+        return requests.get(f"{address}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def how_to_call(address: str, served: Served) -> str:
+    """What a user may type now."""
+    question = {"role": "user", "content": "Tell me about tides."}
+    body = json.dumps({"model": served.model, "messages": [question]})
+    return (
+        f"\n{served.server} answers on {address}, Ctrl-C stops it:\n"
+        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        "Does it write the target's text, and accept as many drafts as here?\n"
+        f"  drafthead audit {address} --target {served.target} --head {served.head}\n"
+    )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group: by Ctrl-C, and without asking if that takes too long."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

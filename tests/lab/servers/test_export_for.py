@@ -1,0 +1,164 @@
+"""Heads for other servers: the layout that each reads, the script that starts it, its end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+from time import sleep
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from written import DFLASH, DSPARK, EAGLE3, TARGET, random_head
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.target.target import Target
+from drafthead.lab.servers.export_for import Served, export_for
+from drafthead.lab.servers.launch import is_ready, launch
+
+# Prints its arguments, as the programs that scripts start.
+PRINTS = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+ANSWERS = f"""#!{sys.executable}
+import http.server, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> tuple[Target, str]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "target"
+    model = LlamaForCausalLM(TARGET)
+    model.save_pretrained(folder)
+    return Target(model), str(folder)
+
+
+@pytest.fixture
+def exported(target, tmp_path):
+    """Exports a random head for a server: what it did, and its folder."""
+
+    def export(server: str, family: str, options: dict, paths: dict | None = None):
+        loaded, name = target
+        head = random_head(family, loaded, options)
+        head.path_counts = paths
+        folder = tmp_path / "served"
+        facts = TargetFacts.of(loaded, name)
+        return export_for(server, head, Path("runs/mine"), facts, loaded, folder), folder
+
+    return export
+
+
+def program(folder: Path, text: str) -> str:
+    """An executable file."""
+    path = folder / "program"
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("server", "kind", "options", "layout", "method"),
+    [
+        ("vllm", "eagle3", {}, "eagle3-vllm", "eagle3"),
+        ("vllm", "eagle3", {**EAGLE3, "mask_token": 5}, "speculators", "peagle"),
+        ("vllm", "parallel", DFLASH, "dflash", "dflash"),
+        ("vllm", "parallel", {**DSPARK, "draft_vocab_size": 20}, "speculators", "dspark"),
+        ("vllm", "medusa", {}, "vllm-medusa", "medusa"),
+        ("sglang", "eagle3", {}, "eagle3-sglang", "EAGLE3"),
+        ("sglang", "parallel", DSPARK, "dspark", "DSPARK"),
+        ("llamacpp", "eagle3", {**EAGLE3, "draft_vocab_size": 20}, "eagle3-vllm", "draft-eagle3"),
+        ("llamacpp", "parallel", DSPARK, "dspark", "draft-dspark"),
+    ],
+)
+def test_a_server_gets_the_layout_that_it_reads(
+    exported, server, kind, options, layout, method, tmp_path
+):
+    served, folder = exported(server, kind, options)
+    assert (served.layout, served.method) == (layout, method)
+    (folder / "head.gguf").touch()  # as if it had been converted
+    (folder / "target.gguf").touch()
+    variable = {"vllm": "VLLM", "sglang": "PYTHON", "llamacpp": "LLAMA_SERVER"}[server]
+    environment = {**os.environ, variable: program(tmp_path, PRINTS), "OPTIONS": "--one 1"}
+    ran = subprocess.run(
+        ["sh", str(folder / "serve.sh"), "--two"], env=environment, capture_output=True, check=True
+    )
+    arguments = json.loads(ran.stdout)
+    assert arguments[-3:] == ["--one", "1", "--two"]
+    if server == "vllm":
+        drafts = json.loads(arguments[arguments.index("--speculative-config") + 1])
+        assert drafts["model"] == str(folder / "head")
+        assert drafts["method"] == ("eagle3" if method == "peagle" else method)
+        assert drafts.get("parallel_drafting", False) == (method == "peagle")
+        assert drafts["num_speculative_tokens"] == served.tokens
+    else:
+        assert method in arguments
+
+
+@pytest.mark.parametrize(
+    ("server", "kind", "options", "told"),
+    [
+        ("llamacpp", "eagle3", {}, r"lacks head\.tap_norm 'each'.*eagle3-portable"),
+        ("llamacpp", "eagle3", {**EAGLE3, "num_layers": 2}, r"lacks head\.num_layers 2"),
+        ("llamacpp", "eagle3", {**EAGLE3, "norm_feedback": True}, r"lacks head\.norm_feedback"),
+        ("llamacpp", "parallel", {**DSPARK, "correction": "gated"}, r"head\.correction 'gated'"),
+        ("vllm", "hydra", {}, r"family hydra: it reads heads of the families eagle, eagle3"),
+        (
+            "vllm",
+            "parallel",
+            {},
+            r"dflash cannot .*speculators cannot .*mask_token",
+        ),
+        ("tgi", "medusa", {}, r"--for tgi: known servers are vllm, sglang, llamacpp"),
+    ],
+)
+def test_what_a_server_lacks_is_said_with_what_helps(exported, server, kind, options, told):
+    with pytest.raises(UserError, match=told):
+        exported(server, kind, options)
+
+
+def test_k_follows_from_what_was_measured(exported, tmp_path):
+    served, folder = exported("vllm", "eagle3", {"depth": 5})
+    assert served.tokens == 3 and "was not measured" in (folder / "serve.sh").read_text()
+
+    def counted(*right: int) -> dict:
+        return {(0,) * depth: count for depth, count in enumerate((100, *right))}
+
+    for right, best in (((90, 80, 70, 60, 50), range(4, 6)), ((60, 5, 2, 1, 0), range(1, 2))):
+        (tmp_path / "served").rename(tmp_path / f"other{right[0]}")
+        served, folder = exported("vllm", "eagle3", {"depth": 5}, counted(*right))
+        assert served.tokens in best
+        assert "Of 100 held-out places" in (folder / "serve.sh").read_text().replace("\n# ", " ")
+
+
+def test_a_server_is_started_and_stopped(tmp_path, monkeypatch, capfd):
+    served = Served("vllm", "runs/mine", "eagle3-vllm", "eagle3", "some/target", 3, "")
+    (tmp_path / "serve.sh").write_text('exec "$VLLM"\n')
+    monkeypatch.setenv("VLLM", "no-such-program")
+    with pytest.raises(UserError, match=r"status 127 before it answered.*name its program in VLLM"):
+        launch(tmp_path, served)
+    monkeypatch.setenv("VLLM", program(tmp_path, ANSWERS))
+    monkeypatch.setenv("PORT", "18463")
+    address = "http://127.0.0.1:18463"
+
+    def interrupt() -> None:
+        while "drafthead audit" not in (tmp_path / "out").read_text():
+            sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    (tmp_path / "out").touch()
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            launch(tmp_path, served)
+    told = (tmp_path / "out").read_text()
+    assert f"curl {address}/v1/chat/completions" in told and '"model": "target"' in told
+    assert not is_ready(address)
