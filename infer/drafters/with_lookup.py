@@ -107,9 +107,8 @@ def merged(tree: TokenTree, guesses: Sequence[GuessTree], nodes: int) -> TokenTr
     for (tokens, parents, scores), guess in zip(to_host(table), guesses, strict=True):
         both, numbers = GrowingTree(), [0]
         for token, parent, score in zip(tokens[1:], parents[1:], scores[1:], strict=True):
-            # What fills up a row proposes nothing.
-            known = token != PADDING
-            numbers.append(both.add(numbers[int(parent)], int(token), score) if known else 0)
+            proposes = token != PADDING  # what fills up a row does not
+            numbers.append(both.add(numbers[int(parent)], int(token), score) if proposes else 0)
         both.add_tree(guess)
         roots.append(int(tokens[0]))
         rows.append(both.best(nodes - 1))

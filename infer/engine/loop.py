@@ -53,6 +53,7 @@ def read_prompts(
 def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emitted:
     """One step, which verifies what the planner keeps of the drafts that it asks for."""
     run = stepper.run
+    run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
     with run.stats.step() as elapsed:
         proposal = planner.draft(partial(stepper.propose, session))
         emitted = stepper.step(session, proposal)

@@ -333,7 +333,7 @@ class AdaptivePlan:
         that something else on the machine has held up, are no loss of the draft's.
         """
         settings, plain = self.settings, self.costs.seconds(None)
-        best = self.rate(self.best()) if any(run.trials) else 0.0
+        trials_took = trials_brought = 0.0
         drafts, trials = self.draft_account, self.trial_account
         for made, is_trial, lengths in zip(run.made, run.trials, run.accept_lengths, strict=True):
             seconds, tokens = self.costs.seconds(made), fmean(lengths) if lengths else 0.0
@@ -342,7 +342,11 @@ class AdaptivePlan:
             if made is not None:
                 drafts += tokens - seconds / plain
             if is_trial:
-                trials -= max(seconds - tokens / best, settings.least_loss * seconds) / plain
+                trials_took, trials_brought = trials_took + seconds, trials_brought + tokens
+        if trials_took:
+            # Of the run as a whole: what one step loses by chance another one wins.
+            lost = trials_took - trials_brought / self.rate(self.best())
+            trials -= max(lost, settings.least_loss * trials_took) / plain
         least = -settings.first_loss  # what is lost beyond that is forgiven, or drafts never return
         self.draft_account = max(least, min(drafts, settings.most_for_drafts))
         self.trial_account = max(least, min(trials, settings.most_for_trials))
@@ -386,7 +390,9 @@ class PlannedDecoding(Planner):
     def _free_draft(self, propose: Propose, run: Run, prices: Prices) -> Guesses | None:
         """The nodes of a free draft that pay, if any."""
         most = self.plan.free[-1].nodes
-        free = propose(Budget(min(self.free_nodes, most), 0))
+        # As many as the run's own drafts have: those get such nodes too, found but once.
+        nodes = self.free_nodes if run.size is None else max(self.free_nodes, run.size.nodes)
+        free = propose(Budget(min(nodes, most), 0))
         assert isinstance(free, Guesses)
         if free.num_nodes == 1:
             return None

@@ -127,6 +127,7 @@ class Stepper:
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token."""
         read = self.pass_over_prompts()
+        self.run.begin_random_step()
         first = self.next_tokens(self.target.next_logits(read.hidden))
         first_tokens = to_host(first)
         emitted = self.run.batch.take([[token] for token in first_tokens])
@@ -156,7 +157,6 @@ class Stepper:
         if self.run.random is None:
             tokens = most_probable(scores)
         else:
-            self.run.begin_random_step()
             keys = self.run.random.ahead(1)[:, 0]
             tokens = race(probabilities(scores, self.run.request.sampling), keys)
         if self.run.record is not None:
@@ -166,8 +166,6 @@ class Stepper:
 
     def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
         """Verify what the session has proposed, if anything, and commit."""
-        if proposal is None:
-            self.run.begin_random_step()
         outcome = self.verified(proposal).readable()
         with self.run.stats.phase("commit"):
             self.commit(outcome)
@@ -223,7 +221,6 @@ class Stepper:
     def propose(self, session: DraftSession, budget: Budget) -> Proposal:
         """The session's proposal for the next step within a budget."""
         with self.run.stats.phase("draft"):
-            self.run.begin_random_step()
             random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
             return session.propose(budget, self.run.request.draft_sampling, random)
 

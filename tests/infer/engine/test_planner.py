@@ -19,7 +19,7 @@ from drafthead.heads.trees.static import StaticTrees, chain_budgets, free_budget
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size
-from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding
+from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding, Run
 from drafthead.infer.engine.step_costs import StepCosts
 
 BUDGETS = tree_budgets(3)
@@ -195,6 +195,19 @@ def test_trials_cost_at_most_their_share() -> None:
     settings = DEFAULT_SETTINGS
     most = settings.loss_share / settings.least_loss
     assert others < (most + 0.05) * len(text.choices) + settings.first_loss / settings.least_loss
+
+
+def test_a_trial_is_judged_by_all_its_steps() -> None:
+    """One step wins by chance what another one loses: four that bring 7 tokens are no loss."""
+    budget, took = Budget(2, 1), 1.2
+    plan = timed_plan({None: 1.0, budget: took}, {budget: (0.7,)})
+    run = Run(budget, is_trial=True, continued=True, prices=None)
+    run.made, run.trials, run.seconds = [budget] * 4, [True] * 4, [took] * 4
+    run.accept_lengths = [[1], [2], [2], [2]]
+    before, settings = plan.trial_account, DEFAULT_SETTINGS
+    plan.record(run)
+    change = (settings.loss_share - settings.least_loss) * 4 * took
+    assert plan.trial_account - before == pytest.approx(change, rel=0.02)
 
 
 @pytest.mark.parametrize("draft", [3.0, 15.0])
