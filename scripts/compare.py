@@ -92,11 +92,11 @@ def run_race(
     from drafthead.heads.target.any_target import load_target
     from drafthead.infer.loaded import DEFAULT_CHAIN
     from drafthead.lab.races import racing, record
-    from drafthead.lab.races.unfinished_race import begun_race
+    from drafthead.lab.races.race import RaceTerms
     from drafthead.lab.reports import comparison
 
     temperatures = tuple(terms.temperature or [0.0])
-    race = racing.RaceTerms(
+    race = RaceTerms(
         temperatures, terms.max_new_tokens, terms.rounds, rule, terms.seed, terms.batch_size,
         terms.top_p,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def run_race(
         terms.prompt_column,
     )  # fmt: skip
     run = record.describe_run(model.target, target)
-    unfinished = begun_race(output / UNFINISHED, run, questions, target, [*drafts.values()])
+    unfinished = racing.begun_race(output / UNFINISHED, run, questions, target, [*drafts.values()])
     rows, differing = racing.run_races(racers, questions, race, unfinished)
     notes = []
     if 0 in temperatures:

@@ -24,8 +24,7 @@ from drafthead.lab.planning.dry_run import DryRun, Ledger
 from drafthead.train.data.packing import PackedData, RowOrder, TokenBatch
 from drafthead.train.data.training_rows import training_data
 from drafthead.train.features.reading import TargetConfig, check_row_length, dtype_for
-from drafthead.train.learning.loop import Duration
-from drafthead.train.run.config import RunConfig
+from drafthead.train.run.config import Duration, RunConfig
 from drafthead.train.run.trainables import new_head
 
 STEPS_LOOKED_AT = 200  # for the micro-batch with the most to learn

@@ -1,61 +1,25 @@
-"""A few real steps in a process of their own: how fast they are, and how much memory they take.
+"""A trial of a training run, in this process: a few real steps, and a line of JSON about them.
 
-The process sets the run up as training does, in a temporary folder, and prints a line of JSON.
+The run is set up as training does it, in a temporary folder.
 """
 
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from drafthead.heads.errors import UserError
+from drafthead.lab.planned_training import MOST_STEPS, Trial
 from drafthead.train.learning.engines import build_accelerator
 from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.train_heads import build_trainer
 
-MOST_STEPS, MOST_SECONDS = 6, 45
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The steps of a trial. The first one sets much up: it counts for the memory alone."""
-
-    steps: int
-    rows: int  # of a step
-    tokens: int  # supervised, of the timed steps
-    seconds: float  # of the timed steps
-    target_seconds: float  # of them, for the target's features
-    peak: int  # the most bytes that the process has had
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Supervised tokens a second."""
-        return self.tokens / self.seconds
-
-    @property
-    def tokens_per_s_kept(self) -> float:
-        """Supervised tokens a second where all features are read from a folder in no time."""
-        return self.tokens / (self.seconds - self.target_seconds)
-
-
-def run_trial(config: Path, settings: Sequence[str]) -> Trial:
-    """Try the run of a configuration, in a process of its own.
-
-    Raises UserError with the process's own words when it failed.
-    """
-    command = [sys.executable, "-m", "drafthead.lab.planning.trial", str(config), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        printed = done.stderr.strip().splitlines() or ["it printed nothing"]
-        raise UserError(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}")
-    return Trial(**json.loads(done.stdout.splitlines()[-1]))
+MOST_SECONDS = 45
 
 
 def as_trial(config: RunConfig, folder: str) -> RunConfig:

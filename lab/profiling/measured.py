@@ -9,11 +9,9 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.lab.profiling.bandwidth import BandwidthBound, bandwidth_bound, weight_bytes
 from drafthead.lab.profiling.pass_times import PassTimes, time_passes
-from drafthead.lab.races.comparison import PLAIN
 from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.ledger import StepLedger
-from drafthead.lab.races.race import in_batches, prepare, race
-from drafthead.lab.races.racing import RaceTerms
+from drafthead.lab.races.race import PLAIN, RaceTerms, in_batches, prepare, race
 
 # Decoded when no prompts are given.
 PROMPTS = (

@@ -11,9 +11,7 @@ from statistics import median
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
 from drafthead.lab.races.divergence import Divergence, divergence
-from drafthead.lab.races.race import Record
-
-PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
+from drafthead.lab.races.race import GENERATE, PLAIN, Record
 
 
 @dataclass(frozen=True)
@@ -152,12 +150,7 @@ def divergences(
         for record in records
         if record is not plain
         for index, (expected, sequence) in enumerate(
-            zip(first_round(plain), first_round(record), strict=True)
+            zip(plain.first_round(), record.first_round(), strict=True)
         )
         if expected != sequence
     ]
-
-
-def first_round(record: Record) -> list[list[int]]:
-    """The answers of the first round, prompt by prompt."""
-    return [sequence for batch in record.answers[0] for sequence in batch.sequences]

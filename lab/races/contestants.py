@@ -2,7 +2,6 @@
 
 import copy
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,40 +9,11 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import same_tokenizer
-from drafthead.infer.engine.results import DecodeStats
 from drafthead.infer.request.options import DecodeOptions
-
-
-@dataclass(frozen=True)
-class Answers:
-    """One batch of prompts decoded once; tokens and seconds of decoding exclude the prompt pass."""
-
-    sequences: list[list[int]]  # new tokens of each prompt, with the end token if it was reached
-    decoded_tokens: int  # of all rows
-    decode_seconds: float
-    prefill_seconds: float
-    stats: DecodeStats | None = None  # of our engine
-
-
-@dataclass(frozen=True)
-class Contestant(ABC):
-    """A way of decoding with a name that is unique in a comparison."""
-
-    mode: str
-    drafter: str
-    sampling: SamplingConfig
-    verifier: str = field(default="auto", kw_only=True)
-
-    def prepare(self, batch_size: int) -> None:  # noqa: B027  (nothing is a good default)
-        """What must not happen while answers to so many prompts at a time are timed."""
-
-    @abstractmethod
-    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
-        """Decode a batch of prompts; the seed is that of the first row."""
+from drafthead.lab.races.race import THEIR_RULE, Answers, Contestant
 
 
 @dataclass(frozen=True)
@@ -112,7 +82,7 @@ class Transformers(Contestant):
     target: Target
     assistant: Target | None = None
     assistant_tokens: int | None = None
-    verifier: str = field(default="transformers", kw_only=True)
+    verifier: str = field(default=THEIR_RULE, kw_only=True)
 
     def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
         """Decode a batch of prompts; one seed serves all rows."""

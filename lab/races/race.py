@@ -1,13 +1,18 @@
 """The run of a race: every way of decoding on the same prompts, in turns.
 
-The speed of a machine drifts, so contestants take turns batch by batch.
+The speed of a machine drifts, so contestants take turns batch by batch. A file keeps what a race
+has decoded, so that after a stop it goes on.
 """
 
+import json
 import os
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 import torch
@@ -15,10 +20,136 @@ from tqdm import tqdm
 
 from drafthead.backends.compiled import Compiled
 from drafthead.heads.errors import UserError
+from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.storage.files import write_text
 from drafthead.infer.engine.results import DecodeStats, summed
-from drafthead.lab.races.contestants import Answers, Contestant
 from drafthead.lab.races.ledger import StepLedger, ledger_of
-from drafthead.lab.races.unfinished_race import Place, Turn, UnfinishedRace
+
+PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
+THEIR_RULE = "transformers"  # the verifier of transformers' own decoding
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One batch of prompts decoded once; tokens and seconds of decoding exclude the prompt pass."""
+
+    sequences: list[list[int]]  # new tokens of each prompt, with the end token if it was reached
+    decoded_tokens: int  # of all rows
+    decode_seconds: float
+    prefill_seconds: float
+    stats: DecodeStats | None = None  # of our engine
+
+
+@dataclass(frozen=True)
+class Contestant(ABC):
+    """A way of decoding with a name that is unique in a comparison."""
+
+    mode: str
+    drafter: str
+    sampling: SamplingConfig
+    verifier: str = field(default="auto", kw_only=True)
+
+    def prepare(self, batch_size: int) -> None:  # noqa: B027  (nothing is a good default)
+        """What must not happen while answers to so many prompts at a time are timed."""
+
+    @abstractmethod
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+        """Decode a batch of prompts; the seed is that of the first row."""
+
+
+@dataclass(frozen=True)
+class RaceTerms:
+    """What everybody decodes, and how often."""
+
+    temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
+    max_new_tokens: int = 128
+    rounds: int = 3
+    verifier: str = "auto"
+    seed: int = 0
+    batch_size: int = 1  # prompts that are decoded together
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or not self.temperatures:
+            raise UserError(
+                "a race needs a temperature and at least 1 round, got "
+                f"{list(self.temperatures)} and {self.rounds}"
+            )
+
+
+class Turn(NamedTuple):
+    """A contestant's answers to a batch of prompts, and the memory that was in use."""
+
+    answers: Answers
+    peak_memory_bytes: int
+
+
+Turns: TypeAlias = Mapping[str, Turn]  # of one batch, by the contestants' modes
+
+
+class Place(NamedTuple):
+    """Which batch of a race it is."""
+
+    temperature: float
+    round: int
+    batch: int
+
+
+class UnfinishedRace:
+    """The batches that all contestants have decoded: a line of the file for each.
+
+    A batch counts only when the last contestant has decoded it, since they are compared in the same
+    minutes. The first line holds what the race is made of.
+    """
+
+    def __init__(self, path: Path, made_of: dict[str, Any]):
+        """Go on with what the file holds of the same race; anything else begins again.
+
+        `changed` are the names of what is no longer as it was in the file, if there is one.
+        """
+        self.path = path
+        self.batches: dict[Place, Turns] = {}
+        wanted = json.loads(json.dumps(made_of))
+        there = _lines(path)
+        first = there[0] if there and isinstance(there[0], dict) else {}
+        self.changed = [name for name in {**wanted, **first} if wanted.get(name) != first.get(name)]
+        self.begun = bool(there)
+        kept = [] if self.changed else there[1:]
+        for place, turns in kept:
+            self.batches[Place(*place)] = {mode: _read_turn(*turn) for mode, turn in turns.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole lines only: what a stop has cut off would spoil the next line.
+        write_text(path, "".join(json.dumps(line) + "\n" for line in (wanted, *kept)))
+
+    def add(self, place: Place, turns: Turns) -> None:
+        """Keep a batch that all contestants have decoded."""
+        self.batches[place] = turns
+        line = [place, {mode: [asdict(answers), peak] for mode, (answers, peak) in turns.items()}]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def end(self) -> None:
+        """The race is over, and its report is written: the next one begins from nothing."""
+        self.path.unlink(missing_ok=True)
+
+
+def _lines(path: Path) -> list[Any]:
+    """The lines of a file, up to one that a stop has cut off; none without a file."""
+    if not path.exists():
+        return []
+    lines: list[Any] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _read_turn(answers: dict[str, Any], peak_memory_bytes: int) -> Turn:
+    """A turn as `UnfinishedRace.add` wrote it."""
+    stats = answers["stats"] and DecodeStats(**answers["stats"])
+    return Turn(Answers(**{**answers, "stats": stats}), peak_memory_bytes)
 
 
 @dataclass
@@ -40,6 +171,10 @@ class Record:
             sum(a.decoded_tokens for a in answers) / sum(a.decode_seconds for a in answers)
             for answers in self.answers
         ]
+
+    def first_round(self) -> list[list[int]]:
+        """The answers of the first round, prompt by prompt."""
+        return [sequence for batch in self.answers[0] for sequence in batch.sequences]
 
     def part(self, places: Sequence[int]) -> "Record":
         """This record, restricted to the batches at the given places."""

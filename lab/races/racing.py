@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -17,43 +18,26 @@ from drafthead.infer.drafters.model_drafter import load_draft_model, model_draft
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.loaded import Fitting, NamedDraft
-from drafthead.lab.races.comparison import (
+from drafthead.lab.races.comparison import ComparisonRow, divergences, rows_of
+from drafthead.lab.races.contestants import Ours, Transformers, changeable
+from drafthead.lab.races.divergence import Divergence
+from drafthead.lab.races.race import (
     GENERATE,
     PLAIN,
-    ComparisonRow,
-    divergences,
-    rows_of,
+    Contestant,
+    RaceTerms,
+    UnfinishedRace,
+    in_batches,
+    prepare,
+    race,
 )
-from drafthead.lab.races.contestants import Contestant, Ours, Transformers, changeable
-from drafthead.lab.races.divergence import Divergence
-from drafthead.lab.races.race import in_batches, prepare, race
 from drafthead.lab.races.record import Prompt
-from drafthead.lab.races.unfinished_race import UnfinishedRace
+from drafthead.train.jobs.weights import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
 LOOKUP = "lookup"
 GREEDY = SamplingConfig()
-
-
-@dataclass(frozen=True)
-class RaceTerms:
-    """What everybody decodes, and how often."""
-
-    temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
-    max_new_tokens: int = 128
-    rounds: int = 3
-    verifier: str = "auto"
-    seed: int = 0
-    batch_size: int = 1  # prompts that are decoded together
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or not self.temperatures:
-            raise UserError(
-                "a race needs a temperature and at least 1 round, got "
-                f"{list(self.temperatures)} and {self.rounds}"
-            )
 
 
 @dataclass(frozen=True)
@@ -194,3 +178,36 @@ def ready(
                     error,
                 )
     return taking_part
+
+
+def begun_race(
+    path: Path,
+    run: dict[str, object],
+    questions: Sequence[Prompt],
+    target: Target,
+    drafts: Sequence[NamedDraft],
+) -> UnfinishedRace:
+    """The race that an earlier run has begun, or a new one; a line says if there was one.
+
+    It is the same race if command, machine and versions in `run`, prompts, the target's weights and
+    the files of drafters are the same. Drafters on the hub are known by their names alone.
+    """
+    made_of = {
+        **run,
+        "prompts": questions,
+        "weights": weights_fingerprint(target),
+        "files": {str(draft): states(Path(draft.argument)) for draft in drafts if draft.argument},
+    }
+    race = UnfinishedRace(path, made_of)
+    if race.begun and race.changed:
+        print(f"{path} is of another race (not the same: {', '.join(race.changed)}): begins again")
+    elif race.batches:
+        print(f"{path}: goes on after {len(race.batches)} batches of prompts, which are kept")
+    return race
+
+
+def states(path: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a file or of the files in a folder; none of what is not here."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
+    found = [(file.relative_to(path).as_posix(), file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from drafthead.lab.races.comparison import ComparisonRow
-from drafthead.lab.races.contestants import Transformers
 from drafthead.lab.races.divergence import Divergence
+from drafthead.lab.races.race import GENERATE, PLAIN, THEIR_RULE
 from drafthead.lab.reports.report import (
     BASELINE,
     OURS,
@@ -25,7 +25,7 @@ from drafthead.lab.reports.report import (
 )
 
 LISTED_DIVERGENCES = 10
-NAMES = {"plain": "plain decoding", "generate": "model.generate"}  # the baselines, in the picture
+NAMES = {PLAIN: "plain decoding", GENERATE: "model.generate"}  # the baselines, in the picture
 TAU_NOTE = (
     "tau is of the trees that the planner chose for this machine (nodes); drafthead head evaluate "
     "has that of larger ones, at every step"
@@ -78,7 +78,7 @@ def divergence_notes(
 ) -> list[str]:
     """Sentences about greedy answers that differ from plain decoding's, theirs apart from ours."""
     greedy = [row for row in rows if row.temperature == 0]
-    theirs = {row.mode for row in greedy if row.verifier == Transformers.verifier}
+    theirs = {row.mode for row in greedy if row.verifier == THEIR_RULE}
     ours = sorted((d for d in divergences if d.mode not in theirs), key=lambda d: -d.top2_gap)
     answers = (len(greedy) - len(theirs) - 1) * prompts  # plain decoding's own are not counted
     notes = [f"greedy answers: all {answers} are plain decoding's"]

@@ -7,7 +7,7 @@ from typing import Any
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.lab.exactness.exactness import Evidence, LaterTokens, rounding_doubt
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, detectable, freedom
-from drafthead.lab.races.comparison import Divergence
+from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.reports.report import Report, Table
 
 POWER = 0.9

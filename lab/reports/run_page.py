@@ -17,7 +17,8 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.diagnosis.checks import Finding, faults_first
-from drafthead.lab.races.comparison import PLAIN, ComparisonRow
+from drafthead.lab.races.comparison import ComparisonRow
+from drafthead.lab.races.race import PLAIN
 from drafthead.lab.reports.comparison import NAMES, category_tables, race_table
 from drafthead.lab.reports.report import OURS, THEIRS, Table, number, page
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log

@@ -1,73 +1,17 @@
 """The plan of `train --plan`: tables of memory, disk and time, and whether the run fits."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.lab.planned_training import TrainingPlan
 from drafthead.lab.planning.dry_setup import DrySetup
-from drafthead.lab.planning.estimate import (
-    ALLOCATOR,
-    LIBRARIES,
-    DiskUse,
-    Place,
-    Remedy,
-    StepMemory,
-    process_memory,
-    trained,
-)
-from drafthead.lab.planning.trial import Trial
+from drafthead.lab.planning.estimate import ALLOCATOR, LIBRARIES, process_memory, trained
 from drafthead.lab.reports.report import Report, Table
-from drafthead.train.learning.loop import Duration
-from drafthead.train.run.config import RunConfig
+from drafthead.train.run.config import Duration
 
 HOW = {LIBRARIES: "measured", ALLOCATOR: "allowance"}
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """All that is known of a run before it."""
-
-    config: RunConfig
-    setup: DrySetup
-    place: Place
-    memory: StepMemory
-    disk: DiskUse
-    trial: Trial | None
-    untried: str  # why there was no trial
-    room: int  # bytes that a device has, or the machine
-    tokens: float | None  # supervised tokens that are wanted
-    remedies: Sequence[Remedy] = ()
-
-    @property
-    def computed(self) -> int:
-        """The bytes of one process by the step without numbers."""
-        return process_memory(self.memory, self.place).total()
-
-    @property
-    def needed(self) -> int:
-        """The bytes of a process, measured if one like it was tried; on a CPU, of all of them."""
-        alone = self.trial is not None and self.place.processes == 1
-        one = self.trial.peak if self.trial is not None and alone else self.computed
-        return one * self.place.processes if self.place.on_cpu else one
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory suffices."""
-        return self.needed <= self.room
-
-    def verdict(self) -> str:
-        """One sentence: whether it fits, and if not, what to change first."""
-        need = f"{self.needed / 1e9:.2f} GB of memory, and there are {self.room / 1e9:.2f} GB"
-        if self.fits:
-            return f"it fits: the run needs about {need}"
-        processes = self.place.processes if self.place.on_cpu else 1
-        advice = "no single setting above suffices"
-        for remedy in self.remedies:
-            if self.needed - processes * (self.computed - remedy.total) <= self.room:
-                advice = f"with {remedy.setting} it would fit"
-                break
-        return f"it does not fit: the run needs about {need}; {advice}"
 
 
 def plan_report(plan: TrainingPlan) -> Report:

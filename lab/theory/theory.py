@@ -9,9 +9,8 @@ from tqdm import tqdm
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
-from drafthead.lab.races.comparison import PLAIN, first_round
-from drafthead.lab.races.contestants import Contestant, Ours
-from drafthead.lab.races.race import Record, in_batches, prepare, race
+from drafthead.lab.races.contestants import Ours
+from drafthead.lab.races.race import PLAIN, Contestant, Record, in_batches, prepare, race
 from drafthead.lab.speedup_model import (
     ChainPrediction,
     StepParts,
@@ -132,7 +131,7 @@ def theory_of(
     accept_lengths = accept_lengths_of(record)
     flat = [n for answer in accept_lengths for n in answer]
     prediction = predict_chain(flat, length, step.draft / length, longest)
-    answers = tqdm(first_round(record), desc=f"reading {chains.name}", unit="answer", leave=False)
+    answers = tqdm(record.first_round(), desc=f"reading {chains.name}", unit="answer", leave=False)
     chances = []
     for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
         answer = GivenAnswer(list(prompt), tokens, terms.seed + number)

@@ -34,7 +34,7 @@ def main(
     """
     from drafthead.infer.request.prompts import encode
     from drafthead.lab.profiling.measured import PROMPTS, measured_profile
-    from drafthead.lab.races.racing import RaceTerms
+    from drafthead.lab.races.race import RaceTerms
     from drafthead.lab.races.record import describe_run, prompt_ids
     from drafthead.lab.reports.profiling import profile_report
 

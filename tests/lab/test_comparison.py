@@ -12,17 +12,11 @@ from drafthead.backends.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
-from drafthead.lab.races.comparison import (
-    GENERATE,
-    ComparisonRow,
-    divergences,
-    first_round,
-    rows_of,
-)
-from drafthead.lab.races.contestants import Answers, Contestant, Ours, Transformers, up_to_end
+from drafthead.lab.races.comparison import ComparisonRow, divergences, rows_of
+from drafthead.lab.races.contestants import Ours, Transformers, up_to_end
 from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.races.ledger import StepLedger
-from drafthead.lab.races.race import prepare, race
+from drafthead.lab.races.race import GENERATE, Answers, Contestant, prepare, race
 from drafthead.lab.reports.comparison import (
     category_tables,
     comparison_report,
@@ -91,7 +85,7 @@ def small_race(target, make_drafter):
 
 def test_all_contestants_are_counted_alike(small_race) -> None:
     records, _ = small_race
-    first = [first_round(record) for record in records]
+    first = [record.first_round() for record in records]
     assert first[1:] == first[:-1], "greedy answers agree in float32"
     for record in records[:2]:
         for batch in record.answers[0]:
@@ -123,7 +117,7 @@ def test_prompts_that_are_decoded_together_have_the_answers_of_each_alone(
     records, prompts = batch_race
     alone = [Decoder(target).generate(p, max_new_tokens=24).sequences[0] for p in prompts]
     for record in records:
-        assert first_round(record) == alone
+        assert record.first_round() == alone
         batch = record.answers[0][0]
         assert batch.decoded_tokens == sum(map(len, batch.sequences)) - 2, "two first tokens"
     assert divergences(records, prompts, target) == []

@@ -27,7 +27,7 @@ from drafthead.lab.profiling.measured import measured_profile
 from drafthead.lab.profiling.pass_times import paid_budgets, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
 from drafthead.lab.races.ledger import HOST, ledger_of
-from drafthead.lab.races.racing import RaceTerms
+from drafthead.lab.races.race import RaceTerms
 from drafthead.lab.reports.plan import plan_report
 
 PROMPTS = [[9, 10, 11], [20, 21]]

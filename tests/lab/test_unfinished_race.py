@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from drafthead.infer.engine.results import DecodeStats
-from drafthead.lab.races.contestants import Answers
-from drafthead.lab.races.unfinished_race import Place, Turn, UnfinishedRace
+from drafthead.lab.races.race import Answers, Place, Turn, UnfinishedRace
 
 MADE_OF = {"command": "compare", "prompts": [([1, 2], None)]}
 STATS = DecodeStats({"draft": 0.1}, 1.5, 3, 9, 0, [[1, 2], [3]], [2, 2])

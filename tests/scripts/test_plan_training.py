@@ -11,7 +11,7 @@ from runs import write_inputs, write_run
 
 from drafthead.heads.errors import UserError
 from drafthead.lab import planned_training
-from drafthead.lab.planning.trial import Trial
+from drafthead.lab.planned_training import Trial
 from drafthead.scripts import cli
 
 

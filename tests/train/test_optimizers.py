@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.train.learning.loop import Duration
 from drafthead.train.optimizers import (
     Float32Muon,
     OptimizerConfig,
@@ -13,7 +12,7 @@ from drafthead.train.optimizers import (
     muon_for,
     set_learning_rates,
 )
-from drafthead.train.run.config import TrainConfig
+from drafthead.train.run.config import Duration, TrainConfig
 from drafthead.train.run.folder import Progress
 
 

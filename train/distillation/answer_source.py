@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from drafthead.heads.errors import UserError
-from drafthead.infer import Decoder
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.distillation.distilled_file import DistillSettings

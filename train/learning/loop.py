@@ -3,9 +3,8 @@
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +17,7 @@ from drafthead.train.learning.evaluation import Evaluation, LastSteps, evaluate,
 from drafthead.train.learning.step import StepRecord, StepRunner, TrainingTask
 from drafthead.train.learning.writer import RunWriter
 from drafthead.train.optimizers import OptimizerConfig
-from drafthead.train.run.config import TrainConfig
+from drafthead.train.run.config import Duration, TrainConfig
 from drafthead.train.run.folder import (
     BEST_BY,
     BEST_FOLDER,
@@ -265,34 +264,3 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.folder.finish()
         logger.info("the %s is in %s", noun_of(self.task.head), self.folder.path)
-
-
-@dataclass(frozen=True)
-class Duration:
-    """How long training lasts: a number of steps, or of seconds."""
-
-    limit: float
-    unit: Literal["step", "s"]
-
-    @classmethod
-    def of(cls, config: TrainConfig, num_rows: int) -> "Duration":
-        """The duration of a run over `num_rows` rows."""
-        if config.max_minutes is not None:
-            return cls(60 * config.max_minutes, "s")
-        if config.max_steps is not None:
-            return cls(config.max_steps, "step")
-        assert config.epochs is not None
-        return cls(max(1, math.ceil(config.epochs * num_rows / config.batch_rows)), "step")
-
-    def done(self, progress: Progress) -> float:
-        """How much of `limit` is used."""
-        return progress.step if self.unit == "step" else progress.seconds
-
-    def is_used(self, progress: Progress) -> bool:
-        """Whether training is over."""
-        return self.done(progress) >= self.limit
-
-    def share_at_next_step(self, progress: Progress, step_seconds: float) -> float:
-        """The share of the duration used when the next step, of about that length, is half done."""
-        half = 0.5 if self.unit == "step" else step_seconds / 2
-        return (self.done(progress) + half) / self.limit

@@ -5,6 +5,7 @@ before the whole configuration is checked.
 """
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from drafthead.heads.target.processor import bfloat16_instructions
 from drafthead.train.data.training_rows import DataConfig
 from drafthead.train.features.reading import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig
-from drafthead.train.run.folder import DURATIONS, RunFolder, Settings
+from drafthead.train.run.folder import DURATIONS, Progress, RunFolder, Settings
 from drafthead.train.run.trainables import trainable
 
 DEFAULT_FAMILY = "medusa"
@@ -74,6 +75,37 @@ class TrainConfig:
                 f"{at_once}"
             )
         return self.batch_rows // at_once
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long training lasts: a number of steps, or of seconds."""
+
+    limit: float
+    unit: Literal["step", "s"]
+
+    @classmethod
+    def of(cls, config: TrainConfig, num_rows: int) -> "Duration":
+        """The duration of a run over `num_rows` rows."""
+        if config.max_minutes is not None:
+            return cls(60 * config.max_minutes, "s")
+        if config.max_steps is not None:
+            return cls(config.max_steps, "step")
+        assert config.epochs is not None
+        return cls(max(1, math.ceil(config.epochs * num_rows / config.batch_rows)), "step")
+
+    def done(self, progress: Progress) -> float:
+        """How much of `limit` is used."""
+        return progress.step if self.unit == "step" else progress.seconds
+
+    def is_used(self, progress: Progress) -> bool:
+        """Whether training is over."""
+        return self.done(progress) >= self.limit
+
+    def share_at_next_step(self, progress: Progress, step_seconds: float) -> float:
+        """The share of the duration used when the next step, of about that length, is half done."""
+        half = 0.5 if self.unit == "step" else step_seconds / 2
+        return (self.done(progress) + half) / self.limit
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from tiny import LETTERS, letters_model
 
 from drafthead.heads.target.target import Target
 from drafthead.lab.races import racing
-from drafthead.lab.races.racing import DraftOptions, RaceTerms, entrants, run_races
+from drafthead.lab.races.race import RaceTerms
+from drafthead.lab.races.racing import DraftOptions, entrants, run_races
 from drafthead.lab.races.record import Prompt, drafts_by_name
 
 
