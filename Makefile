@@ -20,11 +20,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(READY)
 
-demo: $(READY)  ## On SmolLM2-135M: answer, train a head, compare. 8 minutes on 2 cores with AVX512-BF16, half as long again without.
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh
+demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 6 minutes.
+	$(BIN)/drafthead fetch smollm2
+	$(BIN)/drafthead generate --target smollm2 --draft assets/smollm2_eagle3 --draft lookup --max-new-tokens 128 \
+		--prompt "How do I write a good commit message? Give me an example."
+	$(BIN)/drafthead build --target smollm2 --prompts assets/smollm2_prompts/train.jsonl --max-new-tokens 128 \
+		--minutes 6 --compile --output runs/smollm2
 
-demo-offline: $(READY)  ## The same on the small model of the tests, without a network.
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo_offline.sh
+demo-offline: $(READY)  ## A build of 5 minutes on the small model of the tests, without a network.
+	$(BIN)/drafthead build --target assets/demo_target --prompts assets/demo_prompts/train.jsonl --family parallel \
+		--minutes 5 --output runs/demo
 
 test: $(READY)  ## Prove each claim once: a quarter of an hour on 2 cores, at most four are used.
 	$(BIN)/python -m pytest $(SPREAD)

@@ -105,6 +105,7 @@ def plan_training(
     memory: str | None,  # of a device, as 80GB; None: what is here
     tokens: float | None,  # supervised ones that are wanted
     measure: bool,
+    has_data: bool = True,  # else all rows are taken to be full
 ) -> TrainingPlan:
     """The memory, the disk and the time that a training run will need.
 
@@ -121,7 +122,7 @@ def plan_training(
     room = memory_here(on_cpu) if memory is None else bytes_of(memory)
     # This process has imported what one that trains imports, and done nothing yet.
     place = Place(processes, on_cpu, psutil.Process().memory_info().rss if on_cpu else 0)
-    setup = dry_setup(run)
+    setup = dry_setup(run, has_data=has_data)
     step = step_memory(setup, processes)
     plan = TrainingPlan(
         run, setup, place, step, disk_use(setup, step), None, "--no-measure", room, tokens

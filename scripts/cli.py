@@ -38,6 +38,7 @@ class Group(NamedTuple):
 
 
 VERBS = {
+    "build": Verb("From a model to the fastest way of decoding it, in the time you give."),
     "chat": Verb("Talk to a model in the terminal; each answer says how fast it was."),
     "generate": Verb("Answer one prompt: with a head, a draft model, lookup, or plainly."),
     "train": Verb("Train a head or a draft model; --init writes a first file."),

@@ -50,7 +50,7 @@ def test_the_python_of_a_page_runs(page: str) -> None:
     scope: dict[str, object] = {}
     for block in python_of(page):
         # Plain decoding, as nothing is trained, of a model that needs no network.
-        block = block.replace(', draft="runs/demo/parallel"', "")
+        block = block.replace(', draft="runs/demo/head"', "")
         shipped = '"smollm2", draft=["assets/smollm2_eagle3", "lookup"]'
         block = block.replace(shipped, '"assets/demo_target"')
         exec(block.replace("max_new_tokens=64", "max_new_tokens=4"), scope)

@@ -31,7 +31,7 @@ def references(lines: list[str], pairs: list[Pair]) -> list[str]:
 
 
 def main(
-    conversations: Annotated[Path, typer.Argument(help="Such as runs/demo/distilled.jsonl.")],
+    conversations: Annotated[Path, typer.Argument(help="Such as runs/demo/answers.jsonl.")],
     output: Annotated[Path, typer.Argument(help="JSONL to write.")],
 ) -> None:
     """Write the corpus's own answers to the questions of a distilled file."""

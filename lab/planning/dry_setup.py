@@ -42,16 +42,19 @@ class DrySetup:
     tokens: TokenBatch  # [B, T]
 
 
-def dry_setup(config: RunConfig, rows: PackedData | None = None) -> DrySetup:
+def dry_setup(
+    config: RunConfig, rows: PackedData | None = None, *, has_data: bool = True
+) -> DrySetup:
     """Set up the run of a configuration; UserError for what training would refuse.
 
-    `rows` were read for another configuration with the same data; longer ones are cut.
+    `rows` were read for another configuration with the same data; longer ones are cut. Without data
+    yet, all rows are taken to be full.
     """
     dry = DryRun(Ledger(lambda tensor: "setup"))
     with dry:
         target = dry_target(config.target, config.train.mixed_precision)
     check_row_length(target, config.target.name, config.data.max_length)
-    if rows is None:
+    if rows is None and has_data:
         rows = read_rows(config, target)
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
     if rows is not None:

@@ -146,7 +146,8 @@ def remedies(setup: DrySetup, place: Place) -> list[Remedy]:
     for section, key, value in possible_changes(setup):
         changed = replace(getattr(setup.config, section), **{key: value})
         try:
-            there = dry_setup(replace(setup.config, **{section: changed}), setup.rows)
+            changed_config = replace(setup.config, **{section: changed})
+            there = dry_setup(changed_config, setup.rows, has_data=setup.rows is not None)
             memory = step_memory(there, place.processes)
         except UserError:  # the value does not go with the others
             continue

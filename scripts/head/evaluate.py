@@ -41,10 +41,12 @@ def main(
     from drafthead.heads.formats.drafthead import is_own_folder, write_acceptance
     from drafthead.heads.formats.loading import load_head
     from drafthead.heads.storage.files import write_text
+    from drafthead.lab.learning_curve import LearningCurve
     from drafthead.lab.races.record import ROW, describe_run, read_answers
     from drafthead.lab.reports.evaluation import evaluations, print_evaluations
     from drafthead.train.data.training_rows import check_writers
     from drafthead.train.jobs.weights import weights_fingerprint
+    from drafthead.train.run.folder import BEST_FOLDER
 
     if save_acceptance and not is_own_folder(head):
         raise UserError(
@@ -59,6 +61,9 @@ def main(
         check_writers(source, table.writers, model.target, weights)
     found = evaluations(trained, target, tables)
     print_evaluations(found, tables)
+    curve = LearningCurve.of_run(head.parent if head.name == BEST_FOLDER else head)
+    for sentence in curve.sentences() if curve else ():
+        print(f"its training: {sentence}")
     if save_acceptance:
         everywhere: Counter[tuple[int, ...]] = Counter()
         for evaluation in found.values():

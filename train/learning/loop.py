@@ -33,6 +33,7 @@ from drafthead.train.run.trainables import noun_of
 logger = logging.getLogger(__name__)
 
 STEPS_BEFORE_ESTIMATE = 5
+CURVE = (1 / 8, 1 / 4, 1 / 2)  # of the first epoch: what a head knows after so many of the answers
 
 
 class Trainer:
@@ -201,12 +202,19 @@ class Trainer:
         """What is due after a step. Evaluation goes first, so that no saved state lacks its own."""
         config, step = self.config, self.progress.step
         ended = self.duration.is_used(self.progress)
-        if config.eval_every and step % config.eval_every == 0 and not (stopping or ended):
+        due = config.eval_every is not None and step % config.eval_every == 0
+        due = due or (config.curve and is_on_curve(self._epochs(before), self._epochs()))
+        if due and self.task.validation is not None and not (stopping or ended):
             self._write_head(is_last=False)
         period = 60 * config.save_minutes
         timed = self.progress.seconds // period > before.seconds // period
         if stopping or ended or timed or (config.save_every and step % config.save_every == 0):
             self.writer.save_state(self.progress)
+
+    def _epochs(self, progress: Progress | None = None) -> float:
+        """How often all rows have been read, after the steps of `progress` or of the run."""
+        step = (progress or self.progress).step
+        return step * self.config.batch_rows / len(self.task.train.rows)
 
     def _evaluate(self) -> Evaluation | None:
         """Measure the head on held-out conversations, if there are any, and log it."""
@@ -220,7 +228,14 @@ class Trainer:
         )
         if self.accelerator.is_main_process:  # a run killed at its end evaluates there again
             cut_log(self.folder.path / EVALUATION_FILE, self.progress.step - 1)
-        self.writer.log(EVALUATION_FILE, {"step": self.progress.step, **result.summary()})
+        epochs = self._epochs()
+        place = {
+            "step": self.progress.step,
+            "epochs": epochs,
+            "answers": round(min(1.0, epochs) * len(task.train.sequences)),  # that were read
+            "seconds": self.progress.seconds,
+        }
+        self.writer.log(EVALUATION_FILE, place | result.summary())
         trees = ", ".join(f"{tau:.2f} at {n}" for n, tau in result.tau_tree.items())
         logger.info(
             "step %d, held-out answers decoded again: tau %.2f as a chain, as trees %s nodes",
@@ -264,3 +279,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.folder.finish()
         logger.info("the %s is in %s", noun_of(self.task.head), self.folder.path)
+
+
+def is_on_curve(before: float, now: float) -> bool:
+    """Whether a step leads past a point of the learning curve; epochs before and after it."""
+    return int(now) > int(before) or any(before < share <= now for share in CURVE)

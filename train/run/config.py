@@ -48,6 +48,7 @@ class TrainConfig:
     save_every: int | None = None  # steps between saved states
     save_minutes: float = 10.0  # the same in minutes
     eval_every: int | None = None  # steps between evaluations; there is always one at the end
+    curve: bool = False  # evaluate after 1/8, 1/4 and 1/2 of the answers and after each epoch, too
     overwrite: bool = False  # discard a finished run, or one with other settings, in `output`
     cpu: bool = False  # use no GPU
     on_policy: bool = False  # in a second stage, train where decoding with the head would draft

@@ -1,0 +1,136 @@
+"""The prompts of a build: what is learnt from, what is measured on, and what is raced on."""
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.storage.files import write_text
+from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.prompts.tasks import write_prompts
+
+FEWEST = 12  # prompts of which some can be held out
+PASSAGES = 4  # of a prompt about texts, at most
+ABOUT = 4  # one prompt of so many is about texts
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """The files of prompts in a build's folder."""
+
+    folder: Path
+
+    @property
+    def train(self) -> Path:
+        """What the head learns to draft answers to."""
+        return self.folder / "train_prompts.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        """What training measures the head on, and chooses it by."""
+        return self.folder / "held_out_prompts.jsonl"
+
+    @property
+    def test(self) -> Path:
+        """What the race is on, and nothing else."""
+        return self.folder / "test_prompts.jsonl"
+
+    @property
+    def invented(self) -> Path:
+        """Messages that the target has written: the held-out ones first."""
+        return self.folder / "invented.jsonl"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How many prompts are held out to measure on, and for the race."""
+
+    measured: int
+    raced: int
+
+    @classmethod
+    def of(cls, minutes: float, prompts: int | None) -> "HeldOut":
+        """The numbers for a build of so many minutes, of so many prompts if they are given."""
+        measured, raced = (48, 12) if minutes < 15 else (96, 24)
+        if prompts is None:
+            return cls(measured, raced)
+        if prompts < FEWEST:
+            raise UserError(f"{prompts} prompts are too few to hold some out: give {FEWEST}")
+        return cls(min(measured, max(4, prompts // 8)), min(raced, max(2, prompts // 16)))
+
+    @property
+    def both(self) -> int:
+        """All that are held out."""
+        return self.measured + self.raced
+
+
+def part_given(sources: Sequence[str], minutes: float, seed: int, files: PromptFiles) -> int:
+    """Part the prompts of some files into those of a build; how many there are to learn from.
+
+    Prompts that are the same go together. Raises UserError for too few of them.
+    """
+    rows: dict[str, Row] = {}
+    for source in sources:
+        for found in read_conversations(source):
+            rows[json.dumps(found.messages)] = row_of(found, f"given-{len(rows)}")
+    given = list(rows.values())
+    random.Random(f"build-{seed}").shuffle(given)
+    held = HeldOut.of(minutes, len(given))
+    write_rows(files.test, given[: held.raced])
+    write_rows(files.held_out, given[held.raced : held.both])
+    write_rows(files.train, given[held.both :])
+    return len(given) - held.both
+
+
+def row_of(conversation: Conversation, name: str) -> Row:
+    """A prompt as a row: all turns of the user, what was answered to them left out."""
+    messages = [m for m in conversation.messages if m["role"] != "assistant"]
+    row: Row = {"id": name, "messages": messages}
+    if conversation.category is not None:
+        row["category"] = conversation.category
+    arguments = dict(conversation.template_arguments)
+    row |= {key: arguments.pop(key) for key in ("tools", "documents") if key in arguments}
+    return row | ({"chat_template_kwargs": arguments} if arguments else {})
+
+
+def part_invented(files: PromptFiles, held: HeldOut) -> None:
+    """Hold out the first of the invented prompts."""
+    rows = read_rows(files.invented)
+    write_rows(files.test, rows[: held.raced])
+    write_rows(files.held_out, rows[held.raced : held.both])
+
+
+def add_about_texts(prompts: Path, answers: Path, seed: int) -> int:
+    """Add prompts about the texts in some answers to a file of prompts; how many.
+
+    None where enough are there, or where the answers are too short to ask about.
+    """
+    rows, about = read_rows(prompts), prompts.with_name(f"about_{prompts.name}")
+    there = sum(row["id"].startswith("about-") for row in rows)
+    number = (len(rows) - there) // (ABOUT - 1) - there
+    about.unlink(missing_ok=True)
+    if number > 0:
+        with suppress(UserError):  # too few answers are long enough
+            write_prompts(str(answers), None, number, seed, PASSAGES, about)
+    added = read_rows(about)
+    about.unlink(missing_ok=True)
+    write_rows(prompts, [*rows, *added])
+    return len(added)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, or none."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows; a crash leaves the old file or the new one."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -1,0 +1,131 @@
+"""What more answers would bring: tau against the answers that a head has learnt from.
+
+The points are of one run (`train.curve`): the head after 1/8, 1/4, 1/2 and all of the answers were
+read once. They cost an evaluation each, where heads trained on parts of the answers would cost as
+much as the run again. The learning rate has not fallen at these points, so all of them lie below
+what a run on so many answers ends with; the curve is therefore used for differences alone, from the
+tau that the run has ended with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from drafthead.train.run.folder import BEST_BY, EVALUATION_FILE, read_log
+
+# Tau grows by SLOPE * (1 - n^-bend) / bend: with the logarithm of n at 0, towards a limit above.
+BENDS = np.linspace(0.0, 1.0, 21)
+NOISE = 0.02  # of a point, relative: held-out answers are some dozens, and the same at all points
+FEWEST, INTERVAL = 3, (10, 90)  # points; percentiles of a forecast
+DRAWS = 400
+
+
+class Point(NamedTuple):
+    """Tau, with trees of BEST_BY nodes, after so many answers."""
+
+    answers: int
+    tau: float
+
+
+class Forecast(NamedTuple):
+    """Tau after more answers, with an interval of 80 %."""
+
+    answers: int
+    low: float
+    tau: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """The points of a run's first epoch, the tau at its end, and its best."""
+
+    points: Sequence[Point]
+    final: float
+    best: float
+    best_epoch: float
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "LearningCurve | None":
+        """The curve of a run's folder; None without enough points."""
+        found = [e for e in read_log(folder / EVALUATION_FILE) if "answers" in e]
+        points: dict[int, Point] = {}
+        for each in found:  # the first of each number: later ones read the same answers again
+            number, tau = each["answers"], each["tau_tree"][str(BEST_BY)]
+            points.setdefault(number, Point(number, tau))
+        if len(points) < FEWEST:
+            return None
+        taus = [each["tau_tree"][str(BEST_BY)] for each in found]
+        place = int(np.argmax(taus))
+        return cls(list(points.values()), taus[-1], taus[place], found[place]["epochs"])
+
+    @property
+    def answers(self) -> int:
+        """All that the run has read."""
+        return self.points[-1].answers
+
+    def forecast(self, times: float) -> Forecast:
+        """Tau with so many times the answers, by curves of every bend, weighted by their fit."""
+        counts = np.array([point.answers for point in self.points], dtype=float)
+        taus = np.array([point.tau for point in self.points])
+        noise, chance = NOISE * taus.mean(), np.random.default_rng(0)
+        gains, weights = [], []
+        for bend in BENDS:
+            scale = counts.mean()
+            columns = np.stack([np.ones_like(counts), grown(counts / scale, bend)], axis=1)
+            inverse = np.linalg.inv(columns.T @ columns)
+            fitted = inverse @ columns.T @ taus
+            missed = ((taus - columns @ fitted) ** 2).sum() / noise**2
+            slope = chance.normal(fitted[1], noise * inverse[1, 1] ** 0.5, DRAWS)
+            ends = grown(np.array([1.0, times]) * counts[-1] / scale, bend)
+            gains.append(np.maximum(0, slope) * (ends[1] - ends[0]))
+            weights.append(np.full(DRAWS, np.exp(-missed / 2)))
+        all_gains, all_weights = np.concatenate(gains), np.concatenate(weights)
+        order = np.argsort(all_gains)
+        mass = 100 * np.cumsum(all_weights[order]) / all_weights.sum()
+        low, middle, high = (
+            self.best + all_gains[order][np.searchsorted(mass, percent)]
+            for percent in (INTERVAL[0], 50, INTERVAL[1])
+        )
+        return Forecast(round(times * self.answers), float(low), float(middle), float(high))
+
+    def sentences(self, seconds_an_answer: float | None = None) -> list[str]:
+        """What was learnt, what twice the answers would bring, and whether training was too long.
+
+        `seconds_an_answer` is what another answer takes here, to write and to learn.
+        """
+        points = ", ".join(f"{p.tau:.2f} after {p.answers:,}" for p in self.points)
+        twice = self.forecast(2)
+        more = twice.answers - self.answers
+        taken = ""
+        if seconds_an_answer is not None:
+            taken = f", {in_words(more * seconds_an_answer)} here"
+        found = [
+            f"tau at {BEST_BY} nodes by answers read: {points}; {self.final:.2f} at the end",
+            f"{more:,} more answers: tau {self.best:.2f} -> {twice.tau:.2f} "
+            f"({twice.low:.2f} to {twice.high:.2f}){taken}",
+        ]
+        if self.best > 1.01 * self.final:
+            found.append(
+                f"trained too long: tau was {self.best:.2f} after {self.best_epoch:.1f} epochs, "
+                f"and that head is the one to take; more answers help, more epochs do not"
+            )
+        return found
+
+
+def grown(counts: np.ndarray, bend: float) -> np.ndarray:
+    """The shape of a learning curve at numbers of answers [n]: of 0.5, 1 and 2 with a bend of 1
+    it is -1, 0 and 0.5.
+    """
+    shape: np.ndarray = np.log(counts) if bend == 0 else (1 - counts**-bend) / bend
+    return shape
+
+
+def in_words(seconds: float) -> str:
+    """A duration: 40 s, 12 min, 3.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,64 @@
+"""`drafthead build`: from a model to the fastest way of decoding it, in the time you give."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafthead.scripts import options
+
+
+def main(
+    *,
+    model: options.Model,
+    output: Annotated[
+        Path, typer.Option(help="Folder of the build; the same command goes on with it.")
+    ],
+    hours: Annotated[float, typer.Option(help="Time for all of it, beside --minutes.")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="Time for all of it, beside --hours.")] = 0.0,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompts as your users send them: a file, folder or data set. Repeatable. "
+            "Without, the model writes users' messages itself."
+        ),
+    ] = None,
+    family: Annotated[
+        str, typer.Option(help="Of the head: eagle3, parallel, medusa, hydra, eagle, ...")
+    ] = "eagle3",
+    max_new_tokens: options.MaxNewTokens = 192,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
+    compile: Annotated[
+        bool | None,
+        typer.Option(help="Compile the passes; by default from 10 minutes on: it takes some."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show what would be made, and what it needs; then end.")
+    ] = False,
+) -> None:
+    """Make a model faster with the same text: one command from the model to a number.
+
+    Plans, collects prompts and holds a share out, lets the model answer, counts n-grams, trains a
+    head, measures it, races all ways of decoding on prompts that nothing has seen, and writes
+    report.html and a model card. It ends with what is fastest here, by how much, and what to run.
+
+    Killed at any moment, the same command goes on. More time, or another --family, repeats the
+    stages that it touches. build.yaml in the folder holds each choice, and each stage's command.
+    """
+    from drafthead.lab.building.folder import BuildFolder, Choices
+    from drafthead.scripts.stages import Building
+    from drafthead.train.jobs.outputs import full_disk_named, only_writer
+
+    total = 60 * hours + minutes
+    choices = Choices(
+        model.target, model.dtype, model.device, tuple(prompts or ()), max_new_tokens, seed,
+        family, total, total >= 10 if compile is None else compile,
+    )  # fmt: skip
+    with only_writer(output / ".lock", output), full_disk_named(output):
+        folder = BuildFolder(output)
+        folder.begin(choices)
+        building = Building(choices, folder)
+        typer.echo(building.first_plan())
+        if not plan:
+            building.run()
+            typer.echo(building.ending())

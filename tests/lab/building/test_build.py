@@ -1,0 +1,115 @@
+"""`drafthead build`: how time is divided, what a folder keeps, prompts, the view's lines."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from drafthead.heads.errors import UserError
+from drafthead.lab.building.budget import Speeds, division, measuring_seconds
+from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
+from drafthead.lab.building.prompts import PromptFiles, add_about_texts, part_given, read_rows
+from drafthead.lab.building.view import Captured
+
+CHOICES = Choices("model", "auto", "cpu", (), 64, 0, "eagle3", 5.0, False)
+
+
+def test_time_goes_to_answers_where_they_are_dear_and_to_learning_where_that_is() -> None:
+    dear_answers = division(1000, Speeds(answering=100, learning=1000))
+    dear_learning = division(1000, Speeds(answering=1000, learning=100))
+    assert dear_answers.learnt / dear_answers.answers > 3
+    assert 1 < dear_learning.learnt / dear_learning.answers < 2.5
+    spent = dear_learning.answers / 1000 + dear_learning.learnt / 100
+    assert spent == pytest.approx(1000)
+
+
+def test_no_more_answers_are_made_once_there_are_enough() -> None:
+    speeds = Speeds(answering=1000, learning=100)
+    best = division(1000, speeds)
+    left = 1000 - best.answers / speeds.answering
+    again = division(left, speeds, answered=best.answers)
+    assert again.answers == pytest.approx(best.answers, rel=0.05)
+    assert division(0, speeds, answered=50).answers == 50
+
+
+def test_measuring_leaves_most_of_the_time_to_the_head() -> None:
+    assert measuring_seconds(1) <= 30
+    assert measuring_seconds(600) == 900
+
+
+def begun(folder, choices: Choices) -> BuildFolder:
+    build = BuildFolder(folder)
+    build.begin(choices)
+    return build
+
+
+def test_a_folder_goes_on_where_it_was_killed(tmp_path) -> None:
+    build = begun(tmp_path, CHOICES)
+    build.command("answers", ["data", "distill", "--prompts", tmp_path / "a file"])
+    build.finish("prompts", 2.0, {"given": 20})
+    build.finish("held out", 3.0, {})
+    again = begun(tmp_path, CHOICES)
+    assert list(again.stages) == ["prompts", "held out"]
+    assert again.stages["prompts"]["given"] == 20
+    assert again.seconds == 5.0
+    assert "'" in again.commands["answers"]
+    assert "given: 20" in (tmp_path / "build.yaml").read_text()
+
+
+def test_changed_choices_repeat_what_they_touch_or_are_refused(tmp_path) -> None:
+    build = begun(tmp_path, CHOICES)
+    for stage in STAGES:
+        build.finish(stage, 1.0, {})
+    longer = begun(tmp_path, replace(CHOICES, minutes=10.0))
+    assert list(longer.stages) == ["prompts", "held out"]
+    for stage in STAGES:
+        longer.finish(stage, 1.0, {})
+    compiled = begun(tmp_path, replace(CHOICES, minutes=10.0, compile=True))
+    assert list(compiled.stages)[-1] == "evaluate"
+    with pytest.raises(UserError, match=r"was begun with --target 'model', now 'other'"):
+        begun(tmp_path, replace(CHOICES, target="other"))
+
+
+def write_prompts(path, number: int) -> None:
+    rows = [{"prompt": f"question {n}", "category": "kind"} for n in [*range(number), 0]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_prompts_are_parted_and_none_is_in_two_parts(tmp_path) -> None:
+    source, files = tmp_path / "prompts.jsonl", PromptFiles(tmp_path)
+    write_prompts(source, 40)
+    left = part_given([str(source)], 5, 0, files)
+    parts = [read_rows(path) for path in (files.train, files.held_out, files.test)]
+    texts = [row["messages"][0]["content"] for part in parts for row in part]
+    assert [len(part) for part in parts] == [left, 5, 2]
+    assert sorted(texts) == sorted({f"question {n}" for n in range(40)})
+    assert parts[0][0]["category"] == "kind"
+    write_prompts(source, 5)
+    with pytest.raises(UserError, match="5 prompts are too few"):
+        part_given([str(source)], 5, 0, files)
+
+
+def test_a_third_as_many_prompts_about_texts_are_added_once(tmp_path) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"id": f"invented-{n}", "prompt": "?"}) + "\n" for n in range(9))
+    )
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
+        for text in (" ".join(f"{kind}{n}" for n in range(80)) for kind in "ab")
+    ]
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert add_about_texts(prompts, answers, 0) == 3
+    assert add_about_texts(prompts, answers, 1) == 0
+    assert len(read_rows(prompts)) == 12
+
+
+def test_a_bar_is_shown_and_lines_are_kept() -> None:
+    file, bars = io.StringIO(), list[str]()
+    captured = Captured(file, bars.append, terminal=False)
+    captured.write("first\n\rdistill: 10%")
+    captured.write("\rdistill: 20%")
+    captured.write("\rdistill: 100%\nlast\n")
+    assert bars == ["distill: 10%", "distill: 20%"]
+    assert file.getvalue() == "first\ndistill: 100%\nlast\n"

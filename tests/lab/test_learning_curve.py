@@ -1,0 +1,57 @@
+"""What more answers would bring, from the learning curve of one run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafthead.lab.learning_curve import LearningCurve, Point
+
+
+def curve_of(function, best: float | None = None) -> LearningCurve:
+    points = [Point(n, function(n)) for n in (100, 200, 400, 800)]
+    return LearningCurve(points, points[-1].tau, best or points[-1].tau, 1.0)
+
+
+@pytest.mark.parametrize("bend", [0.0, 0.3, 0.8])
+def test_the_interval_holds_what_a_curve_goes_on_to(bend: float) -> None:
+    def tau(n: float) -> float:
+        return 1.5 + 0.2 * (np.log(n / 100) if bend == 0 else (1 - (n / 100) ** -bend) / bend)
+
+    for times in (2, 4):
+        found = curve_of(tau).forecast(times)
+        assert found.low - 0.01 <= tau(800 * times) <= found.high + 0.01
+        assert found.answers == 800 * times
+
+
+def test_a_flat_curve_promises_little_and_a_forecast_begins_at_the_runs_own_tau() -> None:
+    flat = curve_of(lambda n: 2.0, best=2.3).forecast(2)
+    assert 2.3 <= flat.low <= flat.tau < 2.36
+
+
+def write_run(folder: Path, taus: list[float]) -> None:
+    epochs = [0.125, 0.25, 0.5, 1.0, 2.0, 3.0]
+    lines = [
+        {"step": n, "epochs": e, "answers": round(min(1, e) * 800), "tau_tree": {"16": tau}}
+        for n, (e, tau) in enumerate(zip(epochs, taus, strict=False))
+    ]
+    (folder / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_runs_log_tells_of_training_that_was_too_long(tmp_path: Path) -> None:
+    write_run(tmp_path, [1.2, 1.4, 1.6, 1.8, 2.2, 2.0])
+    curve = LearningCurve.of_run(tmp_path)
+    assert curve is not None
+    assert curve.answers == 800
+    first, more, too_long = curve.sentences(seconds_an_answer=3.6)
+    assert first.startswith("tau at 16 nodes by answers read: 1.20 after 100, 1.40 after 200")
+    assert more.startswith("800 more answers: tau 2.20 -> ")
+    assert more.endswith("48 min here")
+    assert "tau was 2.20 after 2.0 epochs" in too_long
+
+
+def test_a_short_run_has_no_curve(tmp_path: Path) -> None:
+    assert LearningCurve.of_run(tmp_path) is None
+    write_run(tmp_path, [1.2, 1.4])
+    assert LearningCurve.of_run(tmp_path) is None
