@@ -78,7 +78,6 @@ FIRST_SHARES = (
     0.03,
     0.02,
 )  # before anything is known
-SPARE = 1.2  # what a speed that was measured in a moment may be off
 RACED_TOKENS = 128
 Facts = dict[str, Any]
 
@@ -257,7 +256,8 @@ class Building:
             add_about_texts(files.test, self.held_out, seed=-1)
             if add_about_texts(files.held_out, self.held_out, seed=-2):
                 found = self.distil(stage, files.held_out, self.held_out, None)
-        return {"answers": found.statistics.rows}
+        lengths = found.statistics.lengths
+        return {"answers": found.statistics.rows, "length": sum(lengths) / len(lengths)}
 
     def plan(self) -> Facts:
         """How fast a head learns here, and what a token costs that is decoded alone."""
@@ -430,7 +430,8 @@ class Building:
         drafts = [*([str(self.head)] if self.head else []), f"ngrams:{self.ngrams}", "lookup"]
         tokens = min(RACED_TOKENS, self.choices.max_new_tokens)
         ways = 7 if self.head else 4
-        each = SPARE * self.fact("plan", "seconds_a_token") * tokens * ways
+        length = min(tokens, self.fact("held out", "length"))
+        each = self.fact("plan", "seconds_a_token") * length * ways
         there = len(read_rows(self.files.test))
         limit = max(min(4, there), min(there, int(self.left / 2 / each)))
         terms = compare.Race(limit=limit, rounds=1, max_new_tokens=tokens, seed=self.choices.seed)
