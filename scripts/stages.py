@@ -42,8 +42,9 @@ from drafthead.lab.building.prompts import (
 )
 from drafthead.lab.building.view import View
 from drafthead.lab.learning_curve import LearningCurve, in_words
-from drafthead.lab.planned_training import plan_training
-from drafthead.lab.planning.trial import run_trial
+from drafthead.lab.planned_training import plan_training, run_trial
+from drafthead.lab.races.race import PLAIN
+from drafthead.lab.races.record import drafts_by_name
 from drafthead.lab.reports.run_page import comparison_section, run_page
 from drafthead.lab.servers.export_for import METHODS, export_for
 from drafthead.lab.theory.replayed_lookup import tokens_a_pass
@@ -425,9 +426,14 @@ class Building:
         [found] = read_json(self.path / "evaluation.json")["data"].values()
         return {"tau": found["tau_tree"][str(BEST_BY)]}
 
+    @property
+    def drafts(self) -> list[str]:
+        """All that drafts, as `--draft` names it."""
+        return [*([str(self.head)] if self.head else []), f"ngrams:{self.ngrams}", "lookup"]
+
     def race(self) -> Facts:
         """All ways of decoding, on prompts that nothing has seen."""
-        drafts = [*([str(self.head)] if self.head else []), f"ngrams:{self.ngrams}", "lookup"]
+        drafts = self.drafts
         tokens = min(RACED_TOKENS, self.choices.max_new_tokens)
         ways = 7 if self.head else 4
         length = min(tokens, self.fact("held out", "length"))
@@ -483,9 +489,8 @@ class Building:
     def ending(self) -> str:
         """What is fastest here, and what to run."""
         mode, target = self.fact("race", "fastest"), self.choices.target
-        drafts = [str(self.head)] if self.head and mode.startswith("head ") else []
-        drafts += [f"ngrams:{self.ngrams}"] if "datastore" in mode else []
-        drafts += ["lookup"] if mode.endswith("lookup") else []
+        named = drafts_by_name(self.drafts)
+        drafts = [str(named.get(name, name)) for name in mode.split(" + ") if name != PLAIN]
         options_of = "".join(f" --draft {draft}" for draft in drafts)
         compiled = " --compile" if self.choices.compile else ""
         lines = [
