@@ -15,8 +15,11 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.target.loading import LOSSY
+from drafthead.infer.decoder import decoder_for
 from drafthead.infer.engine.results import repeated_ngram_share
-from drafthead.lab.diagnosis.examination import Authorship, Examination
+from drafthead.infer.loaded import head_drafter
+from drafthead.lab.diagnosis.examination import Authorship, Examination, Patient
+from drafthead.lab.profiling.plan_table import measured_plan
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.supervision import encode_prompt, special_ids
@@ -317,3 +320,17 @@ def falling(seen: Examination) -> Finding:
                 "train longer, or give deep guesses more weight (head.depth_decay nearer to 1)",
             )
     return Finding(evidence)
+
+
+def planner_of(patient: Patient) -> Finding:
+    """What the planner takes for one user, uncompiled, by what steps cost on this machine."""
+    drafter = head_drafter(patient.head, patient.target)
+    decoder = decoder_for(patient.target, drafter, None, compile=False)
+    plan = measured_plan(decoder, batch=1, temperature=0.0, fresh=False)
+    chosen = next(row for row in plan.rows if row.chosen)
+    if chosen.nodes > 1:
+        return Finding(plan.notes[0])
+    return Finding(
+        plan.notes[0],
+        "a better head, or a cheaper one; `drafthead explain tree --compile` shows compiled steps",
+    )

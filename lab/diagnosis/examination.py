@@ -1,21 +1,30 @@
 """What one reading of answers tells about a head, its target and the answers themselves."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from tqdm import tqdm
 
 from drafthead.heads.base import DraftHead, HeadBatch
+from drafthead.heads.formats import build_head, read_foreign
+from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.train.data.conversations import Conversation
-from drafthead.train.data.packing import collate
+from drafthead.lab.races.record import read_answers
+from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.fitted_rows import Reading
+from drafthead.train.data.left_out import LeftOut
+from drafthead.train.data.packing import collate, pack_sequences
 from drafthead.train.data.token_table import TokenTable
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning.evaluation import Evaluation, measure, ranked_anchors
+from drafthead.train.learning.evaluation import Evaluation, evaluate, measure, ranked_anchors
 from drafthead.train.learning.ranks import RankedAnchors
+from drafthead.train.learning.step import LossModule
 
 SHIFTS = (-1, 0, 1)  # of the taps, in layers
 
@@ -49,6 +58,30 @@ class Examination:
     evaluation: Evaluation
     shifted: dict[int, Evaluation]  # with taps one layer lower and higher, where that can be
     authorship: Authorship
+
+
+def patient_of(model: Target, name: str, head: Path, reading: Reading) -> Patient:
+    """Load what is examined; raises UserError for what cannot be read."""
+    _, foreign = read_foreign(head, TargetFacts.of(model))
+    built = build_head(foreign, head, model).to(model.device, model.dtype)
+    answers = read_answers(reading, model)  # says what is left out
+    conversations = read_conversations(
+        reading.source, reading.prompt_column, reading.limit, LeftOut(reading.strict)
+    )
+    return Patient(
+        model,
+        name,
+        built,
+        foreign.provenance,
+        [with_arguments(one, reading.template_arguments) for one in conversations],
+        answers,
+    )
+
+
+def with_arguments(conversation: Conversation, arguments: TemplateArguments) -> Conversation:
+    """The conversation, with arguments of the chat template where it has none of its own."""
+    own = conversation.template_arguments
+    return replace(conversation, template_arguments={**arguments, **own})
 
 
 @torch.no_grad()
@@ -98,3 +131,17 @@ def judged(batch: HeadBatch, target: Target) -> torch.Tensor:
     probs = target.project(batch.features.last[rows, places]).float().softmax(-1)
     largest, choice = probs.max(dim=-1)
     return torch.stack([(choice == batch.input_ids[rows, places + 1]).float(), largest]).cpu()
+
+
+def evaluations(
+    head: DraftHead, target: Target, tables: dict[str, TokenTable]
+) -> dict[str, Evaluation]:
+    """How well a head drafts the answers of each source."""
+    accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")
+    module = LossModule(head, target, "no")  # in the number type that decoding has
+    found: dict[str, Evaluation] = {}
+    for source, table in tables.items():
+        packed = pack_sequences(table, int(table.lengths.max()), seed=0)
+        with tqdm(total=len(packed.rows), desc=source, unit="row", leave=False) as bar:
+            found[source] = evaluate(accelerator, module, head, target, packed, 1, bar.update)
+    return found

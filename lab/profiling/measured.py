@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.infer import Decoder
+from drafthead.infer.decoder import Decoder
 from drafthead.lab.profiling.bandwidth import BandwidthBound, bandwidth_bound, weight_bytes
 from drafthead.lab.profiling.pass_times import PassTimes, time_passes
 from drafthead.lab.races.contestants import Ours

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
-from drafthead.infer import Decoder
+from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.timing.plans import StepKind, rows_that_share
 from drafthead.infer.timing.step_timing import TIMING_SETTINGS

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.chat_template import NO_ARGUMENTS, TemplateArguments
+from drafthead.lab.reports.report import Table
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (
@@ -95,18 +95,17 @@ def paint(
 
 def summary_table(summary: DataSummary, title: str) -> Table:
     """The statistics as a table of two columns."""
-    table = Table(title=title, show_header=False)
     total, learnt = sum(summary.lengths), sum(summary.supervised)
     rows = [
         ("rows", f"{summary.left_out.rows:,}"),
         ("rows with the ids that the target generated", f"{summary.with_ids:,}"),
-        ("rows that training leaves out", summary.left_out.unusable),
+        ("rows that training leaves out", str(summary.left_out.unusable)),
     ]
     if total:
         rows += [
             ("tokens", f"{total:,}"),
             ("supervised tokens", f"{learnt:,} ({learnt / total:.1%})"),
-            ("rows whose last answer lacks an end-of-turn", summary.without_end),
+            ("rows whose last answer lacks an end-of-turn", str(summary.without_end)),
         ]
         for name, values in (
             ("tokens a sequence", summary.lengths),
@@ -114,9 +113,7 @@ def summary_table(summary: DataSummary, title: str) -> Table:
         ):
             shown = np.percentile(values, [0, 50, 90, 99, 100]).round().astype(int)
             rows.append((f"{name}: min, 50 %, 90 %, 99 %, max", ", ".join(map(str, shown))))
-    for name, value in rows:
-        table.add_row(name, str(value))
-    return table
+    return Table(title, ("of the data", ""), rows)
 
 
 def show_conversations(
@@ -149,10 +146,3 @@ def sequences_to_show(
         rendering = Rendering.of(tokenizer, conversation, template_arguments)
         return [mark_answers(rendering, conversation.messages)]
     return supervised_sequences(tokenizer, conversation)
-
-
-def show_summary(console: Console, summary: DataSummary, title: str) -> None:
-    """Print the statistics, and what is left out or not read."""
-    console.print(summary_table(summary, title))
-    for sentence in summary.left_out.sentences():
-        console.print(Text(sentence, style=EDGE))

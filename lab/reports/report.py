@@ -27,7 +27,7 @@ OURS, THEIRS, BASELINE = "#2a6f97", "#b08968", "#6c757d"  # colours that all pic
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. On a page, cells of `words` stand on the left."""
+    """A table of text; cells of `words` are sentences: on the left, on several lines, apart."""
 
     title: str
     columns: Sequence[str]
@@ -97,9 +97,11 @@ def print_table(table: Table, notes: Sequence[str] = ()) -> None:
     if not console.is_terminal:
         console = Console(width=WIDE)
     if table.rows:
-        shown = RichTable(title=table.title, box=SIMPLE_HEAD)
+        words = table.words
+        shown = RichTable(title=table.title, box=SIMPLE_HEAD, show_lines=words)
         for index, column in enumerate(table.columns):
-            shown.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+            on_left = index == 0 or words
+            shown.add_column(column, justify="left" if on_left else "right", no_wrap=not words)
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)

@@ -143,12 +143,16 @@ def doctor_section(file: Path) -> Section:
         findings = TypeAdapter(dict[str, Finding]).validate_python(read_json(file)["findings"])
     except (KeyError, ValidationError) as error:
         raise UserError(f"{file} is not what `drafthead head doctor --output` writes") from error
+    return Section("Doctor", tables=[findings_table(findings, "")])
+
+
+def findings_table(findings: dict[str, Finding], title: str) -> Table:
+    """What the doctor has found, faults first."""
     rows = [
         [name, "yes" if found.is_fault else "no", found.evidence, found.remedy or ""]
         for name, found in faults_first(findings).items()
     ]
-    columns = ["fault", "found", "what was seen", "what to do"]
-    return Section("Doctor", tables=[Table("", columns, rows, words=True)])
+    return Table(title, ["fault", "found", "what was seen", "what to do"], rows, words=True)
 
 
 def trace_section(file: Path) -> Section:

@@ -26,7 +26,8 @@ def main(
 
     from drafthead.heads.target.any_target import tokenizer_named
     from drafthead.heads.target.chat_template import check_template_arguments
-    from drafthead.lab.reports.data_set import show_conversations, show_summary, summarise
+    from drafthead.lab.reports.data_set import show_conversations, summarise, summary_table
+    from drafthead.lab.reports.report import print_table
     from drafthead.train.data.conversations import read_conversations
     from drafthead.train.data.left_out import LeftOut
 
@@ -40,4 +41,5 @@ def main(
     console = Console(highlight=False, soft_wrap=True)
     shown = conversations[:limit] if row is None else [conversations[row - 1]]
     show_conversations(console, tokenizer, shown, show_tokens, arguments)
-    show_summary(console, summarise(tokenizer, conversations, left_out, arguments), data)
+    summary = summarise(tokenizer, conversations, left_out, arguments)
+    print_table(summary_table(summary, data), left_out.sentences())

@@ -37,7 +37,7 @@ def main(
     """
     from drafthead.lab.profiling.plan_table import measured_plan
     from drafthead.lab.races.record import describe_run
-    from drafthead.lab.reports.plan import plan_report
+    from drafthead.lab.reports.profiling import plan_report
 
     decoder = options.Drafting(draft=[draft]).decoder(model, compile)
     plan = measured_plan(decoder, batch, temperature, fresh)

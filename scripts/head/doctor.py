@@ -29,16 +29,18 @@ def main(
     takes its trees on this machine. Each line says what was seen, and of a fault what to do.
     """
     from drafthead.heads.storage.files import write_text
-    from drafthead.lab.diagnosis.checks import CHECKS
-    from drafthead.lab.diagnosis.doctor import patient_of, planner_of, show
-    from drafthead.lab.diagnosis.examination import examine
+    from drafthead.lab.diagnosis.checks import CHECKS, planner_of
+    from drafthead.lab.diagnosis.examination import examine, patient_of
     from drafthead.lab.races.record import ROW, describe_run
+    from drafthead.lab.reports.report import print_table
+    from drafthead.lab.reports.run_page import findings_table
 
     patient = patient_of(model.load(), model.target, head, rows.reading(data, ROW, limit))
     seen = examine(patient)
     findings = {name: found for name, look in CHECKS.items() if (found := look(seen)) is not None}
     findings[PLANNER] = planner_of(patient)
-    show(findings)
+    faults = sum(found.is_fault for found in findings.values())
+    print_table(findings_table(findings, f"{len(findings)} checks, faults: {faults}"))
     if output is not None:
         record = describe_run(model.target, patient.target) | {
             "head": str(head),

@@ -41,9 +41,10 @@ def main(
     from drafthead.heads.formats.drafthead import is_own_folder, write_acceptance
     from drafthead.heads.formats.loading import load_head
     from drafthead.heads.storage.files import write_text
+    from drafthead.lab.diagnosis.examination import evaluations
     from drafthead.lab.learning_curve import LearningCurve
     from drafthead.lab.races.record import ROW, describe_run, read_answers
-    from drafthead.lab.reports.evaluation import evaluations, print_evaluations
+    from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
     from drafthead.train.jobs.weights import weights_fingerprint
     from drafthead.train.run.folder import BEST_FOLDER

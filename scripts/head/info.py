@@ -23,7 +23,7 @@ def main(
     from drafthead.heads.formats.base import TargetFacts
     from drafthead.heads.formats.printing import printable
     from drafthead.heads.target.gguf_files import ACCOUNT_FILE, model_folder
-    from drafthead.lab.reports.checkpoint import rows_of, rows_of_copy
+    from drafthead.lab.reports.head import rows_of, rows_of_copy
     from drafthead.lab.reports.report import Table, print_table
 
     account = Path(model_folder(path)) / ACCOUNT_FILE

@@ -28,7 +28,7 @@ from drafthead.lab.profiling.pass_times import paid_budgets, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
 from drafthead.lab.races.ledger import HOST, ledger_of
 from drafthead.lab.races.race import RaceTerms
-from drafthead.lab.reports.plan import plan_report
+from drafthead.lab.reports.profiling import plan_report
 
 PROMPTS = [[9, 10, 11], [20, 21]]
 CPU = torch.device("cpu")

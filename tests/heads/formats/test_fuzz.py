@@ -40,7 +40,7 @@ from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
-from drafthead.lab.reports.checkpoint import rows_of
+from drafthead.lab.reports.head import rows_of
 
 # Numbers of cases, which are their seeds: in the default suite, and 5,000 more in pieces.
 FEW = range(250)

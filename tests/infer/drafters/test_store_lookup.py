@@ -17,7 +17,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import MEMORY, History
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import LEVELS, Counted, Earlier, StoreLookup
-from drafthead.lab.theory.replayed_lookup import accepted, replayed, tokens_a_pass
+from drafthead.lab.reports.index import accepted, replayed, tokens_a_pass
 
 
 def letters(text: str) -> list[int]:

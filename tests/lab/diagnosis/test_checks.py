@@ -14,8 +14,7 @@ from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.lab.diagnosis.checks import CHECKS
-from drafthead.lab.diagnosis.doctor import planner_of
+from drafthead.lab.diagnosis.checks import CHECKS, planner_of
 from drafthead.lab.diagnosis.examination import Examination, Patient, examine
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.data.fitted_rows import Reading

@@ -57,7 +57,7 @@ def test_ngrams_are_counted_and_measured(run, tmp_path: Path) -> None:
 def test_prompt_lookup_alone_stands_beside_the_table(run, tmp_path: Path) -> None:
     """It has to see a word before it can repeat it; the table knows the word."""
     _, out, _ = run(PROMPTS, tmp_path / "store")
-    (row,) = re.findall(r"│ +16 │ +([0-9.]+) │ +([0-9.]+) │", out)
+    (row,) = re.findall(r"^ +16 +([0-9.]+) +([0-9.]+) +$", out, re.MULTILINE)
     alone, with_table = map(float, row)
     assert 1.2 < alone < with_table
 

@@ -1,4 +1,4 @@
-"""What a head's checkpoint or the copy of a GGUF file holds, as rows that are fit to print."""
+"""Tables about a head: what its checkpoint holds, and how well it drafts."""
 
 import json
 from dataclasses import asdict
@@ -9,9 +9,23 @@ from rich.markup import escape
 
 from drafthead.heads.formats.base import Foreign, Format
 from drafthead.heads.formats.printing import printable
+from drafthead.lab.reports.report import Table, number, print_table
+from drafthead.train.data.token_table import TokenTable
+from drafthead.train.learning.evaluation import TREE_SIZES, Evaluation
 
 UNKNOWN = "not recorded"
 LONGEST = 90  # characters of a value that are shown
+# The tables of what was right at each depth: title, first column, field of an `Evaluation`.
+BY_DEPTH = (
+    ("first guesses that are right, where all before them were", "alpha", "alpha"),
+    ("first guesses that are right, at all positions", "top 1", "top1"),
+    ("right tokens among the first eight guesses, at all positions", "top 8", "top8"),
+)
+# Under the first table.
+TAU_NOTE = (
+    "each column drafts trees of one size at every step; compare has the tau of the trees that pay "
+    "on a machine, which may be smaller, and training's bar counts guesses after all tokens"
+)
 
 
 def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
@@ -71,3 +85,24 @@ def vocabulary(foreign: Foreign) -> str:
     if "d2t" in foreign.tensors:
         return f"{foreign.tensors['d2t'].numel():,} of {foreign.target.vocab_size or UNKNOWN}"
     return "the target's"
+
+
+def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable]) -> None:
+    """Print tau by size of the tree, then acceptance by depth; a line is a file."""
+    sizes = [f"{nodes} nodes" for nodes in TREE_SIZES]
+    taus = [
+        [
+            Path(source).name,
+            str(len(tables[source])),
+            str(evaluation.anchors),
+            number(evaluation.tau_chain),
+            *(number(evaluation.tau_tree[nodes]) for nodes in TREE_SIZES),
+        ]
+        for source, evaluation in found.items()
+    ]
+    columns = ["tau", "conversations", "tokens", "chain", *sizes]
+    print_table(Table("tokens a pass of the target", columns, taus), [TAU_NOTE])
+    depths = [f"depth {k}" for k in range(1, 1 + max(len(e.alpha) for e in found.values()))]
+    for title, corner, name in BY_DEPTH:
+        rows = [[Path(source).name, *map(number, getattr(e, name))] for source, e in found.items()]
+        print_table(Table(title, [corner, *depths], rows))
