@@ -5,8 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accelerate.state import AcceleratorState, GradientState
+from runs import run
 
 from drafthead.lab.learning_curve import LearningCurve, Point
+from drafthead.scripts import options
+from drafthead.scripts.data import distill
+from drafthead.train.run.starting_config import write_starting_config
+
+ASSETS = Path(__file__).parents[2] / "assets"
+TARGET, PROMPTS = str(ASSETS / "demo_target"), ASSETS / "demo_prompts"
 
 
 def curve_of(function, best: float | None = None) -> LearningCurve:
@@ -55,3 +63,38 @@ def test_a_short_run_has_no_curve(tmp_path: Path) -> None:
     assert LearningCurve.of_run(tmp_path) is None
     write_run(tmp_path, [1.2, 1.4])
     assert LearningCurve.of_run(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path) -> None:
+    """On the small model: heads of 250, 500 and 1,000 answers, each read twice."""
+    answers, held_out = tmp_path / "answers.jsonl", tmp_path / "held_out.jsonl"
+    model, settings = options.Model(target=TARGET), {"max_new_tokens": 64, "batch_size": 64}
+    for name, output, limit in (("train", answers, 1000), ("validation", held_out, 150)):
+        distill.main(
+            model=model,
+            asked=distill.Asked(prompts=str(PROMPTS / f"{name}.jsonl"), limit=limit),
+            answered=distill.Answered(**settings),
+            where=distill.Where(output=str(output)),
+        )
+    rows = answers.read_text().splitlines(keepends=True)
+    config = tmp_path / "parallel.yaml"
+    write_starting_config("parallel", TARGET, config)
+    curves: list[LearningCurve] = []
+    for number in (250, 500, 1000):
+        some, head = tmp_path / f"{number}.jsonl", tmp_path / f"head{number}"
+        some.write_text("".join(rows[::2][:number] if number < 1000 else rows))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        run(
+            config, f"data.train={some}", f"data.validation={held_out}", f"train.output={head}",
+            "data.validation_share=null", "train.epochs=2", "train.batch_rows=2",
+            "train.micro_batch_rows=2",
+        )  # fmt: skip
+        curve = LearningCurve.of_run(head)
+        assert curve is not None
+        print(number, curve.points, curve.best, curve.forecast(2), curve.forecast(4))
+        curves.append(curve)
+    for small, large, times in ((0, 1, 2), (1, 2, 2), (0, 2, 4)):
+        found = curves[small].forecast(times)
+        assert found.low - 0.05 <= curves[large].best <= found.high + 0.05
