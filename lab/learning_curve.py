@@ -21,6 +21,7 @@ BENDS = np.linspace(0.0, 1.0, 21)
 NOISE = 0.02  # of a point, relative: held-out answers are some dozens, and the same at all points
 FEWEST, INTERVAL = 3, (10, 90)  # points; percentiles of a forecast
 DRAWS = 400
+NAMED = 8  # categories in a sentence
 
 
 class Point(NamedTuple):
@@ -49,16 +50,21 @@ class LearningCurve:
     best_epoch: float
 
     @classmethod
-    def of_run(cls, folder: Path) -> "LearningCurve | None":
-        """The curve of a run's folder; None without enough points."""
+    def of_run(cls, folder: Path, category: str | None = None) -> "LearningCurve | None":
+        """The curve of a run's folder, of all answers or of a category; None without enough points.
+
+        Answers are all that were read, whatever the category.
+        """
         found = [e for e in read_log(folder / EVALUATION_FILE) if "answers" in e]
+        taus = [
+            each["tau_tree"][str(BEST_BY)] if category is None else each["categories"][category]
+            for each in found
+        ]
         points: dict[int, Point] = {}
-        for each in found:  # the first of each number: later ones read the same answers again
-            number, tau = each["answers"], each["tau_tree"][str(BEST_BY)]
-            points.setdefault(number, Point(number, tau))
+        for each, tau in zip(found, taus, strict=True):  # later ones read the same answers again
+            points.setdefault(each["answers"], Point(each["answers"], tau))
         if len(points) < FEWEST:
             return None
-        taus = [each["tau_tree"][str(BEST_BY)] for each in found]
         place = int(np.argmax(taus))
         return cls(list(points.values()), taus[-1], taus[place], found[place]["epochs"])
 
@@ -93,10 +99,7 @@ class LearningCurve:
         return Forecast(round(times * self.answers), float(low), float(middle), float(high))
 
     def sentences(self, seconds_an_answer: float | None = None) -> list[str]:
-        """What was learnt, what twice the answers would bring, and whether training was too long.
-
-        `seconds_an_answer` is what another answer takes here, to write and to learn.
-        """
+        """The sentences of `what_more_would_bring` about all answers."""
         points = ", ".join(f"{p.tau:.2f} after {p.answers:,}" for p in self.points)
         twice = self.forecast(2)
         more = twice.answers - self.answers
@@ -114,6 +117,30 @@ class LearningCurve:
                 f"and that head is the one to take; more answers help, more epochs do not"
             )
         return found
+
+
+def what_more_would_bring(folder: Path, seconds_an_answer: float | None = None) -> list[str]:
+    """What a run has learnt, what twice the answers would bring, and if training was too long.
+
+    None of it without a curve. By category, too, where rows have one: what gains most is first, and
+    what to ask next. `seconds_an_answer` is what another answer takes here, to write and to learn.
+    """
+    curve = LearningCurve.of_run(folder)
+    if curve is None:
+        return []
+    *_, last = read_log(folder / EVALUATION_FILE)
+    forecasts = []
+    for name in last.get("categories", ()):
+        of_kind = LearningCurve.of_run(folder, name)
+        if of_kind is not None:
+            forecasts.append((name, of_kind.best, of_kind.forecast(2)))
+    forecasts.sort(key=lambda each: each[1] - each[2].tau)
+    kinds = [
+        f"{name} {before:.2f} -> {after.tau:.2f} ({after.low:.2f} to {after.high:.2f})"
+        for name, before, after in forecasts[:NAMED]
+    ]
+    found = curve.sentences(seconds_an_answer)
+    return [*found, f"with twice the answers, by category: {', '.join(kinds)}"] if kinds else found
 
 
 def grown(counts: np.ndarray, bend: float) -> np.ndarray:

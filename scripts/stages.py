@@ -41,7 +41,7 @@ from drafthead.lab.building.prompts import (
     write_rows,
 )
 from drafthead.lab.building.view import View
-from drafthead.lab.learning_curve import LearningCurve, in_words
+from drafthead.lab.learning_curve import in_words, what_more_would_bring
 from drafthead.lab.planned_training import plan_training, run_trial
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
@@ -66,7 +66,8 @@ from drafthead.train.train_heads import train
 
 logger = logging.getLogger(__name__)
 
-BATCH, WINDOW = 32, 8  # prompts answered at a time; batches that are written together
+BATCH, WINDOW = 32, 8  # prompts answered at a time; batches that are written together, at most
+WINDOWS = 8  # that the time for answers and learning has room for, at least
 FIRST_SHARES = (
     0.03,
     0.06,
@@ -258,7 +259,11 @@ class Building:
             if add_about_texts(files.held_out, self.held_out, seed=-2):
                 found = self.distil(stage, files.held_out, self.held_out, None)
         lengths = found.statistics.lengths
-        return {"answers": found.statistics.rows, "length": sum(lengths) / len(lengths)}
+        return {
+            "answers": found.statistics.rows,
+            "length": sum(lengths) / len(lengths),
+            "tokens_per_s": sum(lengths) / self.view.seconds,
+        }
 
     def plan(self) -> Facts:
         """How fast a head learns here, and what a token costs that is decoded alone."""
@@ -292,12 +297,14 @@ class Building:
 
     def answer(self) -> Facts:
         """Answers, window after window, for as long as more of them teach more than learning."""
-        learning = self.fact("plan", "learning")
+        learning, answering = self.fact("plan", "learning"), self.fact("held out", "tokens_per_s")
         seconds, report = 0.0, None
         while True:
             began = time.monotonic()
             there = self.answered()
-            wanted = there + BATCH * WINDOW
+            rows = answering * self.to_learn() / self.fact("held out", "length") / WINDOWS
+            window = BATCH * max(1, min(WINDOW, int(rows / BATCH)))
+            wanted = there + window
             available = self.have_prompts(wanted)
             if available <= there:
                 break
@@ -305,15 +312,11 @@ class Building:
             seconds = time.monotonic() - began
             if not report.written:
                 break
-            tokens = sum(report.statistics.lengths)
-            speeds = Speeds(report.tokens / seconds, learning)
-            best = division(self.to_learn(), speeds, tokens)
-            window = tokens / report.statistics.rows * BATCH * WINDOW
-            self.view.expected["answers"] = (
-                self.view.seconds + (best.answers - tokens) / speeds.answering
-            )
+            tokens, answering = sum(report.statistics.lengths), report.tokens / seconds
+            best = division(self.to_learn(), Speeds(answering, learning), tokens)
+            self.view.expected["answers"] = self.view.seconds + (best.answers - tokens) / answering
             self.view.expected["train"] = best.learnt / learning
-            if best.answers - tokens < window / 2:
+            if best.answers - tokens < tokens / report.statistics.rows * window / 2:
                 break
         rows = read_rows(self.answers)
         tokens = sum(len(one["answer"]) for row in rows for one in row["token_ids"])
@@ -377,8 +380,7 @@ class Building:
         if speed:
             tokens = self.fact("answers", "tokens") / rows
             seconds = tokens / speed + summary.seconds / rows
-        curve = LearningCurve.of_run(self.head_folder)
-        said = curve.sentences(seconds) if curve else []
+        said = what_more_would_bring(self.head_folder, seconds)
         return {"tokens": summary.supervised_tokens, "said": said}
 
     def training(self) -> RunConfig:

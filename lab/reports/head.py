@@ -11,7 +11,7 @@ from drafthead.heads.formats.base import Foreign, Format
 from drafthead.heads.formats.printing import printable
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.token_table import TokenTable
-from drafthead.train.learning.evaluation import TREE_SIZES, Evaluation
+from drafthead.train.learning.evaluation import CATEGORY_NODES, TREE_SIZES, Evaluation
 
 UNKNOWN = "not recorded"
 LONGEST = 90  # characters of a value that are shown
@@ -102,6 +102,11 @@ def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable
     ]
     columns = ["tau", "conversations", "tokens", "chain", *sizes]
     print_table(Table("tokens a pass of the target", columns, taus), [TAU_NOTE])
+    for source, evaluation in found.items():
+        if len(evaluation.categories) > 1:
+            kinds = [(name, number(tau)) for name, tau in evaluation.categories.items()]
+            title = f"{Path(source).name}: tau at {CATEGORY_NODES} nodes by category"
+            print_table(Table(title, ["category", "tau"], kinds))
     depths = [f"depth {k}" for k in range(1, 1 + max(len(e.alpha) for e in found.values()))]
     for title, corner, name in BY_DEPTH:
         rows = [[Path(source).name, *map(number, getattr(e, name))] for source, e in found.items()]

@@ -17,7 +17,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.diagnosis.checks import Finding, faults_first
-from drafthead.lab.learning_curve import LearningCurve
+from drafthead.lab.learning_curve import what_more_would_bring
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.reports.comparison import NAMES, category_tables, race_table
@@ -62,8 +62,7 @@ def training_section(folder: Path) -> Section:
         ax.set_ylabel(name)
     if held_out:
         axes[2].plot(*zip(*held_out, strict=True), "o", color=THEIRS)
-    learnt = LearningCurve.of_run(folder)
-    return Section("Training", learnt.sentences() if learnt else (), pictures=[encoded(figure)])
+    return Section("Training", what_more_would_bring(folder), pictures=[encoded(figure)])
 
 
 def curve(steps: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:

@@ -42,7 +42,7 @@ def main(
     from drafthead.heads.formats.loading import load_head
     from drafthead.heads.storage.files import write_text
     from drafthead.lab.diagnosis.examination import evaluations
-    from drafthead.lab.learning_curve import LearningCurve
+    from drafthead.lab.learning_curve import what_more_would_bring
     from drafthead.lab.races.record import ROW, describe_run, read_answers
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
@@ -62,8 +62,7 @@ def main(
         check_writers(source, table.writers, model.target, weights)
     found = evaluations(trained, target, tables)
     print_evaluations(found, tables)
-    curve = LearningCurve.of_run(head.parent if head.name == BEST_FOLDER else head)
-    for sentence in curve.sentences() if curve else ():
+    for sentence in what_more_would_bring(head.parent if head.name == BEST_FOLDER else head):
         print(f"its training: {sentence}")
     if save_acceptance:
         everywhere: Counter[tuple[int, ...]] = Counter()

@@ -8,7 +8,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from runs import run
 
-from drafthead.lab.learning_curve import LearningCurve, Point
+from drafthead.lab.learning_curve import LearningCurve, Point, what_more_would_bring
 from drafthead.scripts import options
 from drafthead.scripts.data import distill
 from drafthead.train.run.starting_config import write_starting_config
@@ -52,11 +52,23 @@ def test_a_runs_log_tells_of_training_that_was_too_long(tmp_path: Path) -> None:
     curve = LearningCurve.of_run(tmp_path)
     assert curve is not None
     assert curve.answers == 800
-    first, more, too_long = curve.sentences(seconds_an_answer=3.6)
+    first, more, too_long = what_more_would_bring(tmp_path, seconds_an_answer=3.6)
     assert first.startswith("tau at 16 nodes by answers read: 1.20 after 100, 1.40 after 200")
     assert more.startswith("800 more answers: tau 2.20 -> ")
     assert more.endswith("48 min here")
     assert "tau was 2.20 after 2.0 epochs" in too_long
+
+
+def test_the_category_that_gains_most_is_named_first(tmp_path: Path) -> None:
+    write_run(tmp_path, [1.2, 1.4, 1.6, 1.8, 2.2, 2.4])
+    log = tmp_path / "evaluation.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = [{"code": tau, "prose": 1.5} for tau in (1.2, 1.6, 2.0, 2.4, 2.8, 3.0)]
+    lines = [line | {"categories": kind} for line, kind in zip(lines, kinds, strict=True)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    *_, last = what_more_would_bring(tmp_path)
+    assert last.startswith("with twice the answers, by category: code 3.00 -> 3.")
+    assert "prose 1.50 -> 1.5" in last
 
 
 def test_a_short_run_has_no_curve(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def _are_ids(values: object) -> bool:
 
 ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id")
 CATEGORY_COLUMN = "category"
+KIND_COLUMNS = (CATEGORY_COLUMN, "language")
 # What rows of `drafthead data distill` say of themselves, and what is read of them elsewhere.
 DISTILLED_COLUMNS = {
     "batch", "batch_rows", "finish_reasons", "finished", "ids_from_text", "question", "seed",
@@ -83,7 +84,7 @@ class Conversation:
     source: str
     tokens: StoredTokens | None = None  # the answers as they were generated, if the row has them
     writer: Writer | None = None  # of the answers, if the row says it
-    category: str | None = None  # what kind of request it is, if the row says it
+    category: str | None = None  # the kind of request, and its language, if the row says it
     # Of the chat template: `tools`, `documents`, `enable_thinking` and others.
     template_arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -157,14 +158,15 @@ def _why_nothing(source: str, left_out: LeftOut) -> str:
 def _conversation(row: Row, prompt_column: str | None) -> tuple[Conversation, list[str]]:
     """A row as a conversation, and the columns that are not read; errors as `content_of`."""
     content, values = content_of(row, prompt_column), row.values
-    tokens, category = stored_tokens(values, row.place), values.get(CATEGORY_COLUMN)
+    tokens = stored_tokens(values, row.place)
+    kinds = [values.get(name) for name in KIND_COLUMNS]
     conversation = Conversation(
         id=_row_id(row),
         messages=content.messages,
         source=f"{row.file}:{row.number}",
         tokens=tokens,
         writer=_row_writer(values),
-        category=category if isinstance(category, str) else None,
+        category=", ".join(kind for kind in kinds if isinstance(kind, str)) or None,
         template_arguments=content.template_arguments,
     )
     return conversation, _unread(content, conversation)
@@ -172,7 +174,7 @@ def _conversation(row: Row, prompt_column: str | None) -> tuple[Conversation, li
 
 def _unread(content: RowContent, conversation: Conversation) -> list[str]:
     """Columns of a row that are used nowhere, in their order."""
-    known = {*ID_COLUMNS, CATEGORY_COLUMN}
+    known = {*ID_COLUMNS, *KIND_COLUMNS}
     if conversation.tokens is not None:
         known.add(IDS_COLUMN)
     if conversation.writer is not None:

@@ -41,7 +41,7 @@ NOTES = "notes.json"
 BATCH = 1024  # sequences that are made at a time
 # Of the files; raise it when other tokens are made of a conversation, or the notes have other
 # fields.
-VERSION = 6
+VERSION = 7
 COLUMNS = Features(
     {
         "input_ids": List(Value("int32")),
@@ -50,6 +50,7 @@ COLUMNS = Features(
         "num_supervised": Value("int32"),
         "digest": Value("int64"),  # of the tokens
         "prompt_digest": Value("int64"),  # of those before the first supervised one
+        "category": Value("string"),  # what kind of request it is, if the row said so
     }
 )
 
@@ -84,7 +85,7 @@ class TokenTable(Sequence[TokenSequence]):
     def of(cls, sequences: Iterable[TokenSequence]) -> "TokenTable":
         """A table in memory."""
         parts = [SupervisedTokens(s.input_ids.tolist(), s.supervised.tolist()) for s in sequences]
-        columns, digest = columns_of(parts), hashlib.sha256()
+        columns, digest = columns_of(parts, [None] * len(parts)), hashlib.sha256()
         add_to_digest(digest, columns)
         return cls(Dataset.from_dict(columns, COLUMNS), digest.hexdigest())
 
@@ -124,6 +125,11 @@ class TokenTable(Sequence[TokenSequence]):
     def prompt_digests(self) -> np.ndarray:
         """A hash of the tokens before the first supervised one, [n]."""
         return self._column("prompt_digest").view(np.uint64)
+
+    @cached_property
+    def categories(self) -> list[str | None]:
+        """What kind of request each sequence is, where its row said so."""
+        return [self.data.data.column("category")[int(n)].as_py() for n in self.chosen]
 
     def _column(self, name: str) -> np.ndarray:
         return self.data.data.column(name).to_numpy()[self.chosen]
@@ -250,18 +256,22 @@ def rows_of_source(
     writers: set[Writer | None] = set()
     left_out, digest = LeftOut(strict=reading.strict), hashlib.sha256()
 
+    kind: list[str | None] = [None]  # of the conversation whose sequences come
+
     def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-        """The conversations, while it is noted who answered."""
+        """The conversations, while it is noted who answered, and what kind of request it was."""
         for conversation in conversations:
             writers.add(conversation.writer)
+            kind[0] = conversation.category
             yield conversation
 
     conversations = iter_conversations(
         reading.source, reading.prompt_column, reading.limit, left_out
     )
-    rows = fitted_rows(tokenizer, noted(conversations), reading, left_out)
+    found = fitted_rows(tokenizer, noted(conversations), reading, left_out)
+    rows = ((sequence, kind[0]) for sequence in found)
     while part := list(islice(rows, BATCH)):
-        columns = columns_of(part)
+        columns = columns_of(*map(list, zip(*part, strict=True)))
         add_to_digest(digest, columns)
         for values in zip(*columns.values(), strict=True):
             yield dict(zip(columns, values, strict=True))
@@ -275,8 +285,8 @@ def rows_of_source(
     write_text(notes, json.dumps(record))
 
 
-def columns_of(rows: Sequence[SupervisedTokens]) -> dict[str, Any]:
-    """Sequences as COLUMNS."""
+def columns_of(rows: Sequence[SupervisedTokens], kinds: Sequence[str | None]) -> dict[str, Any]:
+    """Sequences, and what kind of request each is, as COLUMNS."""
     ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
     masks = [np.asarray(row.mask, dtype=bool) for row in rows]
     prompts = [tokens[: int(mask.argmax())] for tokens, mask in zip(ids, masks, strict=True)]
@@ -287,6 +297,7 @@ def columns_of(rows: Sequence[SupervisedTokens]) -> dict[str, Any]:
         "num_supervised": [int(mask.sum()) for mask in masks],
         "digest": hashes(ids),
         "prompt_digest": hashes(prompts),
+        "category": kinds,
     }
 
 

@@ -11,7 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.serving import Answer, ServeRequest
-from drafthead.train.data.conversations import IDS_COLUMN, AnswerTokens, Conversation
+from drafthead.train.data.conversations import (
+    CATEGORY_COLUMN,
+    IDS_COLUMN,
+    AnswerTokens,
+    Conversation,
+)
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import ARGUMENTS_COLUMN, LISTED_ARGUMENTS, Message
 from drafthead.train.data.supervision import encode_prompt
@@ -106,6 +111,8 @@ class Dialogue:
         row |= {name: self.arguments[name] for name in LISTED_ARGUMENTS if name in self.arguments}
         if others := {k: v for k, v in self.arguments.items() if k not in LISTED_ARGUMENTS}:
             row[ARGUMENTS_COLUMN] = others
+        if self.conversation.category is not None:
+            row[CATEGORY_COLUMN] = self.conversation.category
         if self.from_text:
             row[FROM_TEXT_COLUMN] = True
         return row

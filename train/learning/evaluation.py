@@ -7,7 +7,7 @@ number: decoding drafts after a token that the head missed.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from drafthead.train.features.reading import read_features
 from drafthead.train.learning.ranks import RankedAnchors, chain_lengths, count_paths
 
 TREE_SIZES = (8, 16, 32, 64)  # nodes, the root included
+CATEGORY_NODES = 16
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Evaluation:
     tau_chain: float
     tau_tree: dict[int, float]  # nodes -> tau of the best static tree of that size
     path_counts: dict[Path, int]  # see heads.trees.static.grow_tree
+    # Tau of the tree of CATEGORY_NODES nodes by kind of request, where rows say it.
+    categories: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """Everything but the path counts, ready for JSON."""
@@ -105,7 +108,26 @@ def evaluate(
         parts.append(ranked_anchors(batch, loss.ranks, first_row=index * batch_rows))
         on_batch()
     model.train()
-    return measure(RankedAnchors.joined(gather_object(parts)))
+    ranked = RankedAnchors.joined(gather_object(parts))
+    found = measure(ranked)
+    return replace(found, categories=by_category(ranked, found.path_counts, data))
+
+
+def by_category(
+    ranked: RankedAnchors, counts: dict[Path, int], data: PackedData
+) -> dict[str, float]:
+    """Tau by kind of request, with the best tree for all of them."""
+    tree = {(), *grow_tree(counts, CATEGORY_NODES).paths}
+    kinds = {
+        (row, place): data.sequences.categories[number]
+        for row, numbers in enumerate(data.rows)
+        for place, number in enumerate(numbers, start=1)
+    }
+    names = sorted({kind for kind in kinds.values() if kind is not None})
+    return {
+        name: ranked.part(lambda key, name=name: kinds[key] == name).tau(tree)  # type: ignore[misc]
+        for name in names
+    }
 
 
 def ranked_anchors(batch: HeadBatch, ranks: torch.Tensor, first_row: int = 0) -> RankedAnchors:

@@ -11,7 +11,7 @@ write them. (Draft-OPD, arXiv 2605.29343, trains from such rejections, replayed 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +40,12 @@ class RankedAnchors:
             [key for part in parts for key in part.conversations],
             [anchor for part in parts for anchor in part.anchors],
         )
+
+    def part(self, wanted: Callable[[tuple[int, int]], bool]) -> "RankedAnchors":
+        """The anchors of the conversations that are wanted."""
+        places = [place for place, key in enumerate(self.conversations) if wanted(key)]
+        keys = [self.conversations[place] for place in places]
+        return RankedAnchors(self.ranks[places], keys, [self.anchors[place] for place in places])
 
     def tau(self, tree: set[Path]) -> float:
         """Tokens per pass of decoding these answers with a tree, as `DecodeStats.tau` counts them.
