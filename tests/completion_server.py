@@ -4,8 +4,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from http.server import BaseHTTPRequestHandler
+from threading import Lock
+
+import local_server
+from local_server import Quiet
 
 from drafthead.infer import Decoder
 
@@ -56,22 +59,15 @@ class Completions:
 def serving(completions: Completions) -> Iterator[str]:
     """The address of a server, without /v1, while the block runs."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            """Nothing on the terminal."""
-
-        def send(self, status: int, content: dict) -> None:
-            text = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            if status >= 400 and completions.retry_after:
-                self.send_header("Retry-After", completions.retry_after)
-            self.end_headers()
-            self.wfile.write(text)
+    class Handler(Quiet, BaseHTTPRequestHandler):
+        def send_json(self, status: int, content: dict) -> None:
+            wait = completions.retry_after if status >= 400 else ""
+            self.send(status, json.dumps(content).encode(), **{"Retry-After": wait} if wait else {})
 
         def do_GET(self) -> None:
             known = self.path == "/v1/models"
-            self.send(*((200, completions.listed()) if known else (404, {"detail": "Not Found"})))
+            answer = (200, completions.listed()) if known else (404, {"detail": "Not Found"})
+            self.send_json(*answer)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -82,15 +78,9 @@ def serving(completions: Completions) -> Iterator[str]:
             if wanted and self.headers.get("Authorization") != wanted:
                 status = 401
             if status == 200:
-                self.send(200, completions.complete(body))
+                self.send_json(200, completions.complete(body))
             elif status:
-                self.send(status, {"error": {"message": f"planted {status}"}})
+                self.send_json(status, {"error": {"message": f"planted {status}"}})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with local_server.serving(Handler) as url:
+        yield url

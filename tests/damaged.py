@@ -48,12 +48,10 @@ APART = 32 * 2**20
 
 
 def build_examples(root: Path) -> None:
-    """One folder for each example, two heads of ours, and the target."""
+    """One folder for each example, two heads of ours, and the target, which they share."""
     for example in EXAMPLES:
-        example.build(root / example.name, {}, lambda *_: {"none": torch.zeros(1)})
-        for extra in ("io.safetensors", "case.json"):
-            (root / example.name / extra).unlink()
-        (root / example.name / "target").rename(root / f"target of {example.name}")
+        _, target = example.build(root / example.name)
+    target.model.save_pretrained(root / "target")
     target = target_of(root)
     for name, source in ((OURS, "eagle"), (OUR_BLOCK, "dspark")):
         head = load_head(root / source, target)
@@ -62,8 +60,8 @@ def build_examples(root: Path) -> None:
 
 
 def target_of(root: Path) -> Target:
-    """All examples are of the same seeded target."""
-    model = AutoModelForCausalLM.from_pretrained(root / "target of medusa", dtype=torch.float32)
+    """The target of all examples."""
+    model = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.float32)
     return Target(model)
 
 

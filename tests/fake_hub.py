@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
+
+import local_server
+from local_server import Quiet
 
 COMMIT = "5" * 40
 
@@ -55,22 +57,10 @@ def digest(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(Quiet, BaseHTTPRequestHandler):
     """What a hub answers; `hub` is set in a class of its own for each."""
 
     hub: Hub
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on the terminal."""
-
-    def send(self, status: int, content: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for header, value in headers.items():
-            self.send_header(header.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
 
     def send_json(self, content: object) -> None:
         self.send(200, json.dumps(content).encode(), Content_Type="application/json")
@@ -111,12 +101,5 @@ class Answers(BaseHTTPRequestHandler):
 @contextmanager
 def serving(hub: Hub) -> Iterator[str]:
     """The hub's address while the block runs."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfHub", (Answers,), {"hub": hub}))
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with local_server.serving(type("OfHub", (Answers,), {"hub": hub})) as hub.url:
         yield hub.url
-    finally:
-        server.shutdown()
-        server.server_close()

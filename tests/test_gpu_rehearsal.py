@@ -3,7 +3,11 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import torch
+from gpu import LEAST_LEFT, Bench, phase
 
 ROOT = Path(__file__).parent.parent
 PHASES = (
@@ -30,9 +34,11 @@ def test_every_phase_runs_and_writes_its_figures(tmp_path: Path) -> None:
 
 
 def test_what_time_is_left_for_is_measured_and_the_rest_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--deadline", "0"]
-    run = subprocess.run(
-        [*command, "--phases", "facts", "--output", str(tmp_path)], cwd=ROOT, capture_output=True
-    )
-    assert run.returncode == 0
-    assert json.loads((tmp_path / "facts.json").read_text())["ended before"] == "machine"
+    ends_at = time.perf_counter() + LEAST_LEFT + 60
+    bench = Bench(torch.device("cpu"), tmp_path, True, ends_at, target="", head=None, prompts="")
+    with phase(bench, "facts"):
+        bench.measure("first", lambda: 1)
+        bench.ends_at -= 60
+        bench.measure("second", lambda: 2)
+    found = json.loads((tmp_path / "facts.json").read_text())
+    assert found["first"] == 1 and found["ended before"] == "second"

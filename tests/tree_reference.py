@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from drafthead.backends.cuda.tree_attention import Blocks, ancestor_bits, tree_attention
+
 
 @dataclass
 class Case:
@@ -89,6 +91,26 @@ class Case:
     def scale(self) -> float:
         """The factor of scores, not the usual one."""
         return 1.5 * self.head_size**-0.5
+
+
+def attended(case: Case, blocks: Blocks | None = None) -> torch.Tensor:
+    """The kernel's attention [B, N, H x D]; it stores the new keys and values of the case."""
+    return tree_attention(
+        case.query,
+        case.keys,
+        case.values,
+        case.new_keys,
+        case.new_values,
+        case.length,
+        ancestor_bits(case.visible),
+        scale=case.scale,
+        first=case.first,
+        starts=case.starts,
+        pending=case.pending,
+        softcap=case.softcap,
+        sinks=case.sinks,
+        blocks=blocks,
+    )
 
 
 def random_ancestors(rows: int, nodes: int, random: torch.Generator) -> torch.Tensor:

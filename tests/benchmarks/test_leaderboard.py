@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+in_its_own_process = leaderboard.drafthead
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verbs run here: a new process would import everything again."""
@@ -81,7 +85,17 @@ def test_a_leaderboard_is_trained_raced_and_written_and_then_left_alone(folder, 
     assert raced.stat().st_mtime_ns == before
 
 
-def test_a_failed_training_names_its_verb_and_keeps_the_others(folder) -> None:
+def test_a_failed_training_names_its_verb_and_keeps_the_others(
+    folder, in_this_process, monkeypatch
+) -> None:
+    """The training that fails is in a process of its own, as the others are for users."""
+
+    def run(words: Iterable[str]) -> None:
+        words = list(words)
+        (in_its_own_process if "nowhere" in " ".join(words) else here)(words)
+
+    here = leaderboard.drafthead
+    monkeypatch.setattr(leaderboard, "drafthead", run)
     bad = f"{{config: {folder / 'run.yaml'}, overrides: [train.init_from=nowhere]}}"
     board = load_board(
         folder / "board.yaml", [f"train.output={folder / 'failing'}", f"entries.eagle={bad}"]

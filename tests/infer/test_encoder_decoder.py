@@ -66,16 +66,14 @@ def drafter_named(name: str, target: Target) -> Drafter:
     return WithLookup(drafter, None) if name == "draft model + lookup" else drafter
 
 
-@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("name", ["draft model", "lookup", "draft model + lookup"])
-def test_greedy_answers_equal_those_of_transformers(target, greedy_answers, name, batch) -> None:
+def test_greedy_answers_equal_those_of_transformers(target, greedy_answers, name) -> None:
     drafter, accepted = drafter_named(name, target), 0
     for budget in {drafter.budgets[0], drafter.budgets[-1]}:  # a tree and a chain
         decoder = Decoder(target, drafter, budget)
-        for start in range(0, 12 if batch > 1 else 3, batch):
-            sources = random_prompts(12)[start : start + batch]
-            result = decoder.generate(sources, max_new_tokens=MAX_NEW)
-            assert result.sequences == greedy_answers[start : start + batch]
+        for rows in (slice(0, 1), slice(1, 5), slice(5, 12)):
+            result = decoder.generate(random_prompts(12)[rows], max_new_tokens=MAX_NEW)
+            assert result.sequences == greedy_answers[rows]
             accepted += sum(n - 1 for row in result.stats.accept_lengths for n in row)
     assert accepted > 0, "a drafter of which nothing is accepted tests nothing"
 

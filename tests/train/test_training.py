@@ -8,11 +8,14 @@ import json
 import math
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +87,19 @@ def configure(files: Path, tmp_path: Path):
         return write_run(path, files, head, optimizer or {}, train_settings)
 
     return write
+
+
+@pytest.fixture
+def entered(monkeypatch, capsys) -> Callable[[Path], tuple[int, str]]:
+    """Runs the script that launchers start, in this process; gives its status and its errors."""
+
+    def enter(config: Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [str(ENTRY), "--config", str(config)])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ENTRY), run_name="__main__")
+        return stop.value.code, capsys.readouterr().err
+
+    return enter
 
 
 def start(config: Path, *launcher: str, **environment: str) -> subprocess.Popen[str]:
@@ -384,17 +400,28 @@ def test_a_run_goes_on_from_the_older_state_when_the_newest_is_damaged(configure
     assert losses(folder) == expected
 
 
-def interrupted(config: Path, step: int) -> Path:
-    """Train until that step and stop without saving, as a kill does; gives the folder."""
+@contextmanager
+def before_step(step: int, act: Callable[[], object]) -> Iterator[None]:
+    """Runs within do something once they have taken so many steps."""
     take_step = Trainer._step
 
-    def stopping(trainer: Trainer, *arguments: object) -> object:
+    def acting(trainer: Trainer, *arguments: object) -> object:
         if trainer.progress.step == step:
-            raise KeyboardInterrupt
+            act()
         return take_step(trainer, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "_step", stopping)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", acting)
+        yield
+
+
+def interrupted(config: Path, step: int) -> Path:
+    """Train until that step and stop without saving, as a kill does; gives the folder."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with before_step(step, stop), pytest.raises(KeyboardInterrupt):
         train(load_run_config(config))
     return config.with_suffix("")
 
@@ -482,16 +509,16 @@ def test_resuming_with_other_target_weights_is_refused(configure, files: Path, t
 
 
 def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(configure):
-    settings = {"max_steps": 80, "save_every": 3, "eval_every": 10, "ema": 0.9}
+    settings = {"max_steps": 60, "save_every": 3, "eval_every": 10, "ema": 0.9}
     expected = run(configure("uninterrupted", **settings))
     config = configure("killed", **settings)
     folder = config.parent / "killed"
     process = start(config)
-    wait_for_step(process, folder, 20)
+    wait_for_step(process, folder, 10)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert len(list(folder.glob("state/step-*"))) <= 2
-    assert (folder / "metrics.jsonl").read_text().count("\n") < 80
+    assert (folder / "metrics.jsonl").read_text().count("\n") < 60
     run(config)
     assert losses(folder) == pytest.approx(losses(expected), abs=1e-6)
     logs = [(f / "evaluation.jsonl").read_text() for f in (folder, expected)]
@@ -546,21 +573,16 @@ def test_features_kept_as_bytes_within_a_budget_are_resumed_bit_for_bit(configur
     assert expected != online and expected == pytest.approx(online, rel=0.01)
 
 
-def test_an_interrupted_run_saves_exits_with_130_and_continues(configure):
-    config = configure("stopped", max_steps=200, save_every=1000)
+def test_an_interrupted_run_saves_exits_with_130_and_continues(configure, entered):
+    config = configure("stopped", save_every=1000)
+    with before_step(5, lambda: signal.raise_signal(signal.SIGINT)):
+        status, errors = entered(config)
+    assert status == 130 and "the same command continues" in errors
     folder = config.parent / "stopped"
-    process = start(config)
-    wait_for_step(process, folder, 5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "the same command continues" in errors
-    done = len(losses(folder))
-    assert [p.name for p in folder.glob("state/*")] == [f"step-{done:09d}"]
     before = losses(folder)
-    run(config)
-    assert len(losses(folder)) == 200
-    assert losses(folder)[:done] == before
+    assert [p.name for p in folder.glob("state/*")] == [f"step-{len(before):09d}"]
+    assert len(before) == 6, "the step that has begun is taken"
+    assert losses(run(config))[:6] == before and len(losses(folder)) == 12
 
 
 def test_a_time_budget_reaches_the_end_of_the_schedule(configure):
@@ -714,11 +736,9 @@ def test_a_head_that_one_token_would_beat_is_named_at_the_end(configure, caplog)
     assert "first guess is right for" in caplog.text and "alone would be for" in caplog.text
 
 
-def test_bad_input_is_one_sentence_and_exit_status_2(configure):
-    config = configure(max_step=3)
-    process = start(config)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
+def test_bad_input_is_one_sentence_and_exit_status_2(configure, entered):
+    status, errors = entered(configure(max_step=3))
+    assert status == 2
     assert "unknown setting train.max_step; did you mean train.max_steps?" in errors
     assert "Traceback" not in errors
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from tree_reference import Case
+from tree_reference import Case, attended
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from drafthead.backends.cuda import tree_attention as module
 from drafthead.backends.cuda.commit import CacheTable, commit
-from drafthead.backends.cuda.tree_attention import Blocks, ancestor_bits, tree_attention
+from drafthead.backends.cuda.tree_attention import Blocks
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 SHARED_MEMORY = 227 * 1024  # bytes that a block of an H100 can have
@@ -52,25 +52,6 @@ def compiled(monkeypatch, tmp_path) -> list:
     return kernels
 
 
-def attend(case: Case, blocks: Blocks | None = None) -> None:
-    tree_attention(
-        case.query,
-        case.keys,
-        case.values,
-        case.new_keys,
-        case.new_values,
-        case.length,
-        ancestor_bits(case.visible),
-        scale=case.scale,
-        first=case.first,
-        starts=case.starts,
-        pending=case.pending,
-        softcap=case.softcap,
-        sinks=case.sinks,
-        blocks=blocks,
-    )
-
-
 def check_resources(kernel, folder: Path) -> None:
     """No registers are spilt to memory, and shared memory suffices."""
     source = folder / "kernel.ptx"
@@ -96,7 +77,7 @@ def test_attention_spills_no_registers(
 ) -> None:
     everything = dict(window=9, softcap=1.0, with_sinks=True, pending=3, gaps=True)
     lengths = (1,) * rows
-    attend(Case(3, 1, nodes, head_size, lengths, capacity=32, dtype=dtype, **everything))
+    attended(Case(3, 1, nodes, head_size, lengths, capacity=32, dtype=dtype, **everything))
     assert len(compiled) == (2 if rows == 1 else 1)
     for kernel in compiled:
         check_resources(kernel, tmp_path)
@@ -106,7 +87,7 @@ def test_one_kernel_serves_all_numbers_of_nodes(compiled: list) -> None:
     """Others would be compiled while an answer is decoded."""
     blocks = Blocks(splits=4, least=16, rows=16, columns=16, warps=4, stages=2)
     for nodes, gaps in ((1, False), (2, True), (16, False)):
-        attend(Case(heads=2, nodes=nodes, gaps=gaps, dtype=torch.bfloat16), blocks)
+        attended(Case(heads=2, nodes=nodes, gaps=gaps, dtype=torch.bfloat16), blocks)
     assert len({id(kernel) for kernel in compiled}) == 2
 
 

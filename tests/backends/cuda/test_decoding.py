@@ -59,17 +59,29 @@ def eagle(target: Target) -> Drafter:
     return drafter_for(head.eval().requires_grad_(False), target)
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3", "prompt-lookup"])
-def test_greedy_text_is_that_of_plain_decoding(name: str) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "prompt-lookup"])
+def test_text_and_drafts_are_those_of_uncompiled_passes(name: str, monkeypatch) -> None:
+    """One recording of a head's draft serves all lengths: it is given no numbers of columns."""
     target = Target(tiny_llama(0, eos_token_id=END, pad_token_id=0))
-    prompts = random_prompts(2)
-    expected = OracleDecoder(target).generate(prompts, max_new_tokens=TOKENS).sequences
+    task = {"prompts": random_prompts(2), "max_new_tokens": TOKENS}
+    expected = OracleDecoder(target).generate(**task).sequences
     compiled = compiled_target(target)
-    drafter = {"plain": None, "eagle3": eagle(target), "prompt-lookup": PromptLookup(3)}[name]
-    if drafter is not None:
-        drafter.compile(compiled)
-    found = Decoder(compiled, drafter).generate(prompts, max_new_tokens=TOKENS).sequences
-    assert found == expected
+    drafter = {"eagle3": eagle(target), "prompt-lookup": PromptLookup(3)}[name]
+    eager = Decoder(target, drafter).generate(**task)
+    drafter.compile(compiled)
+    lengths = []
+    if name == "eagle3":
+        draft = drafter.read_and_grow_all
+
+        def noting(*arguments: Any) -> Any:
+            lengths.extend(len(arguments[place]) for place in (5, 10))
+            return draft(*arguments)
+
+        monkeypatch.setattr(drafter, "read_and_grow_all", noting)
+    found = Decoder(compiled, drafter).generate(**task)
+    assert found.sequences == eager.sequences == expected
+    assert found.stats.accept_lengths == eager.stats.accept_lengths
+    assert {*lengths} == ({0} if name == "eagle3" else set())
 
 
 @pytest.mark.parametrize(("kind", "without_masks"), [("llama", True), ("mistral", False)])
@@ -95,30 +107,6 @@ def test_later_parts_of_prompts_are_read_without_masks_where_nothing_is_out_of_r
     longest = max(map(len, prompts))
     ends = [(min(3, longest - start), min(start + 3, longest)) for start in range(3, longest, 3)]
     assert sorted(set(later)) == (ends if without_masks else [])
-
-
-def test_drafts_are_those_of_uncompiled_passes() -> None:
-    target = Target(tiny_llama(0, eos_token_id=None, pad_token_id=0))
-    compiled, drafter = compiled_target(target), eagle(target)
-    eager = Decoder(target, eagle(target)).generate(random_prompts(2), max_new_tokens=TOKENS)
-    drafter.compile(compiled)
-    found = Decoder(compiled, drafter).generate(random_prompts(2), max_new_tokens=TOKENS)
-    assert found.stats.accept_lengths == eager.stats.accept_lengths
-
-
-def test_one_recording_of_a_draft_serves_all_lengths(monkeypatch) -> None:
-    target = Target(tiny_llama(0, eos_token_id=None, pad_token_id=0))
-    compiled, drafter = compiled_target(target), eagle(target)
-    drafter.compile(compiled)
-    seen, draft = [], drafter.read_and_grow_all
-
-    def noting(*arguments: Any) -> Any:
-        seen.extend(len(arguments[place]) for place in (5, 10))
-        return draft(*arguments)
-
-    monkeypatch.setattr(drafter, "read_and_grow_all", noting)
-    Decoder(compiled, drafter).generate(random_prompts(2), max_new_tokens=TOKENS)
-    assert set(seen) == {0}
 
 
 def test_a_model_that_attends_in_another_way_is_left_with_masks() -> None:

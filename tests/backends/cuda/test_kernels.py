@@ -11,25 +11,22 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("name", "device"),
+    ("device", "names"),
     [
-        ("tree_attention", "cpu"),
-        ("commit", "cpu"),
-        ("registration", "cpu"),
-        ("decoding", "cpu"),
-        ("compiled", "none"),
-        pytest.param("tree_attention", "cuda", marks=pytest.mark.gpu),
-        pytest.param("commit", "cuda", marks=pytest.mark.gpu),
-        pytest.param("registration", "cuda", marks=pytest.mark.gpu),
+        ("cpu", ["tree_attention", "commit", "registration", "decoding"]),
+        ("none", ["compiled"]),
+        pytest.param("cuda", ["tree_attention", "commit", "registration"], marks=pytest.mark.gpu),
     ],
+    ids=["interpreted", "compiled", "on a GPU"],
 )
-def test_kernels(name: str, device: str) -> None:
+def test_kernels(device: str, names: list[str]) -> None:
+    """All of a device in one process: starting one takes longer than most of these tests."""
     pytest.importorskip("triton")
-    tests = HERE / f"test_{name}.py"
+    tests = [str(HERE / f"test_{name}.py") for name in names]
     # The other conftest.py files load what takes seconds and what no kernel needs.
     options = "-qx", "-n0", "-pno:cacheprovider", f"--confcutdir={HERE}"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(tests)],
+        [sys.executable, "-m", "pytest", *options, *tests],
         env=os.environ | {"KERNELS_ON": device},
         capture_output=True,
         text=True,

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from tree_reference import Case
+from tree_reference import Case, attended
 
 from drafthead.backends.cuda.tree_attention import Blocks, ancestor_bits, tree_attention
 
@@ -16,22 +16,7 @@ SPLIT = ALONE._replace(splits=4)
 def check(case: Case, blocks: Blocks | None = SPLIT) -> None:
     """The kernel's attention and stores are those of the reference."""
     output, keys, values = case.expected()
-    result = tree_attention(
-        case.query,
-        case.keys,
-        case.values,
-        case.new_keys,
-        case.new_values,
-        case.length,
-        ancestor_bits(case.visible),
-        scale=case.scale,
-        first=case.first,
-        starts=case.starts,
-        pending=case.pending,
-        softcap=case.softcap,
-        sinks=case.sinks,
-        blocks=blocks,
-    )
+    result = attended(case, blocks)
     least = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[case.dtype]
     assert result.dtype == case.dtype
     torch.testing.assert_close(result.double(), output, rtol=least, atol=least)

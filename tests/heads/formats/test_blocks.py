@@ -9,7 +9,7 @@ import torch
 from golden import Case, cases, name_of
 from tiny import HIDDEN, VOCAB
 from transformers import AutoModel, LlamaForCausalLM
-from written import DFLASH, DSPARK, LAYERS, TARGET, Outputs, Written, random_head
+from written import DFLASH, DSPARK, LAYERS, TARGET, Outputs, random_head
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
@@ -24,37 +24,6 @@ from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
-
-SHAPE = {"head_dim": 12, "num_key_value_heads": 1, "num_layers": 1}
-SMALL = {"draft_vocab_size": 40}
-OWN = [
-    Written("plain", "dflash", "parallel", DFLASH),
-    Written("shape", "dflash", "parallel", {**DFLASH, **SHAPE, "attention_bias": True}),
-    Written("final norm", "dflash", "parallel", {**DFLASH, "taps": (0, LAYERS)}),
-    Written("causal", "dflash", "parallel", {**DFLASH, "causal": True}),
-    Written("window", "dflash", "parallel", {**DFLASH, "window": 6}),
-    Written("causal window", "dflash", "parallel", {**DFLASH, "causal": True, "window": 6}),
-    Written("plain", "dflash-transformers", "parallel", DFLASH),
-    Written("shape", "dflash-transformers", "parallel", {**DFLASH, **SHAPE}),
-    Written("vanilla", "dspark", "parallel", DSPARK),
-    Written("gated", "dspark", "parallel", {**DSPARK, "correction": "gated", "taps": (-1, 2, 8)}),
-    Written("rnn", "dspark", "parallel", {**DSPARK, "correction": "recurrent", **SHAPE}),
-    Written(
-        "no heads", "dspark", "parallel",
-        {**DSPARK, "correction": "none", "confidence_weight": 0.0},
-    ),
-    Written("confidence", "dspark", "parallel", {**DSPARK, "confidence_reads_token": False}),
-    Written("dflash", "speculators", "parallel", DFLASH),
-    Written("dflash from the anchor", "speculators", "parallel", {**DFLASH, "root_predicts": True}),
-    Written("causal", "speculators", "parallel", {**DFLASH, "causal": True}),
-    Written("window", "speculators", "parallel", {**DSPARK, "window": 6}),
-    Written("causal window", "speculators", "parallel", {**DFLASH, "causal": True, "window": 6}),
-    Written("dflash of few tokens", "speculators", "parallel", {**DFLASH, **SMALL, **SHAPE}),
-    Written("vanilla of few tokens", "speculators", "parallel", {**DSPARK, **SMALL}),
-    Written("gated", "speculators", "parallel", {**DSPARK, "correction": "gated", "taps": (7, -1)}),
-    Written("rnn", "speculators", "parallel", {**DSPARK, **SMALL, "correction": "recurrent"}),
-    Written("dspark unanchored", "speculators", "parallel", {**DSPARK, "root_predicts": False}),
-]  # fmt: skip
 
 
 def features_of(joined: torch.Tensor, head: ParallelHead) -> Features:
@@ -251,22 +220,6 @@ def test_blocks_are_those_of_speculators(case: Case) -> None:
 
 
 # What we write
-
-
-@pytest.mark.parametrize("written", OWN, ids=lambda own: f"{own.format} {own.name}")
-@torch.no_grad()
-def test_blocks_survive_export_and_import(written: Written, tmp_path: Path) -> None:
-    width = len(written.options["taps"]) * HIDDEN
-    inputs = {
-        "input_ids": torch.randint(VOCAB, (1, 16)),
-        "target_features": torch.randn(1, 16, width),
-    }
-    compute = lambda head, target, io: rounds(head, target, io, (9, 12))  # noqa: E731
-    case = written.build(tmp_path / "head", inputs, compute)
-    head = load_head(case.path, case.target)
-    for name, value in compute(head, case.target, case.io).items():
-        case.assert_close(value, name)
-    assert head.config.taps == written.options["taps"]
 
 
 @pytest.fixture

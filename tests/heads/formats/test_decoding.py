@@ -10,21 +10,17 @@ other random numbers; `rejection` is given a draft that is certain.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ScriptedRandom
 from golden import Case, cases, name_of
-from tiny import BUSHY, VOCAB
-from written import Outputs, Written
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.medusa.drafter import MedusaLayout
 from drafthead.heads.families.recurrent import passes as recurrent_passes
-from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.formats import load_head
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.features import Features
@@ -307,38 +303,3 @@ def test_the_first_dynamic_tree_is_eagles(case: Case) -> None:
     assert torch.equal(tree.tokens, io["prompt0_tree_draft_tokens"])
     assert torch.equal(tree.depths[0], io["prompt0_tree_position_ids"])
     assert torch.equal(tree.ancestors[0].float(), io["prompt0_tree_mask"][0, 0])
-
-
-# The same on what our own exporters write
-
-
-def decoded(head: DraftHead, target: Target, io: Outputs) -> Outputs:
-    """Answers and steps, on a static tree or a dynamic one."""
-    dynamic = isinstance(head, RecurrentHead)
-    budget, shape = (Budget(12, 3), None) if dynamic else (None, BUSHY)
-    run = {"inputs": [(prompt, 24) for prompt in io["prompts"].tolist()]}
-    found = answers(head, target, budget, shape, run)
-    tokens, steps = zip(*found, strict=True)
-    return {
-        "tokens": torch.tensor(tokens),
-        "accepted": torch.tensor([n for row in steps for n in row]),
-    }
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        Written("own", "medusa", "medusa", {"num_heads": 3}),
-        Written("own", "vllm-medusa", "medusa", {"num_heads": 3}),
-        Written("own", "hydra", "hydra", {"num_heads": 3}),
-        Written("own", "eagle", "eagle"),
-        Written("own", "mlp", "mlp_speculator", {"num_heads": 3}),
-    ],
-    ids=lambda own: own.format,
-)
-def test_an_exported_head_takes_the_same_steps(written: Written, tmp_path: Path) -> None:
-    prompts = torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
-    case = written.build(tmp_path / "head", {"prompts": prompts}, decoded)
-    found = decoded(load_head(case.path, case.target), case.target, case.io)
-    for name, tensor in found.items():
-        assert torch.equal(tensor, case.io[name])

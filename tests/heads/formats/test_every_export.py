@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny import llama_config
 from transformers import LlamaForCausalLM
-from written import DFLASH, DSPARK, EAGLE3, random_head
+from written import DFLASH, DSPARK, EAGLE3, GQA, LAYERS, Written, random_head
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats import FORMATS, build_head, read_foreign
+from drafthead.heads.formats import FORMATS, build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts, WritableFormat
 from drafthead.heads.formats.exporting import draw_chain, export_head
 from drafthead.heads.target.target import Target
@@ -72,6 +72,79 @@ def assert_same(head: DraftHead, again: DraftHead, target: Target) -> None:
         trees = [draw_chain(each, target)[1] for each in (head, again)]
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     torch.testing.assert_close(trees[0].draft_probs, trees[1].draft_probs, atol=1e-6, rtol=1e-5)
+
+
+SHAPE, SMALL = {**GQA, "num_layers": 1}, {"draft_vocab_size": 40}
+OWN = [
+    Written("v1", "medusa", "medusa", {"num_heads": 3}),
+    Written("v1 without bias", "medusa", "medusa", {"bias": False}),
+    Written("v2", "medusa", "medusa", {"output": "shared"}),
+    Written("vLLM", "vllm-medusa", "medusa", {"num_blocks": 2, "bias": False}),
+    Written("vLLM, shared output", "vllm-medusa", "medusa", {"output": "shared"}),
+    Written("Hydra++", "hydra", "hydra", {"num_heads": 3, "num_blocks": 3}),
+    Written("Hydra", "hydra", "hydra", {"prefix_layer": False, "num_blocks": 1}),
+    Written("ungrounded", "hydra", "hydra", {"prefix_layer": False, "grounded": False}),
+    Written("one layer", "eagle", "eagle"),
+    Written("no bias", "eagle", "eagle", {"fc_bias": False, "attention_bias": True}),
+    Written("two layers", "eagle", "eagle", {"num_layers": 2, "embeddings": "own"}),
+    Written("untied", "mlp", "mlp_speculator", {"num_heads": 3, "inner_size": 24}),
+    Written("tied", "mlp", "mlp_speculator", {"tie_weights": True, "scale_input": True}),
+    Written("plain", "eagle3-sglang", "eagle3", {**EAGLE3, "draft_vocab_size": 40}),
+    Written("full vocabulary", "eagle3-sglang", "eagle3", {**EAGLE3, **GQA}),
+    Written("wider than the target", "eagle3-sglang", "eagle3", {**EAGLE3, "hidden_size": 48}),
+    Written("norms and layers", "eagle3-sglang", "eagle3", {"num_layers": 2}),
+    Written("joint norm", "eagle3-sglang", "eagle3", {"tap_norm": "joint"}),
+    Written("3.1", "eagle3-vllm", "eagle3", {"draft_vocab_size": 40, "embeddings": "own"}),
+    Written(
+        "joint norm", "eagle3-vllm", "eagle3",
+        {"tap_norm": "joint", "norm_feedback": False, "norm_before_residual": True},
+    ),
+    Written("two layers", "eagle3-vllm", "eagle3", {"num_layers": 2, "attention_bias": True}),
+    Written("Qwen3's layers", "eagle3-vllm", "eagle3", {"qk_norm": True, **GQA}),
+    Written("3.1", "speculators", "eagle3", {"draft_vocab_size": 40}),
+    Written("Qwen3's layers", "speculators", "eagle3", {**EAGLE3, "qk_norm": True, **GQA}),
+    Written("four taps", "speculators", "eagle3", {"taps": (-1, 0, 3, 7), "tap_norm": "joint"}),
+    Written("biases", "speculators", "eagle3", {"attention_bias": True, "num_layers": 2}),
+    Written("P-EAGLE", "speculators", "eagle3", {"mask_token": 5, "num_layers": 2}),
+    Written(
+        "own embeddings", "speculators", "eagle3",
+        {"mask_token": 5, "embeddings": "own", "draft_vocab_size": 40, **EAGLE3},
+    ),
+    Written("plain", "dflash", "parallel", DFLASH),
+    Written("shape", "dflash", "parallel", {**DFLASH, **SHAPE, "attention_bias": True}),
+    Written("final norm", "dflash", "parallel", {**DFLASH, "taps": (0, LAYERS)}),
+    Written("causal", "dflash", "parallel", {**DFLASH, "causal": True}),
+    Written("window", "dflash", "parallel", {**DFLASH, "window": 6}),
+    Written("causal window", "dflash", "parallel", {**DFLASH, "causal": True, "window": 6}),
+    Written("plain", "dflash-transformers", "parallel", DFLASH),
+    Written("shape", "dflash-transformers", "parallel", {**DFLASH, **SHAPE}),
+    Written("vanilla", "dspark", "parallel", DSPARK),
+    Written("gated", "dspark", "parallel", {**DSPARK, "correction": "gated", "taps": (-1, 2, 8)}),
+    Written("rnn", "dspark", "parallel", {**DSPARK, "correction": "recurrent", **SHAPE}),
+    Written(
+        "no heads", "dspark", "parallel",
+        {**DSPARK, "correction": "none", "confidence_weight": 0.0},
+    ),
+    Written("confidence", "dspark", "parallel", {**DSPARK, "confidence_reads_token": False}),
+    Written("dflash", "speculators", "parallel", DFLASH),
+    Written("dflash from the anchor", "speculators", "parallel", {**DFLASH, "root_predicts": True}),
+    Written("causal", "speculators", "parallel", {**DFLASH, "causal": True}),
+    Written("window", "speculators", "parallel", {**DSPARK, "window": 6}),
+    Written("causal window", "speculators", "parallel", {**DFLASH, "causal": True, "window": 6}),
+    Written("dflash of few tokens", "speculators", "parallel", {**DFLASH, **SMALL, **SHAPE}),
+    Written("vanilla of few tokens", "speculators", "parallel", {**DSPARK, **SMALL}),
+    Written("gated", "speculators", "parallel", {**DSPARK, "correction": "gated", "taps": (7, -1)}),
+    Written("rnn", "speculators", "parallel", {**DSPARK, **SMALL, "correction": "recurrent"}),
+    Written("dspark unanchored", "speculators", "parallel", {**DSPARK, "root_predicts": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", OWN, ids=lambda own: f"{own.format} {own.name}")
+def test_settings_of_heads_survive_export_and_import(written: Written, tmp_path: Path) -> None:
+    head, target = written.build(tmp_path / "head")
+    again = load_head(tmp_path / "head", target)
+    assert_same(head, again, target)
+    assert getattr(again.config, "taps", None) == getattr(head.config, "taps", None)
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])

@@ -1,13 +1,11 @@
 """Medusa, Hydra, EAGLE and MLP speculators of other projects compute here what they do there."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from golden import Case, cases, loaded, name_of
-from tiny import HIDDEN, VOCAB
-from written import Outputs, Written
+from written import Outputs
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families.head_drafter import drafter_for
@@ -206,63 +204,3 @@ def test_the_best_suffixes_of_an_mlp_speculator_are_those_of_the_authors(case: C
     best_first = sorted(paths, key=lambda path: -paths[path][0])
     expected = io["expected_suffixes"][0].tolist()
     assert [list(path) for path in best_first[: len(expected)]] == expected
-
-
-# The same on what our own exporters write
-
-MEDUSA = [
-    Written("v1", "medusa", "medusa", {"num_heads": 3}),
-    Written("v1 without bias", "medusa", "medusa", {"bias": False}),
-    Written("v2", "medusa", "medusa", {"output": "shared"}),
-    Written("vLLM", "vllm-medusa", "medusa", {"num_blocks": 2, "bias": False}),
-    Written("vLLM, shared output", "vllm-medusa", "medusa", {"output": "shared"}),
-]
-HYDRA = [
-    Written("Hydra++", "hydra", "hydra", {"num_heads": 3, "num_blocks": 3}),
-    Written("Hydra", "hydra", "hydra", {"prefix_layer": False, "num_blocks": 1}),
-    Written("ungrounded", "hydra", "hydra", {"prefix_layer": False, "grounded": False}),
-]
-EAGLE = [
-    Written("one layer", "eagle", "eagle"),
-    Written("no bias", "eagle", "eagle", {"fc_bias": False, "attention_bias": True}),
-    Written("two layers", "eagle", "eagle", {"num_layers": 2, "embeddings": "own"}),
-]
-MLP = [
-    Written("untied", "mlp", "mlp_speculator", {"num_heads": 3, "inner_size": 24}),
-    Written("tied", "mlp", "mlp_speculator", {"tie_weights": True, "scale_input": True}),
-]
-OURS = [*MEDUSA, *HYDRA, *EAGLE, *MLP]
-COMPUTE = {
-    "medusa": medusa_outputs,
-    "hydra": hydra_outputs,
-    "eagle": eagle_outputs,
-    "mlp_speculator": mlp_outputs,
-}
-
-
-@pytest.mark.parametrize("written", OURS, ids=lambda own: f"{own.format} {own.name}")
-@torch.no_grad()
-def test_heads_survive_export_and_import(written: Written, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def states(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, HIDDEN, generator=generator)
-
-    def ids(*shape: int) -> torch.Tensor:
-        return torch.randint(VOCAB, shape, generator=generator)
-
-    inputs = {
-        "hidden_states": states(2, 9),
-        "input_ids": ids(2, 9),
-        "features": states(2, 16),
-        "next_input_ids": ids(2, 16),
-        "chain_target_last_hidden": states(1, 9),
-        "chain_target_input_ids": ids(1, 9),
-        "chain_target_next_token": ids(1, 1),
-        "states": states(2, 6),
-        "tokens": ids(2, 12),
-    }
-    compute = COMPUTE[written.family]
-    case = written.build(tmp_path / "head", inputs, compute)
-    head = load_head(case.path, case.target)
-    assert_as_recorded(case, compute(head, case.target, case.io))

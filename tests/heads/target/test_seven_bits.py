@@ -74,8 +74,10 @@ def test_greedy_answers_are_those_of_the_rounded_model(folder, make_drafter) -> 
 
 
 @torch.inference_mode()
-def test_compiled_passes_read_bytes_and_compute_the_same(folder) -> None:
-    target = Target.from_pretrained(folder, "int7", "cpu")
+def test_compiled_passes_read_bytes_and_compute_the_same(make_target, tmp_path) -> None:
+    make_target(layers=1, vocab=260).model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = Target.from_pretrained(tmp_path, "int7", "cpu")
     compiled = CompiledTarget(target)
     if not compiled.reads_bytes:
         pytest.skip("there are no kernels for this processor")

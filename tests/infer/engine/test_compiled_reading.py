@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tiny import random_prompts
+from traced import graphs_are_traced
 
 from drafthead.backends.compiled import Compiled
 from drafthead.backends.compiled_target import CompiledTarget
@@ -75,11 +76,13 @@ def test_prompts_of_other_lengths_need_no_other_graph(compiled) -> None:
 
 
 def test_a_head_reads_prompts_of_other_lengths_with_the_same_graph(compiled, make_head) -> None:
-    drafter = drafter_for(make_head("eagle3", compiled).to(torch.bfloat16), compiled, None)
-    drafter.compile()
-    decoder = Decoder(compiled, drafter, Budget(3, 2))
-    decoder.generate([[9, 10, 11]], max_new_tokens=8)
-    before = Compiled.made
-    for length in (5, 60, 200):
-        decoder.generate([[9 + n % 40 for n in range(length)]], max_new_tokens=8)
+    with graphs_are_traced():
+        target = CompiledTarget(Target(compiled.model))
+        drafter = drafter_for(make_head("eagle3", target).to(torch.bfloat16), target, None)
+        drafter.compile()
+        decoder = Decoder(target, drafter, Budget(3, 2))
+        decoder.generate([[9, 10, 11]], max_new_tokens=8)
+        before = Compiled.made
+        for length in (5, 60, 200):
+            decoder.generate([[9 + n % 40 for n in range(length)]], max_new_tokens=8)
     assert Compiled.made == before

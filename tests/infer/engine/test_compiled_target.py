@@ -86,11 +86,12 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
             assert decoder.generate(prompts(rows), max_new_tokens=40).sequences == expected
     before = graphs()
     assert before > 0
-    for nodes, rows in ((8, 1), (16, 1), (4, 3), (6, 2), (12, 5)):
+    for nodes, rows, tokens in ((8, 1, 40), (16, 1, 150), (4, 3, 40), (12, 5, 40)):
         decoder = Decoder(compiled, drafter, Budget(nodes, 3))
         decoder.end_ids = plain.end_ids = frozenset()
-        answers = decoder.generate(prompts(rows, length=20), max_new_tokens=150).sequences
-        assert answers == plain.generate(prompts(rows, length=20), max_new_tokens=150).sequences
+        answers = decoder.generate(prompts(rows, length=20), max_new_tokens=tokens).sequences
+        expected = plain.generate(prompts(rows, length=20), max_new_tokens=tokens).sequences
+        assert answers == expected
     assert graphs() == before
     assert compiled.compile_seconds > 0
 

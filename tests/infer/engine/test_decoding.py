@@ -19,28 +19,28 @@ from drafthead.infer.engine.planner import Planner, Propose
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.lab.exactness.oracle import OracleDecoder
 
-MAX_NEW = 48
+MAX_NEW, PROMPTS = 48, random_prompts(25)
 
 
 @pytest.fixture(scope="module")
 def greedy_answers(target) -> list[list[int]]:
-    """What transformers' own greedy decoding says to 50 prompts."""
+    """What transformers' own greedy decoding says to the prompts."""
     answers = []
-    for prompt in random_prompts(50):
+    for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         output = target.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW
         )
         answers.append(output[0, len(prompt) :].tolist())
-    assert sum(END in answer for answer in answers) > 5, "some answers must end by themselves"
+    assert sum(END in answer for answer in answers) > 2, "some answers must end by themselves"
     return answers
 
 
 @pytest.mark.parametrize("batch", [1, 25])
 def test_plain_decoding_equals_transformers(target, greedy_answers, batch) -> None:
-    decoder, prompts = Decoder(target), random_prompts(50)
-    for start in range(0, 50, batch):
-        result = decoder.generate(prompts[start : start + batch], max_new_tokens=MAX_NEW)
+    decoder = Decoder(target)
+    for start in range(0, 25, batch):
+        result = decoder.generate(PROMPTS[start : start + batch], max_new_tokens=MAX_NEW)
         assert result.sequences == greedy_answers[start : start + batch]
         assert result.stats.tau == 1.0
 
@@ -49,10 +49,10 @@ def test_plain_decoding_equals_transformers(target, greedy_answers, batch) -> No
 def test_greedy_decoding_with_any_drafter_equals_plain_decoding(
     target, make_drafter, greedy_answers, drafter_name, batch
 ) -> None:
-    decoder, prompts = Decoder(target, make_drafter(drafter_name, target)), random_prompts(50)
+    decoder = Decoder(target, make_drafter(drafter_name, target))
     accepted = 0
-    for start in range(0, 50 if batch > 1 else 15, batch):  # one by one they take long
-        result = decoder.generate(prompts[start : start + batch], max_new_tokens=MAX_NEW)
+    for start in range(0, 25 if batch > 1 else 15, batch):  # one by one they take long
+        result = decoder.generate(PROMPTS[start : start + batch], max_new_tokens=MAX_NEW)
         assert result.sequences == greedy_answers[start : start + batch]
         accepted += sum(n - 1 for row in result.stats.accept_lengths for n in row)
     assert accepted > 0, "a drafter of which nothing is accepted tests nothing"
@@ -79,7 +79,7 @@ def test_a_plan_may_change_the_tree_at_every_step_or_leave_it_out(
     decoder = Decoder(target, make_drafter(drafter_name, target), adaptive=True)
     monkeypatch.setattr(decoder, "_planner", lambda run, rule: Alternating(decoder.drafter))
     for rows in (slice(0, 1), slice(1, 6)):
-        result = decoder.generate(random_prompts(50)[rows], max_new_tokens=MAX_NEW)
+        result = decoder.generate(PROMPTS[rows], max_new_tokens=MAX_NEW)
         assert result.sequences == greedy_answers[rows]
 
 
@@ -88,7 +88,7 @@ def test_decodings_that_take_turns_pass_by_pass_do_not_disturb_each_other(
 ) -> None:
     decoder = Decoder(target, make_drafter(drafter_name, target))
     answers: dict[int, list[int]] = {0: [], 1: []}
-    both = [decoder.steps(prompt, max_new_tokens=MAX_NEW) for prompt in random_prompts(50)[:2]]
+    both = [decoder.steps(prompt, max_new_tokens=MAX_NEW) for prompt in PROMPTS[:2]]
     running = dict(enumerate(both))
     while running:
         for number, steps in list(running.items()):

@@ -1,10 +1,12 @@
 """Logits that describe no distribution end in an error that names the prompt, never in a token."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tiny import END
+from traced import graphs_are_traced
 from transformers import LogitsProcessor
 
 from drafthead.backends.compiled_target import CompiledTarget
@@ -66,12 +68,17 @@ def test_a_single_logit_that_is_no_number_is_an_error_too(target, options) -> No
         Decoder(Target(model)).generate(PROMPTS, **SHORT, **options)
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
-def test_a_compiled_step_names_the_row_as_well(target, options) -> None:
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [({}, nullcontext), (SAMPLED, graphs_are_traced)],
+    ids=["greedy, compiled", "drawn, traced"],
+)
+def test_a_compiled_step_names_the_row_as_well(target, options, code) -> None:
     """The prompts are read eagerly; the token after them spoils the first graph's step."""
-    decoder = Decoder(CompiledTarget(spoiled(target, second_answer(target, options))))
-    with pytest.raises(UserError, match="no token can be chosen after 1 new tokens of prompt 1"):
-        decoder.generate(PROMPTS, **SHORT, **options)
+    broken = spoiled(target, second_answer(target, options))
+    message = "no token can be chosen after 1 new tokens of prompt 1"
+    with code(), pytest.raises(UserError, match=message):
+        Decoder(CompiledTarget(broken)).generate(PROMPTS, **SHORT, **options)
 
 
 class NothingAfterEnd(LogitsProcessor):

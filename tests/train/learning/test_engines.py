@@ -34,6 +34,7 @@ from drafthead.train.learning.engines import build_accelerator, check_average, c
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import new_head, trainable
+from drafthead.train.train_heads import train
 
 ROOT = Path(__file__).parents[3]
 FSDP_ON_CPUS = ROOT / "tests/train/fsdp_on_cpus.py"
@@ -264,7 +265,8 @@ def test_heads_learn_the_same_from_a_target_in_pieces(
         "train.eval_every=2",
         f"data.feature_folder={features}",
     )
-    alone = trained(config, tmp_path / "alone", *settings)
+    assert train(load_run_config(config, [f"train.output={tmp_path / 'alone'}", *settings]))
+    alone = losses(tmp_path / "alone")
     for row in features.glob("*/row-*[02468].safetensors"):
         row.unlink()
     together = trained(config, tmp_path / engine, *settings, "target.placement=fsdp", engine=engine)
