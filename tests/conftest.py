@@ -67,6 +67,16 @@ def _few_threads() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """No launcher's state is left for the test after."""
+    from accelerate.state import AcceleratorState, GradientState  # which takes seconds
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @pytest.fixture(scope="module")
 def steady_steps(tmp_path_factory) -> Iterator[None]:
     """For tests of which drafts are expected: `steady_clock`."""

@@ -7,6 +7,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,6 +60,7 @@ def build_examples(root: Path) -> None:
         save_head(head, root / name, target, "target", {"seed": 1}, None)
 
 
+@cache
 def target_of(root: Path) -> Target:
     """The target of all examples."""
     model = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.float32)

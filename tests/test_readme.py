@@ -41,13 +41,20 @@ def verb_of(words: list[str]) -> str:
 def test_a_line_of_the_readme_or_of_help_is_one_of_the_command_line(
     words, monkeypatch, tmp_path
 ) -> None:
-    """Its verb and options exist, and none is missing; nothing is run."""
+    """Its verb exists, takes all its options, and lacks none; nothing is run."""
     verb = verb_of(words)
     monkeypatch.chdir(tmp_path)
     command = typer.main.get_command(cli.build_app(words))
     for name in verb.split():
         command = command.commands[name]
-    command.make_context(verb, words[len(verb.split()) :])
+    context = command.make_context(verb, words[len(verb.split()) :])
+    taken = [
+        name
+        for parameter in command.params
+        if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    ]
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= {*taken}
 
 
 def test_the_head_that_the_readme_builds_can_be_exported_as_it_says() -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from runs import run, write_inputs, write_run
 from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -48,6 +47,7 @@ from drafthead.train.run.folder import RunFolder, cut_log, first_difference
 from drafthead.train.run.trainables import new_head, trainable
 from drafthead.train.train_heads import train
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parents[2]
 ENTRY = ROOT / "train" / "train_heads.py"
 
@@ -63,14 +63,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def target(files: Path) -> Target:
     return Target.from_pretrained(files / "target", "float32", "cpu")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """No launcher state from the test before."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture

@@ -1,24 +1,20 @@
 """Whole answers by recorded passes with the tree kernel, which Triton's interpreter runs."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
-from rehearsal import Rehearsal
+from rehearsal import rehearse
 from tiny import END, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
 import drafthead.infer.decoder  # noqa: F401  (registers the families)
-from drafthead.backends.compiled import Compiled, Made, within
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda import registration
-from drafthead.backends.cuda.recordings import Recordings
 from drafthead.heads.base import HEADS
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
@@ -30,15 +26,7 @@ TOKENS = 6
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch) -> None:
     """Passes are recorded by a stand-in, and read trees with the kernel."""
-    stand_in = Rehearsal()
-
-    def recorded(self: Compiled, key: None, reads: Sequence[Any], arguments: Sequence[Any]) -> Made:
-        graph = Recordings(within(self.around, self.function), self.dims.held, capture=stand_in)
-        return Made(graph, graph(*arguments), None)
-
-    monkeypatch.setattr(Compiled, "_compiled", recorded)
-    monkeypatch.setattr(Compiled, "_key", lambda *_: None)
-    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: CacheMemory())
+    rehearse(monkeypatch)
 
 
 def compiled_target(target: Target) -> CompiledTarget:

@@ -4,21 +4,13 @@ import math
 
 import pytest
 import torch
+from lookup_texts import past_of
 
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.trees.tree import Budget
-from drafthead.infer.drafters.lookup import MAX_NGRAM, MEMORY, History, MatchRecord, PromptLookup
-
-
-def past_of(text: str) -> History:
-    """One token a letter."""
-    first, *others = map(ord, text)
-    past = History(first)
-    for token in others:
-        past.append(token)
-    return past
+from drafthead.infer.drafters.lookup import MAX_NGRAM, MEMORY, MatchRecord, PromptLookup
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import byte_tokenizer, tiny_llama
+from lookup_texts import letters, past_of
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.loading import vocabulary_of
-from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.lookup import History, drawn_chain, support_tables
+from drafthead.infer.drafters.lookup import drawn_chain, support_tables
 from drafthead.infer.drafters.ngram_table import FOLLOWERS, ORDERS, Contexts, NgramTable, joined
 from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup, load_table
 from drafthead.infer.drafters.with_lookup import WithLookup
-
-
-def letters(text: str) -> list[int]:
-    """One token a letter."""
-    return [*map(ord, text)]
 
 
 def table_of(*texts: str, order: int = 3) -> NgramTable:
@@ -100,13 +93,6 @@ def test_shorter_contexts_are_not_asked_where_there_is_enough() -> None:
     table = table_of("abacab", order=2)
     assert [*chances(table, "a", enough=2)] == ["b", "c"]
     assert chances(table, "a", enough=2)["b"] == pytest.approx(2 / 5)
-
-
-def past_of(text: str) -> History:
-    past = History(ord(text[0]))
-    for token in letters(text[1:]):
-        past.append(token)
-    return past
 
 
 def paths(table: NgramTable, text: str, nodes: int, depth: int = 4) -> list[str]:
@@ -212,25 +198,6 @@ def supports(tree) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- decoding -----------------------------------------------------------------------------------
 
 SAMPLED = {"temperature": 0.5, "seed": 0}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """A target with a tokenizer, and a table of its answers."""
-    folder = tmp_path_factory.mktemp("models")
-    tokenizer = byte_tokenizer()
-    model = tiny_llama(vocab_size=len(tokenizer), initializer_range=0.3)
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    decoder, prompts = Decoder(Target(model)), [[30, 31, n] for n in range(40, 60)]
-    answers = [
-        answer
-        for sampled in ({}, SAMPLED)
-        for answer in decoder.generate(prompts, max_new_tokens=40, **sampled).sequences
-    ]
-    (folder / "store").mkdir()
-    NgramTable.of(answers, vocabulary_of(tokenizer), 3).save(folder / "store")
-    return folder
 
 
 @pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "match"])

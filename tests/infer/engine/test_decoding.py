@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hidden_answers import generated
 from laws import law_of_three_tokens, p_value
 from tiny import END, random_prompts
 from transformers import GenerationConfig
@@ -25,13 +26,7 @@ MAX_NEW, PROMPTS = 48, random_prompts(25)
 @pytest.fixture(scope="module")
 def greedy_answers(target) -> list[list[int]]:
     """What transformers' own greedy decoding says to the prompts."""
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW
-        )
-        answers.append(output[0, len(prompt) :].tolist())
+    answers = [generated(target.model, prompt, MAX_NEW) for prompt in PROMPTS]
     assert sum(END in answer for answer in answers) > 2, "some answers must end by themselves"
     return answers
 

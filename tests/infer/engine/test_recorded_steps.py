@@ -4,22 +4,19 @@ A rehearsal stands for CUDA graphs, and the functions are not compiled, so this 
 """
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
-from rehearsal import Rehearsal
+from rehearsal import Rehearsal, rehearse
 from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
-from drafthead.backends.compiled import Compiled, Made, within
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.backends.cuda.recordings import Recordings
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.cache_memory import CacheMemory, power_of_two
+from drafthead.heads.kv_cache.cache_memory import power_of_two
 from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe
@@ -34,17 +31,7 @@ from drafthead.lab.exactness.oracle import OracleDecoder
 @pytest.fixture
 def rehearsal(monkeypatch) -> Rehearsal:
     """What every graph is recorded by, from now on."""
-    stand_in = Rehearsal()
-
-    def recorded(self: Compiled, key: None, reads: Sequence[Any], arguments: Sequence[Any]) -> Made:
-        function = within(self.around, self.function)
-        graph = Recordings(function, self.dims.held, capture=stand_in)
-        return Made(graph, graph(*arguments), None)
-
-    monkeypatch.setattr(Compiled, "_compiled", recorded)
-    monkeypatch.setattr(Compiled, "_key", lambda *_: None)
-    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: CacheMemory())
-    return stand_in
+    return rehearse(monkeypatch)
 
 
 def test_recorded_steps_decode_what_plain_decoding_does(

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from hidden_answers import generated
 from tiny import END, VOCAB, random_prompts
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -37,14 +38,6 @@ def target(make_target) -> Target:
     return Target(make_target(seed=0).model, fast)
 
 
-def answer_of_transformers(target, prompt: list[int], **options) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW, **options
-    )
-    return output[0, len(prompt) :].tolist()
-
-
 def check_all_ways(target, make_drafter, expected: list[list[int]], **options) -> None:
     """Every drafter, one row at a time and all together, says what was expected."""
     for way in DRAFTERS:
@@ -65,10 +58,10 @@ def check_all_ways(target, make_drafter, expected: list[list[int]], **options) -
 )
 def test_stop_strings_end_answers_as_in_transformers(target, make_drafter, stops) -> None:
     expected = [
-        answer_of_transformers(target, p, stop_strings=stops, tokenizer=target.tokenizer)
+        generated(target.model, p, MAX_NEW, stop_strings=stops, tokenizer=target.tokenizer)
         for p in PROMPTS
     ]
-    shortened = expected != [answer_of_transformers(target, prompt) for prompt in PROMPTS]
+    shortened = expected != [generated(target.model, prompt, MAX_NEW) for prompt in PROMPTS]
     assert shortened == (stops != ["abcdabcd"])
     config = GenerationConfig(stop_strings=stops)
     check_all_ways(target, make_drafter, expected, generation_config=config)
@@ -77,7 +70,7 @@ def test_stop_strings_end_answers_as_in_transformers(target, make_drafter, stops
 def test_a_users_own_criteria(target, make_drafter) -> None:
     criteria = [EveryEleventh()]
     expected = [
-        answer_of_transformers(target, p, stopping_criteria=StoppingCriteriaList(criteria))
+        generated(target.model, p, MAX_NEW, stopping_criteria=StoppingCriteriaList(criteria))
         for p in PROMPTS
     ]
     assert any(sum(p + a) % 11 == 0 for p, a in zip(PROMPTS, expected, strict=True))

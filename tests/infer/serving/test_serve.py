@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hidden_answers import generated
 from tiny import END, VOCAB, byte_tokenizer, random_prompts
 from transformers import GenerationConfig
 
@@ -41,20 +42,12 @@ def mixed_requests(amount: int) -> list[ServeRequest]:
     ]
 
 
-def transformers_answer(target, request: ServeRequest) -> list[int]:
-    ids = torch.tensor([request.prompt])
-    output = target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=request.max_new_tokens,
-    )
-    return output[0, ids.shape[1] :].tolist()
-
-
 @pytest.fixture(scope="module")
 def greedy_answers(target) -> list[list[int]]:
-    return [transformers_answer(target, request) for request in mixed_requests(30)]
+    return [
+        generated(target.model, request.prompt, request.max_new_tokens)
+        for request in mixed_requests(30)
+    ]
 
 
 @pytest.mark.parametrize("max_rows", [1, 4])

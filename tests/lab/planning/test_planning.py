@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from runs import run, write_inputs, write_run
 from torch import nn
 
@@ -33,6 +32,7 @@ from drafthead.train.learning.engines import build_accelerator
 from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.train_heads import build_trainer
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ALONE = Place(1, on_cpu=True, libraries=0)
 
 
@@ -52,14 +52,6 @@ def configure(inputs: Path, tmp_path: Path):
         return load_run_config(path, overrides)
 
     return configure
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """No launcher state from the test before."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -32,7 +32,6 @@ from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
-from drafthead.train.distillation import answers as distillation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
 from drafthead.train.distillation.dialogue import row_seed, user_turns
@@ -42,15 +41,7 @@ from drafthead.train.distillation.distilled_file import (
 )
 from drafthead.train.jobs.outputs import manifest_path
 
-
-@pytest.fixture(autouse=True)
-def one_batch_in_a_window(monkeypatch) -> None:
-    monkeypatch.setattr(distillation, "WINDOW", 1)
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "answers.jsonl"
+pytestmark = pytest.mark.usefixtures("one_batch_in_a_window")
 
 
 def test_rows_hold_question_answer_settings_and_source(output: Path) -> None:

@@ -13,7 +13,6 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.chat_template import check_template_arguments
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.supervision import supervised_sequences
-from drafthead.train.distillation import answers as distillation
 from drafthead.train.distillation.dialogue import sampled, with_system
 
 WARM = replace(SETTINGS, temperature=1.0)
@@ -21,11 +20,6 @@ THINKING = CHAT_TEMPLATE.replace(
     "{{ '<|assistant|>' }}",
     "{{ '<|assistant|>' }}{% if enable_thinking is false %}{{ 'no ' }}{% endif %}",
 )
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "answers.jsonl"
 
 
 def thinking_tokenizer() -> PreTrainedTokenizerFast:
@@ -171,11 +165,6 @@ class LongFirst(FakeDecoder):
     def answer(self, request, batch, limit):
         self.answer_tokens = 30 if len(request.prompt) > 6 else 8
         return super().answer(request, batch, limit)
-
-
-@pytest.fixture
-def one_batch_in_a_window(monkeypatch) -> None:
-    monkeypatch.setattr(distillation, "WINDOW", 1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 32])

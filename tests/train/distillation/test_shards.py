@@ -10,7 +10,6 @@ from tiny import tiny_llama
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.train.distillation import answers as distillation
 from drafthead.train.distillation.distilled_file import DistilledFile, Shard
 from drafthead.train.distillation.merging import merge
 from drafthead.train.jobs.outputs import manifest_path
@@ -18,14 +17,7 @@ from drafthead.train.jobs.outputs import manifest_path
 BATCHES = replace(SETTINGS, batch_size=3)
 
 
-@pytest.fixture(autouse=True)
-def one_batch_in_a_window(monkeypatch) -> None:
-    monkeypatch.setattr(distillation, "WINDOW", 1)
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "answers.jsonl"
+pytestmark = pytest.mark.usefixtures("one_batch_in_a_window")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import pytest
 import torch
 import yaml
 from accelerate import DistributedType
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from tiny import tiny_llama, write_conversations, write_target
 
@@ -36,20 +35,13 @@ from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import new_head, trainable
 from drafthead.train.train_heads import train
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parents[3]
 FSDP_ON_CPUS = ROOT / "tests/train/fsdp_on_cpus.py"
 ALL_FAMILIES = ROOT / "tests/train/all_families.py"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """No launcher state from the test before."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")
