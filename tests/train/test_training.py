@@ -109,7 +109,7 @@ def start(config: Path, *launcher: str, **environment: str) -> subprocess.Popen[
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
     """Return once the run has logged `step` steps."""
     log = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not log.exists() or log.read_text().count("\n") < step:
         assert process.poll() is None, process.stderr and process.stderr.read()
         assert time.monotonic() < deadline
