@@ -1,23 +1,23 @@
 """The folder of a build: its choices, which stages are done, and what they found.
 
-`build.json` is written whole after each stage, so a kill at any moment costs the stage at work, and
+`build.yaml` is written whole after each stage, so a kill at any moment costs the stage at work, and
 of that what its own files do not keep.
 """
 
 import json
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats.files import read_json
 from drafthead.heads.storage.files import write_text
 
-RECORD, CHOICES = "build.json", "build.yaml"
+RECORD = "build.yaml"
+TITLE = "# What `drafthead build` has chosen and found here, and how a stage is done by hand.\n"
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,27 @@ class Choices:
 
     def __post_init__(self) -> None:
         if self.minutes <= 0:
-            raise UserError(f"a build needs time: give more than {self.minutes:g} minutes")
+            raise UserError("a build needs time: give --minutes or --hours")
+
+
+class Stage(NamedTuple):
+    """A stage of a build."""
+
+    words: str
+    share: float  # of the time, before anything is known
 
 
 STAGES = {
-    "prompts": "prompts, a share of them held out",
-    "held out": "answers to the held-out prompts",
-    "plan": "speed of learning, memory, division of the time",
-    "answers": "answers to learn from",
-    "ngrams": "table of n-grams, which needs no training",
-    "train": "training of the head",
-    "evaluate": "evaluation, calibration of the trees",
-    "race": "race on prompts that nothing has seen",
-    "export": "export check",
-    "report": "report and model card",
+    "prompts": Stage("prompts, a share of them held out", 0.03),
+    "held out": Stage("answers to the held-out prompts", 0.06),
+    "plan": Stage("speed of learning, memory, division of the time", 0.05),
+    "answers": Stage("answers to learn from", 0.2),
+    "ngrams": Stage("table of n-grams, which needs no training", 0.01),
+    "train": Stage("training of the head", 0.35),
+    "evaluate": Stage("evaluation, calibration of the trees", 0.05),
+    "race": Stage("race on prompts that nothing has seen", 0.2),
+    "export": Stage("export check", 0.03),
+    "report": Stage("report and model card", 0.02),
 }
 # The first stage that a choice touches. Others touch all: a folder belongs to one of each.
 TOUCHED = {"minutes": "plan", "family": "plan", "compile": "race"}
@@ -60,21 +67,23 @@ class BuildFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.stages: dict[str, dict[str, Any]] = {}  # facts of those that are done
-        self.commands: dict[str, str] = {}
-        self.repeats = False  # a stage is to be done again, with other choices
+        self.stages: dict[str, Facts] = {}  # those that are done, by what they found
 
     def begin(self, choices: Choices) -> None:
         """Read what is done; stages that a changed choice touches are to be done again.
 
-        Raises UserError for a choice that cannot change.
+        Raises UserError for a choice that cannot change, and for a record that cannot be read.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self.choices = json.loads(json.dumps(asdict(choices)))
-        if (self.path / RECORD).exists():
-            record = read_json(self.path / RECORD)
-            self.stages, self.commands = record["stages"], record["commands"]
-            self._repeat_from(record["choices"])
+        self.choices: Facts = json.loads(json.dumps(asdict(choices)))  # a list for a tuple
+        file = self.path / RECORD
+        if file.exists():
+            try:
+                record = yaml.safe_load(file.read_text(encoding="utf-8"))
+                before, self.stages = record["choices"], record["stages"]
+            except (yaml.YAMLError, KeyError, TypeError) as error:
+                raise UserError(f"{file} cannot be read: restore it, or remove it") from error
+            self._repeat_from(before)
         self._save()
 
     def _repeat_from(self, before: Mapping[str, Any]) -> None:
@@ -88,18 +97,17 @@ class BuildFolder:
                 )
         order = list(STAGES)
         first = min((order.index(TOUCHED[name]) for name in changed), default=len(order))
-        self.repeats = any(name in self.stages for name in order[first:])
         for name in order[first:]:
             self.stages.pop(name, None)
 
-    def finish(self, stage: str, seconds: float, facts: Mapping[str, Any]) -> None:
+    def finish(self, stage: str, seconds: float, facts: Facts) -> None:
         """Note that a stage is done, how long it took, and what it found."""
-        self.stages[stage] = {"seconds": seconds, **facts}
+        self.stages[stage] = {"seconds": round(seconds, 2), **facts}
         self._save()
 
-    def command(self, stage: str, words: Sequence[object]) -> None:
-        """Note the command that does a stage by hand."""
-        self.commands[stage] = shlex.join(["drafthead", *map(str, words)])
+    def fact(self, stage: str, name: str) -> Any:
+        """What a stage that is done has found; None where it has not."""
+        return self.stages.get(stage, {}).get(name)
 
     @property
     def seconds(self) -> float:
@@ -107,13 +115,6 @@ class BuildFolder:
         return sum(facts["seconds"] for facts in self.stages.values())
 
     def _save(self) -> None:
-        record = {"choices": self.choices, "stages": self.stages, "commands": self.commands}
-        write_text(self.path / RECORD, json.dumps(record, indent=2) + "\n")
-        lines = {
-            "choices": self.choices,
-            "found": {name: facts for name, facts in self.stages.items() if len(facts) > 1},
-            "by_hand": self.commands,
-        }
-        text = "# A build of `drafthead build`: its choices, what it found, its stages by hand.\n"
-        text += yaml.safe_dump(lines, sort_keys=False, width=1000, allow_unicode=True)
-        write_text(self.path / CHOICES, text)
+        record = {"choices": self.choices, "stages": self.stages}
+        text = yaml.safe_dump(record, sort_keys=False, width=1000, allow_unicode=True)
+        write_text(self.path / RECORD, TITLE + text)

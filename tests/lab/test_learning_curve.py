@@ -79,10 +79,10 @@ def test_a_short_run_has_no_curve(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path) -> None:
-    """On the small model: heads of 250, 500 and 1,000 answers, each read twice."""
+    """On the small model: heads of 150, 300 and 600 answers, each read twice."""
     answers, held_out = tmp_path / "answers.jsonl", tmp_path / "held_out.jsonl"
     model, settings = options.Model(target=TARGET), {"max_new_tokens": 64, "batch_size": 64}
-    for name, output, limit in (("train", answers, 1000), ("validation", held_out, 150)):
+    for name, output, limit in (("train", answers, 600), ("validation", held_out, 100)):
         distill.main(
             model=model,
             asked=distill.Asked(prompts=str(PROMPTS / f"{name}.jsonl"), limit=limit),
@@ -93,9 +93,9 @@ def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path) -> No
     config = tmp_path / "parallel.yaml"
     write_starting_config("parallel", TARGET, config)
     curves: list[LearningCurve] = []
-    for number in (250, 500, 1000):
+    for number in (150, 300, 600):
         some, head = tmp_path / f"{number}.jsonl", tmp_path / f"head{number}"
-        some.write_text("".join(rows[::2][:number] if number < 1000 else rows))
+        some.write_text("".join(rows[::2][:number] if number < 600 else rows))
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         run(

@@ -46,15 +46,16 @@ def begun(folder, choices: Choices) -> BuildFolder:
 
 def test_a_folder_goes_on_where_it_was_killed(tmp_path) -> None:
     build = begun(tmp_path, CHOICES)
-    build.command("answers", ["data", "distill", "--prompts", tmp_path / "a file"])
     build.finish("prompts", 2.0, {"given": 20})
     build.finish("held out", 3.0, {})
     again = begun(tmp_path, CHOICES)
     assert list(again.stages) == ["prompts", "held out"]
     assert again.stages["prompts"]["given"] == 20
     assert again.seconds == 5.0
-    assert "'" in again.commands["answers"]
     assert "given: 20" in (tmp_path / "build.yaml").read_text()
+    (tmp_path / "build.yaml").write_text("choices")
+    with pytest.raises(UserError, match=r"build\.yaml cannot be read"):
+        begun(tmp_path, CHOICES)
 
 
 def test_changed_choices_repeat_what_they_touch_or_are_refused(tmp_path) -> None:
