@@ -30,9 +30,9 @@ from drafthead.lab.learning_curve import in_words, what_more_would_bring
 from drafthead.lab.planned_training import plan_training, run_trial
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
+from drafthead.lab.reports.index import tokens_a_pass
 from drafthead.lab.reports.run_page import comparison_section, run_page
 from drafthead.lab.servers.export_for import METHODS, export_for
-from drafthead.lab.theory.replayed_lookup import tokens_a_pass
 from drafthead.scripts import compare, options
 from drafthead.scripts.data import index
 from drafthead.scripts.explain import report, tree

@@ -9,7 +9,7 @@ from shlex import quote
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.lab.building.budget import Speeds, division
+from drafthead.lab.building.budget import AT_ONCE, Speeds, division
 from drafthead.lab.building.folder import BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import (
     HeldOut,
@@ -118,7 +118,9 @@ class Answering:
 
     def answer(self, seconds_left: Callable[[], float], view: View) -> Facts:
         """Answers, window after window, for as long as more of them teach more than learning."""
-        learning = self.folder.fact("plan", "learning")
+        # Without a head all of the time is for the table of n-grams.
+        trains = self.folder.fact("plan", "trains")
+        learning = self.folder.fact("plan", "learning") if trains else AT_ONCE
         answering = self.folder.fact("held out", "tokens_per_s")
         length = self.folder.fact("held out", "length")
         while True:
@@ -135,7 +137,7 @@ class Answering:
             tokens = sum(report.statistics.lengths)
             best = division(seconds_left(), Speeds(answering, learning), tokens)
             view.expected["answers"] = view.seconds + (best.answers - tokens) / answering
-            view.expected["train"] = best.learnt / learning
+            view.expected["train"] = best.learnt / learning if trains else 0
             if best.answers - tokens < length * report.written / 2:
                 break
         rows = read_rows(self.answers)

@@ -10,6 +10,7 @@ import numpy as np
 # Their R is 15; heads overfit after four to five epochs, which 3 says.
 REPEATS = 3.0
 MEASURING, LEAST_MEASURING, MOST_MEASURING = 0.3, 25.0, 900.0  # share of the time, seconds
+AT_ONCE = 1e12  # tokens a second, where nothing is to be learnt
 FEWEST_TOKENS = 10_000  # that a head must read, or none is trained
 
 

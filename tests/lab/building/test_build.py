@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from drafthead.heads.errors import UserError
-from drafthead.lab.building.budget import Speeds, division, measuring_seconds
+from drafthead.lab.building.budget import AT_ONCE, Speeds, division, measuring_seconds
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
 from drafthead.lab.building.prompts import PromptFiles, add_about_texts, part_given, read_rows
 from drafthead.lab.building.view import Captured
@@ -31,6 +31,12 @@ def test_no_more_answers_are_made_once_there_are_enough() -> None:
     again = division(left, speeds, answered=best.answers)
     assert again.answers == pytest.approx(best.answers, rel=0.05)
     assert division(0, speeds, answered=50).answers == 50
+
+
+def test_without_a_head_all_time_is_for_answers() -> None:
+    assert division(100, Speeds(answering=10, learning=AT_ONCE)).answers == pytest.approx(
+        1000, rel=0.01
+    )
 
 
 def test_measuring_leaves_most_of_the_time_to_the_head() -> None:
