@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev,serve]'
 	touch $(READY)
 
 demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 6 minutes.

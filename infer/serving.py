@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from queue import Empty, Queue
 from typing import Any, TypeAlias
 
+import torch
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -166,13 +167,18 @@ class WaitingRequests:
             return Answer(name, error=str(error) or type(error).__name__)
 
 
+def newcomers_at_least(max_rows: int, device: torch.device) -> int:
+    """How many rows must be free before requests that wait are let in."""
+    return max(1, max_rows // (GROUPS_ON_GPU if device.type == "cuda" else GROUPS))
+
+
 def serve(
     waiting: WaitingRequests,
     rows: RunningRows,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Iterator[Answer]:
     """The answers in the order in which they end."""
-    least = max(1, rows.max_rows // (GROUPS_ON_GPU if rows.device.type == "cuda" else GROUPS))
+    least = newcomers_at_least(rows.max_rows, rows.device)
     while rows.count or not waiting.ended:
         free = rows.max_rows - rows.count
         # A pass over few prompts costs more for each of them than one over many.

@@ -41,6 +41,7 @@ VERBS = {
     "build": Verb("From a model to the fastest way of decoding it, in the time you give."),
     "chat": Verb("Talk to a model in the terminal; each answer says how fast it was."),
     "generate": Verb("Answer one prompt: with a head, a draft model, lookup, or plainly."),
+    "serve": Verb("Serve many clients: OpenAI's endpoints, metrics, a page to chat with."),
     "train": Verb("Train a head or a draft model; --init writes a first file."),
     "compare": Verb("Time every way of decoding on the same prompts: table and picture."),
     "verify": Verb("Test whether answers are those of the target alone: PASS or FAIL."),

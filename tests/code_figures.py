@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "contrib": {"heads", "infer"},
     "train": {"heads", "infer"},
     "lab": {"heads", "backends", "infer", "contrib", "train"},
-    "scripts": {"heads", "backends", "infer", "contrib", "train", "lab"},
+    "serve": {"heads", "infer"},
+    "scripts": {"heads", "backends", "infer", "contrib", "train", "lab", "serve"},
 }
 LAYERS = list(MAY_IMPORT)
 # What one step of decoding needs: trees, drafting, cache, sampling, target, engine, rules, options.

@@ -1,0 +1,75 @@
+"""`drafthead serve`: a server with OpenAI's endpoints, for many clients at a time."""
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafthead.heads.errors import UserError
+from drafthead.scripts import options
+
+
+def main(
+    *,
+    model: options.Model,
+    drafting: options.Drafting,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="DRAFTHEAD_API_KEY", help="Key that requests must bring."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients; by default that of --target.")
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option(help="Answers decoded at a time.", callback=options.at_least_one)
+    ] = 16,
+    max_queue: Annotated[
+        int, typer.Option(help="Answers that may wait; more are refused (429).", min=0)
+    ] = 256,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of prompt and answer; by default the target's context."),
+    ] = None,
+    max_body: Annotated[
+        int, typer.Option(help="Most bytes of a request.", callback=options.at_least_one)
+    ] = 4 << 20,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may ask this server, or *. Repeatable."),
+    ] = None,
+    grace: Annotated[
+        int, typer.Option(help="Seconds that running answers have after SIGTERM or Ctrl-C.", min=0)
+    ] = 30,
+    compile: options.CompileSwitch = False,
+) -> None:
+    """Serve a model with a head to OpenAI's clients, with vLLM's metrics at /metrics.
+
+    Without --draft decoding is plain. A page to chat with is at /. Ctrl-C or SIGTERM ends the
+    server once running answers have ended.
+    """
+    try:
+        import uvicorn
+
+        from drafthead.serve.app import ServerOptions, make_app
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'drafthead[serve]'") from error
+
+    decoder = drafting.decoder(model, compile)
+    served = ServerOptions(
+        model_name=served_model_name or Path(model.target).name,
+        max_batch=max_batch,
+        max_queue=max_queue,
+        max_body=max_body,
+        max_length=max_length,
+        api_key=api_key,
+        cors_origins=tuple(cors_origin or ()),
+    )
+    app = make_app(decoder, served)
+    if compile:  # before the first answer, not in the middle of it
+        decoder.warm_up()
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
+        signal.signal(number, lambda *_: None)
+    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False)

@@ -1,0 +1,117 @@
+"""What a server counts, under vLLM's names: dashboards and load testers read them unchanged."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import prometheus_client as prometheus
+
+LABELS = ("model_name", "engine")
+FIRST = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+BETWEEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.32, 0.64, 1.28)
+WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
+
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self, model_name: str):
+        self.registry = prometheus.CollectorRegistry()
+        self.labels = (model_name, "0")
+        self.drafts = self._counter("spec_decode_num_drafts", "Steps that verified a draft.")
+        self.proposed = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts.")
+        self.by_place = prometheus.Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their place after the last token.",
+            [*LABELS, "position"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Of these, read before.")
+        self.new_tokens = self._counter("generation_tokens", "Tokens of answers.")
+        self.ended = prometheus.Counter(
+            "vllm:request_success",
+            "Answers, by why they ended.",
+            [*LABELS, "finished_reason"],
+            registry=self.registry,
+        )
+        self.running = self._gauge("num_requests_running", "Answers that are being decoded.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a row.")
+        self.first = self._times("time_to_first_token_seconds", FIRST)
+        self.between = self._times("inter_token_latency_seconds", BETWEEN)
+        self.whole = self._times("e2e_request_latency_seconds", WHOLE)
+
+    def _counter(self, name: str, text: str) -> Any:
+        counter = prometheus.Counter(f"vllm:{name}", text, LABELS, registry=self.registry)
+        return counter.labels(*self.labels)
+
+    def _gauge(self, name: str, text: str) -> Any:
+        gauge = prometheus.Gauge(f"vllm:{name}", text, LABELS, registry=self.registry)
+        return gauge.labels(*self.labels)
+
+    def _times(self, name: str, buckets: tuple[float, ...]) -> Any:
+        times = prometheus.Histogram(
+            f"vllm:{name}", "Seconds.", LABELS, registry=self.registry, buckets=buckets
+        )
+        return times.labels(*self.labels)
+
+    def page(self) -> bytes:
+        """What is scraped."""
+        return prometheus.generate_latest(self.registry)
+
+    def note_step(self, proposed: int, accepted: int) -> None:
+        """Count one verified draft."""
+        self.drafts.inc()
+        self.proposed.inc(proposed)
+        self.accepted.inc(accepted)
+        for place in range(accepted):
+            self.by_place.labels(*self.labels, str(place)).inc()
+
+
+@dataclass
+class AnswerMetrics:
+    """What one answer took, counted for the server as well."""
+
+    server: Metrics
+    began: float = field(default_factory=time.monotonic)
+    last: float | None = None  # when tokens came
+    steps: Counter[int] = field(default_factory=Counter)  # by accepted drafts
+    proposed: int = 0
+
+    def note(self, tokens: int, proposed: int, accepted: int) -> None:
+        """Count a pass that brought tokens."""
+        now = time.monotonic()
+        if self.last is None:
+            self.server.first.observe(now - self.began)
+        else:
+            for _ in range(tokens):
+                self.server.between.observe((now - self.last) / tokens)
+        self.last = now
+        self.server.new_tokens.inc(tokens)
+        if proposed:
+            self.steps[accepted] += 1
+            self.proposed += proposed
+            self.server.note_step(proposed, accepted)
+
+    def end(self, reason: str) -> None:
+        """Count the end of an answer."""
+        self.server.whole.observe(time.monotonic() - self.began)
+        self.server.ended.labels(*self.server.labels, reason).inc()
+
+
+def speculation(answers: list[AnswerMetrics]) -> dict[str, Any]:
+    """How drafts fared in some answers, in vLLM's form."""
+    steps = sum((answer.steps for answer in answers), Counter[int]())
+    count = steps.total()
+    accepted = sum(length * times for length, times in steps.items())
+    proposed = sum(answer.proposed for answer in answers)
+    return {
+        "mean_acceptance_length": 1 + accepted / count if count else 1.0,
+        "draft_acceptance_rate": accepted / proposed if proposed else 0.0,
+        "acceptance_histogram": [steps[length] for length in range(max(steps, default=-1) + 1)],
+        "num_spec_steps": count,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": proposed,
+    }

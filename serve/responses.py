@@ -1,0 +1,228 @@
+"""What clients get: OpenAI's JSON of whole answers and of streams."""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.infer.engine.results import Logprobs
+from drafthead.serve.answer_text import ToolCalls
+from drafthead.serve.decode_loop import DecodeLoop, Job, Piece
+from drafthead.serve.errors import ApiError, error_body
+from drafthead.serve.metrics import speculation
+from drafthead.serve.protocol import ChatRequest, CompletionRequest
+
+
+@dataclass
+class Choice:
+    """One answer in the form of a request: what of it was sent, and what it has become."""
+
+    job: Job
+    tokenizer: PreTrainedTokenizerBase
+    is_chat: bool
+    tools: ToolCalls | None
+    shows_drafted: bool
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] | None = None
+    tokens: int = 0
+    finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> dict[str, Any]:
+        """The choice of a chunk for a piece, which becomes a part of the whole."""
+        text = piece.text
+        calls: list[dict[str, Any]] = []
+        if self.tools is not None:
+            text, calls = self.tools.add(text, piece.finish_reason is not None)
+        self.text, self.calls = self.text + text, self.calls + calls
+        self.tokens += len(piece.tokens)
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = self._logprobs(piece, piece.logprobs)
+            self.logprobs = self.logprobs or {name: [] for name in logprobs}
+            for name, values in logprobs.items():
+                self.logprobs[name] += values
+        reason = piece.finish_reason
+        self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
+        said: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            said = {"delta": {"content": text} | ({"tool_calls": calls} if calls else {})}
+        if self.shows_drafted:
+            said["drafted"] = [{"text": part, "drafted": drafted} for part, drafted in piece.parts]
+        return self._choice(said, logprobs)
+
+    def whole(self) -> dict[str, Any]:
+        """The choice of a response that is no stream."""
+        if not self.is_chat:
+            return self._choice({"text": self.text}, self.logprobs)
+        content = self.text if self.text or not self.calls else None
+        calls = [{name: call[name] for name in ("id", "type", "function")} for call in self.calls]
+        message = {"role": "assistant", "content": content}
+        return self._choice(
+            {"message": message | ({"tool_calls": calls} if calls else {})}, self.logprobs
+        )
+
+    def _choice(self, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+        return {
+            "index": self.job.choice,
+            **said,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+    def _logprobs(self, piece: Piece, record: Logprobs) -> dict[str, list[Any]]:
+        """The log-probabilities of a piece's tokens, in the form of the request."""
+        if self.is_chat:
+            return {"content": chat_logprobs(piece.tokens, record, self.tokenizer)}
+        end = len(self.text)
+        places = [*piece.places, *[end] * (len(piece.tokens) - len(piece.places))]
+        return completion_logprobs(piece.tokens, record.raw, record.top, places, self.tokenizer)
+
+
+def token_text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a token alone, special ones as they are named."""
+    return str(tokenizer.decode([token]))
+
+
+def chat_logprobs(
+    tokens: Sequence[int], record: Logprobs, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, as chat completions have them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token, tokenizer)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return [
+        {**entry(token, raw), "top_logprobs": [entry(*other) for other in top]}
+        for token, raw, top in zip(tokens, record.raw, record.top, strict=True)
+    ]
+
+
+def completion_logprobs(
+    tokens: Sequence[int],
+    raw: Sequence[float | None],
+    tops: Sequence[Sequence[tuple[int, float]] | None],
+    places: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, list[Any]]:
+    """Tokens with their log-probabilities, as text completions have them."""
+
+    def named(top: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
+        if top is None:
+            return None
+        found: dict[str, float] = {}
+        for token, value in top:  # the best of those that look alike
+            found.setdefault(token_text(token, tokenizer), value)
+        return found
+
+    return {
+        "tokens": [token_text(token, tokenizer) for token in tokens],
+        "token_logprobs": list(raw),
+        "top_logprobs": [named(top) for top in tops],
+        "text_offset": list(places),
+    }
+
+
+class Response:
+    """The response to one request, as a whole or as a stream."""
+
+    def __init__(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        jobs: Sequence[Job],
+        loop: DecodeLoop,
+        tokenizer: PreTrainedTokenizerBase,
+        model: str,
+    ):
+        self.asked, self.jobs, self.loop = asked, jobs, loop
+        self.inbox = jobs[0].inbox
+        self.is_chat = isinstance(asked, ChatRequest)
+        with_tools = isinstance(asked, ChatRequest) and asked.calls_tools
+        self.choices = [
+            Choice(
+                job,
+                tokenizer,
+                self.is_chat,
+                ToolCalls() if with_tools else None,
+                asked.return_drafted,
+            )
+            for job in jobs
+        ]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        self.head = {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if self.is_chat and asked.stream else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The JSON of all answers."""
+        async for _ in self._chunks():
+            pass
+        choices = [choice.whole() for choice in self.choices]
+        return {**self.head, "choices": choices, "usage": self.usage(), **self.drafts()}
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events: chunks as they come, what was used, and the end."""
+        try:
+            if self.is_chat:
+                for choice in self.choices:
+                    yield self._event([first_chunk(choice.job.choice)])
+            async for chunk in self._chunks():
+                yield self._event([chunk])
+            if self.asked.with_usage:
+                yield self._event([], usage=self.usage(), **self.drafts())
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield f"data: {json.dumps(error_body(error.status_code, error.detail))}\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **others: Any) -> str:
+        usage = {"usage": None} if self.asked.with_usage else {}
+        return f"data: {json.dumps({**self.head, 'choices': choices, **usage, **others})}\n\n"
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """A choice of a chunk for each piece of an answer; all answers are given up at an error."""
+        open_choices = {choice.job.id: choice for choice in self.choices}
+        try:
+            while open_choices:
+                number, piece = await self.inbox.pieces.get()
+                if isinstance(piece, ApiError):
+                    raise piece
+                choice = open_choices[number]
+                chunk = choice.add(piece)
+                if piece.finish_reason is not None:
+                    del open_choices[number]
+                if piece.finish_reason is not None or piece.tokens:
+                    yield chunk
+        finally:
+            if open_choices:
+                self.loop.cancel([choice.job for choice in open_choices.values()])
+
+    def usage(self) -> dict[str, Any]:
+        """The tokens of prompts, each once, and of answers."""
+        firsts = {job.prompt: job for job in reversed(self.jobs)}.values()
+        prompts = sum(len(job.request.prompts[0]) for job in firsts)
+        answers = sum(choice.tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": answers,
+            "total_tokens": prompts + answers,
+            "prompt_tokens_details": {"cached_tokens": sum(job.reused for job in firsts)},
+        }
+
+    def drafts(self) -> dict[str, Any]:
+        """How drafts fared, where there were any."""
+        found = speculation([job.metrics for job in self.jobs])
+        return {"metrics": {"speculative_decoding": found}} if found["num_spec_steps"] else {}
+
+
+def first_chunk(index: int) -> dict[str, Any]:
+    """The chunk that says who speaks."""
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
