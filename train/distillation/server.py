@@ -363,7 +363,7 @@ def choice_of(content: dict[str, Any], url: str) -> dict[str, Any]:
     """The answer in what a server has sent; UserError that names what is missing in it."""
     try:
         choice = content["choices"][0]
-        choice["text"], choice["finish_reason"]
+        choice["message" if "message" in choice else "text"], choice["finish_reason"]
     except (KeyError, IndexError, TypeError) as error:
         raise UserError(
             f"{url}/completions does not answer as OpenAI's does ({error!r}): correct --server"

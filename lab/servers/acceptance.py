@@ -1,0 +1,113 @@
+"""Does a server accept as many drafts of a head as decoding here? If not, which fault would it be?
+
+The same prompts are decoded here with chains of the same length. Where the counts differ, the head
+is read wrongly in each of the ways that are known of servers, to see which one explains them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from scipy.stats import fisher_exact
+
+from drafthead.heads.base import DraftHead
+from drafthead.heads.formats.loading import load_head
+from drafthead.lab.diagnosis.checks import Finding
+from drafthead.lab.servers.asked import Counted
+from drafthead.lab.servers.audit import FALSE_ALARM, Audit, check
+from drafthead.lab.theory.chains import head_chains
+
+MEAN_ERROR = 0.1  # of the mean length, of a server that has no counts
+
+
+@check("accepted drafts")
+def accepted_drafts(audit: Audit) -> Finding | None:
+    """The server's counters for the greedy answers, beside decoding here with the same head."""
+    theirs = audit.drafts
+    if theirs is None or (not theirs.drafts and theirs.mean_length is None):
+        return Finding("/metrics counts no drafts: not tested, or nothing is drafted")
+    evidence = f"the server: {described(theirs)}"
+    if audit.head is None:
+        return Finding(f"{evidence}. With --head it is compared with decoding here")
+    head = load_head(audit.head, audit.target)
+    length = min(len(theirs.accepted) or head.depth, head.depth)
+    ours = decoded(audit, head, length)
+    evidence += f". Here: {described(ours)}"
+    if same(theirs, ours):
+        return Finding(evidence)
+    for cause, other in misread(head):
+        if same(theirs, decoded(audit, other, length)):
+            return Finding(evidence, f"{cause}: so read, it is accepted as seldom here")
+    return Finding(evidence, by_position(theirs, ours))
+
+
+def decoded(audit: Audit, head: DraftHead, length: int) -> Counted:
+    """What decoding the prompts here accepts of a head's chains of `length` tokens."""
+    decoder, new = head_chains("head", head, audit.target).decoder(length), audit.max_new_tokens
+    stats = decoder.generate(audit.prompts, max_new_tokens=new, use_model_defaults=False).stats
+    drafts = [n - 1 for row in stats.accept_lengths for n in row]
+    reached = tuple(sum(n > place for n in drafts) for place in range(length))
+    return Counted(len(drafts), reached, 1 + sum(drafts) / max(1, len(drafts)))
+
+
+def described(found: Counted) -> str:
+    """Counts in words."""
+    if not found.drafts:
+        return f"{found.mean_length:.2f} tokens a step"
+    shares = " ".join(f"{count / found.drafts:.0%}" for count in found.accepted)
+    mean = 1 + sum(found.accepted) / found.drafts
+    return f"of {found.drafts} drafts {shares} by position, {mean:.2f} tokens a step"
+
+
+def same(theirs: Counted, ours: Counted) -> bool:
+    """Whether two counts may be of the same drafts, at every position (Fisher's exact test)."""
+    if not theirs.drafts:
+        assert theirs.mean_length is not None and ours.mean_length is not None
+        return abs(theirs.mean_length - ours.mean_length) < MEAN_ERROR * ours.mean_length
+    tables = [
+        [[one, theirs.drafts - one], [other, ours.drafts - other]]
+        for one, other in zip(theirs.accepted, ours.accepted, strict=False)
+    ]
+    return all(fisher_exact(table).pvalue >= FALSE_ALARM / len(tables) for table in tables)
+
+
+def by_position(theirs: Counted, ours: Counted) -> str:
+    """A likely cause by where acceptance is lost."""
+    first = [count.accepted[0] / max(1, count.drafts) for count in (theirs, ours) if count.accepted]
+    if len(first) < 2 or first[0] < first[1] / 3:
+        return "hardly a first guess is right: tapped layers, a norm before them, or the vocabulary"
+    if first[0] < 0.9 * first[1]:
+        return "first guesses are worse: tapped layers off by one, a norm is missing, other weights"
+    if theirs.accepted[-1] < ours.accepted[-1]:
+        return "only later guesses are worse: causality, positions, or the norm of what is fed back"
+    return "more is accepted than here: other drafts or prompts, or drafts accepted too readily"
+
+
+def misread(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
+    """The head as servers have read it wrongly, and what the fault is."""
+    config = head.config
+    taps = getattr(config, "taps", ())
+    for shift in (1, -1):
+        if taps and min(taps) + shift >= 0:
+            moved = tuple(tap + shift for tap in taps)
+            yield f"tapped layers are off by one ({list(moved)})", rebuilt(head, taps=moved)
+    if getattr(config, "draft_vocab_size", 0):
+        other = rebuilt(head)
+        state = other.state_dict()
+        state["d2t"] = state["d2t"].roll(1)
+        other.load_state_dict(state)
+        yield "the draft vocabulary has an offset", other
+    for option, cause in (
+        ("norm_feedback", "the norm of what is fed back (norm_output) is lost"),
+        ("norm_before_residual", "norm_before_residual is taken wrongly"),
+        ("causal", "causality within the block is taken wrongly"),
+    ):
+        if hasattr(config, option):
+            yield cause, rebuilt(head, **{option: not getattr(config, option)})
+
+
+def rebuilt(head: DraftHead, **options: object) -> DraftHead:
+    """A copy of a head, with other options of its configuration and the same weights."""
+    made = type(head)(replace(head.config, **options))
+    made.load_state_dict(head.state_dict())
+    device, dtype = next((p.device, p.dtype) for p in head.parameters())
+    return made.to(device, dtype).eval().requires_grad_(False)

@@ -1,0 +1,76 @@
+"""`drafthead audit`: does a server write the target's own text, and accept as many drafts?"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafthead.scripts import options
+
+
+def main(
+    *,
+    url: Annotated[
+        str, typer.Argument(help="Address of an OpenAI-compatible server: http://HOST:PORT.")
+    ],
+    model: options.Model,
+    head: Annotated[
+        Path | None, typer.Option(help="The head that it should draft with, to compare counters.")
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option(help="Its name of the model, if it serves several.")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="JSONL, Parquet or data set; a few questions by default.")
+    ] = None,
+    limit: options.PromptLimit = 8,
+    max_new_tokens: options.MaxNewTokens = 64,
+    samples: Annotated[
+        int, typer.Option(help="Short continuations at temperature 1, after each of two prompts.")
+    ] = 200,
+    output: options.JsonFile = None,
+) -> None:
+    """Test a server from outside: vLLM, SGLang, llama.cpp, drafthead serve, or any other.
+
+    The target is loaded here and reads the server's answers: greedy tokens must be its own choice,
+    up to ties that rounding decides; copied identifiers, too; short sampled answers must follow its
+    law; log-probabilities must be its own; chats must be rendered as here. With --head the drafts
+    that the server accepts, by position, are compared with decoding here; nobody else should use
+    the server meanwhile. Of a fault a likely cause is named. The exit status is 1 if there is one.
+    """
+    import json
+
+    from drafthead.heads.storage.files import write_text
+    from drafthead.infer.decoder import Decoder
+    from drafthead.infer.request.prompts import encode_one
+    from drafthead.lab.diagnosis.doctor import show
+    from drafthead.lab.races.record import describe_run, prompt_ids
+    from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
+    from drafthead.lab.servers.asked import AskedServer
+    from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
+    from drafthead.train.distillation.server import Connection, find_model, stored_end_ids
+
+    target = model.load()
+    assert target.tokenizer is not None  # a target read from disk has one
+    connection = Connection(url)
+    served = find_model(connection, server_model, model.target)
+    ends = stored_end_ids(model.target, target.tokenizer)
+    server = AskedServer(connection, served, target.tokenizer, ends)
+    if prompts is None:
+        ids = [encode_one(text, target.tokenizer) for text in QUESTIONS[:limit]]
+    else:
+        ids = prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
+    audit = Audit(server, target, ids, max_new_tokens, samples, head)
+    findings = {name: found for name, look in CHECKS.items() if (found := look(audit)) is not None}
+    show(findings)
+    faults = [name for name, found in findings.items() if found.is_fault]
+    print(f"FAIL: {', '.join(faults)}" if faults else f"PASS: {url} serves {model.target}")
+    if output is not None:
+        record = describe_run(model.target, target) | {
+            "server": url,
+            "head": head and str(head),
+            "findings": {name: asdict(found) for name, found in findings.items()},
+        }
+        write_text(output, json.dumps(record, indent=2) + "\n")
+    raise typer.Exit(bool(faults))
