@@ -70,6 +70,7 @@ SMALL = {
     "head doctor": ["--limit", "4"],
     "head export": [],
     "head push": None,  # these need a network, a terminal or many minutes
+    "audit": None,
     "fetch": None,
     "chat": None,
 }
