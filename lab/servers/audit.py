@@ -236,7 +236,7 @@ def possible_readings(question: str, tokenizer: PreTrainedTokenizerBase) -> dict
 
 @check("log-probabilities")
 def logprobs(audit: Audit) -> Finding | None:
-    """Those of greedy answers, beside the target's."""
+    """What the server says of its greedy answers' tokens, beside the target's own."""
     pairs = [
         (given, float(own))
         for answer in audit.greedy
