@@ -45,6 +45,7 @@ from drafthead.train.train_heads import train
 
 RACED_TOKENS = 128  # of an answer, at most
 LEAST_TRAINING = 12.0  # seconds
+FEWEST_STEPS = 200  # of two rows; where there is time for fewer, steps have one
 
 
 class Building:
@@ -163,6 +164,9 @@ class Building:
                 "is trained, as lookup and n-grams cost nothing; for a head give --minutes "
                 f"{self.choices.minutes + 2 * FEWEST_TOKENS / speed / 60:.0f}"
             )
+        a_row = trial.tokens / trial.rows / max(1, trial.steps - 1)
+        if speed * self.to_learn() / 2 < FEWEST_STEPS * 2 * a_row:
+            self.settings += ["train.batch_rows=1", "train.micro_batch_rows=1"]
         return {
             "learning": speed, "seconds_a_token": alone, "settings": self.settings,
             "trains": trains, "said": said,

@@ -65,15 +65,17 @@ class Answering:
         return {
             "held": held.both,
             "by_hand": f"drafthead data invent --target {quote(chosen.target)} --seed "
-            f"{chosen.seed} --number {held.both} --output {quote(str(self.files.invented))}",
+            f"{chosen.seed} --number {held.both} --batch-size {2 * BATCH} --output "
+            f"{quote(str(self.files.invented))}",
         }
 
     def _invent(self, number: int) -> None:
         """Have so many messages of users; raises UserError where the target cannot write any."""
         chosen = self.choices
         settings = InventSettings(
-            chosen.target, seed=chosen.seed, dtype=chosen.dtype, compile=chosen.compile
-        )
+            chosen.target, seed=chosen.seed, dtype=chosen.dtype, compile=chosen.compile,
+            batch_size=2 * BATCH,  # a batch that was not used up is drawn again for the next window
+        )  # fmt: skip
         try:
             source = MessageSource(self.decoder(), settings)
         except UserError as error:

@@ -12,9 +12,12 @@ from drafthead.heads.storage import disk_cache
 from drafthead.train.data import token_table as module
 from drafthead.train.data.conversations import Writer, read_conversations
 from drafthead.train.data.fitted_rows import Reading
+from drafthead.train.data.packing import PackedData
 from drafthead.train.data.supervision import supervised_sequences
 from drafthead.train.data.token_table import TokenSequence, TokenTable, mixed, token_table
 from drafthead.train.data.training_rows import DataConfig, load_packed
+from drafthead.train.learning.evaluation import by_category
+from drafthead.train.learning.ranks import RankedAnchors
 
 
 @pytest.fixture
@@ -114,6 +117,26 @@ def test_who_answered_is_kept(cache, tmp_path) -> None:
     for _ in range(2):
         table = token_table(reading(tmp_path / "a.jsonl"), byte_tokenizer())
         assert table.writers == {Writer("mine", "w"), None}
+
+
+def test_tau_by_category_is_that_of_the_categorys_answers(cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "BATCH", 2)
+    kinds = [
+        {"category": "code"},
+        {"category": "chat", "language": "Thai"},
+        {},
+        {"category": "code"},
+    ]
+    rows = [{"prompt": f"{n}?", "answer": "an answer"} | kind for n, kind in enumerate(kinds)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = token_table(reading(tmp_path / "data.jsonl"), byte_tokenizer())
+    assert table.categories == ["code", "chat, Thai", None, "code"]
+    data = PackedData(table, ((0, 1), (2, 3)))
+    keys = [(row, segment) for row in (0, 1) for segment in (1, 2) for _ in range(3)]
+    right = [0, 0, 0, 9, 9, 9, 9, 9, 9, 0, 0, 0]  # first guesses: all for code, none for others
+    ranked = RankedAnchors(torch.tensor(right)[:, None], keys, 4 * [3, 4, 5])
+    found = by_category(ranked, {(): 12, (0,): 6}, data)
+    assert found == {"chat, Thai": 1.0, "code": 2.0}
 
 
 def test_a_source_that_breaks_off_leaves_nothing(cache, source, readings) -> None:
