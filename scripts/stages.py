@@ -316,6 +316,7 @@ class Building:
         lines = [
             self.fact("race", "headline"),
             f"  drafthead chat{self.options_of(drafts)}",
+            f"  drafthead serve{self.options_of(drafts)}",
             "  from drafthead.infer import Decoder",
             f"  decoder = Decoder.from_pretrained({target!r}, draft={drafts!r}{compiled})",
             '  print(decoder.generate(["..."], max_new_tokens=128).texts[0])',
