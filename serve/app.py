@@ -22,6 +22,7 @@ from drafthead.infer import Decoder
 from drafthead.serve import responses
 from drafthead.serve.decode_loop import DecodeLoop, Inbox
 from drafthead.serve.errors import ApiError, error_body
+from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.protocol import (
     ChatRequest,
@@ -98,7 +99,7 @@ class Server:
         self.metrics = Metrics(options.model_name)
         decoder.memory.most_kept = options.max_batch
         self.loop = DecodeLoop(decoder, self.metrics, options.max_batch, options.max_queue)
-        self.reader = Reader(decoder, self.metrics, self.max_length)
+        self.reader = Reader(decoder, self.metrics, self.max_length, JsonGrammars(decoder))
         # One thread: tokenizers are not made for several.
         self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Condition, Thread
@@ -12,6 +13,7 @@ from typing import Any
 from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import no_token_in
 from drafthead.infer.engine.results import Logprobs
+from drafthead.infer.engine.score_record import prompt_logprobs
 from drafthead.infer.request.options import Request
 from drafthead.infer.running_rows import Gain, Ticket
 from drafthead.infer.serving import newcomers_at_least
@@ -53,7 +55,8 @@ class Inbox:
 
     def put(self, job: int, piece: Piece | ApiError) -> None:
         """Hand over a piece of an answer; called by the decoding thread."""
-        self.loop.call_soon_threadsafe(self.pieces.put_nowait, (job, piece))
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, (job, piece))
 
 
 @dataclass(eq=False)
@@ -79,7 +82,7 @@ class DecodeLoop:
 
     def __init__(self, decoder: Decoder, metrics: Metrics, max_rows: int, max_queue: int):
         self.rows = decoder.running_rows(max_rows)
-        self.max_queue = max_queue
+        self.max_queue, self.target = max_queue, decoder.target
         self.least = newcomers_at_least(max_rows, decoder.target.device)
         self.waiting: deque[Job] = deque()
         self.gone: set[int] = set()  # answers that nobody waits for any more
@@ -127,6 +130,10 @@ class DecodeLoop:
             self.calls.append(work)
             self.changed.notify()
         return await found
+
+    def scores(self, prompt: Sequence[int], top: int) -> Logprobs:
+        """What the target thinks of a prompt's tokens; for `call`."""
+        return prompt_logprobs(self.target, prompt, top)
 
     def stop(self) -> None:
         """End the thread after its step."""

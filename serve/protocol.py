@@ -16,6 +16,7 @@ from drafthead.infer.request.prompts import encode
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.decode_loop import Inbox, Job
 from drafthead.serve.errors import ApiError
+from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.metrics import AnswerMetrics, Metrics
 
 MOST_CHOICES = 128
@@ -224,6 +225,7 @@ class Reader:
     decoder: Decoder
     metrics: Metrics
     max_length: int  # tokens of a prompt and its answer
+    grammars: JsonGrammars
 
     def jobs(self, asked: ChatRequest | CompletionRequest, inbox: Inbox) -> list[Job]:
         """The answers that a request asks for.
@@ -232,13 +234,16 @@ class Reader:
         """
         asked.refuse_unread()
         prompts = asked.prompts(self.decoder)
+        if len(prompts) * asked.choices > MOST_CHOICES:
+            raise ApiError(400, f"a request may have {MOST_CHOICES} answers at most", "n")
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         stops = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
         assert self.decoder.tokenizer is not None
         jobs: list[Job] = []
         for number, ids in enumerate(prompts):
-            options = asked.options(self.limit(asked, len(ids)), ())
+            limit = self.limit(asked, len(ids))
             for _ in range(asked.choices):
+                options = asked.options(max(1, limit), self.masks(asked, len(ids)))
                 settings = read_options({**options, "seed": seed + len(jobs)})
                 request = self.decoder.request(ids, settings)
                 text = AnswerText(
@@ -253,14 +258,27 @@ class Reader:
             self.metrics.prompt_tokens.inc(len(ids))
         return jobs
 
+    def masks(
+        self, asked: ChatRequest | CompletionRequest, prompt_length: int
+    ) -> list[LogitsProcessor]:
+        """What keeps an answer in the form that is asked for; raises ApiError 400 for no form."""
+        if asked.response_format is None:
+            return []
+        if asked.ignore_eos:
+            raise ApiError(400, "ignore_eos does not go with response_format", "ignore_eos")
+        mask = self.grammars.mask(asked.response_format, prompt_length)
+        return [] if mask is None else [mask]
+
     def limit(self, asked: ChatRequest | CompletionRequest, length: int) -> int:
         """Most new tokens after a prompt of this length; raises ApiError 400 for a long one."""
         room = self.max_length - length
         limit = asked.max_tokens
         if isinstance(asked, ChatRequest):
-            limit = asked.max_completion_tokens or limit or max(1, room)
-        elif limit is None:
-            limit = COMPLETION_TOKENS
+            limit = asked.max_completion_tokens or limit
+        if limit is None:
+            limit = max(1, room) if isinstance(asked, ChatRequest) else COMPLETION_TOKENS
+        if limit == 0 and not (isinstance(asked, CompletionRequest) and asked.echo):
+            raise ApiError(400, "max_tokens must be at least 1, or 0 with echo", "max_tokens")
         if limit > room:
             raise ApiError(
                 400,

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ class Choice:
     tools: ToolCalls | None
     shows_drafted: bool
     text: str = ""
+    echoed: int = 0  # characters of the prompt that the text begins with
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: dict[str, list[Any]] | None = None
     tokens: int = 0
@@ -43,9 +45,10 @@ class Choice:
         logprobs = None
         if piece.logprobs is not None:
             logprobs = self._logprobs(piece, piece.logprobs)
-            self.logprobs = self.logprobs or {name: [] for name in logprobs}
-            for name, values in logprobs.items():
-                self.logprobs[name] += values
+            whole = self.logprobs or {}
+            self.logprobs = {
+                name: [*whole.get(name, ()), *values] for name, values in logprobs.items()
+            }
         reason = piece.finish_reason
         self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
         said: dict[str, Any] = {"text": text}
@@ -54,6 +57,19 @@ class Choice:
         if self.shows_drafted:
             said["drafted"] = [{"text": part, "drafted": drafted} for part, drafted in piece.parts]
         return self._choice(said, logprobs)
+
+    def echo(
+        self, prompt: Sequence[int], record: Logprobs | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        """The choice of a chunk with the prompt, whose first token has no log-probability."""
+        texts = [token_text(token, self.tokenizer) for token in prompt]
+        if record is not None:
+            places = [0, *accumulate(map(len, texts))][:-1]
+            raw, top = [None, *record.raw], [None, *record.top]
+            self.logprobs = completion_logprobs(prompt, raw, top, places, self.tokenizer)
+        self.text = str(self.tokenizer.decode(list(prompt)))
+        self.echoed, self.finish_reason = len(self.text), finish_reason
+        return self._choice({"text": self.text}, self.logprobs)
 
     def whole(self) -> dict[str, Any]:
         """The choice of a response that is no stream."""
@@ -78,8 +94,8 @@ class Choice:
         """The log-probabilities of a piece's tokens, in the form of the request."""
         if self.is_chat:
             return {"content": chat_logprobs(piece.tokens, record, self.tokenizer)}
-        end = len(self.text)
-        places = [*piece.places, *[end] * (len(piece.tokens) - len(piece.places))]
+        known = [self.echoed + place for place in piece.places]
+        places = [*known, *[len(self.text)] * (len(piece.tokens) - len(known))]
         return completion_logprobs(piece.tokens, record.raw, record.top, places, self.tokenizer)
 
 
@@ -161,6 +177,16 @@ class Response:
             "model": model,
         }
 
+    @property
+    def only_echo(self) -> bool:
+        """Whether nothing but the prompts is asked for."""
+        return isinstance(self.asked, CompletionRequest) and self.asked.max_tokens == 0
+
+    def submit(self) -> None:
+        """Queue the answers; raises ApiError 429 when too many wait."""
+        if not self.only_echo:
+            self.loop.submit(self.jobs)
+
     async def whole(self) -> dict[str, Any]:
         """The JSON of all answers."""
         async for _ in self._chunks():
@@ -190,6 +216,11 @@ class Response:
         """A choice of a chunk for each piece of an answer; all answers are given up at an error."""
         open_choices = {choice.job.id: choice for choice in self.choices}
         try:
+            if isinstance(self.asked, CompletionRequest) and self.asked.echo:
+                for choice in self.choices:
+                    yield await self._echo(choice)
+            if self.only_echo:
+                open_choices.clear()
             while open_choices:
                 number, piece = await self.inbox.pieces.get()
                 if isinstance(piece, ApiError):
@@ -203,6 +234,13 @@ class Response:
         finally:
             if open_choices:
                 self.loop.cancel([choice.job for choice in open_choices.values()])
+
+    async def _echo(self, choice: Choice) -> dict[str, Any]:
+        """A choice of a chunk with the prompt, and its log-probabilities where they are wanted."""
+        prompt, top, record = choice.job.request.prompts[0], self.asked.top, None
+        if top is not None:
+            record = await self.loop.call(lambda: self.loop.scores(prompt, top))
+        return choice.echo(prompt, record, "length" if self.only_echo else None)
 
     def usage(self) -> dict[str, Any]:
         """The tokens of prompts, each once, and of answers."""

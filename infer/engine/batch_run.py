@@ -149,6 +149,7 @@ class BatchRun:
         """`most_rows` will run at a time, by default those of the request: others may join."""
         self.request = request
         self.most_rows = most_rows or len(request.prompts)
+        self.rows_fail_alone = most_rows is not None  # those that joined belong to others
         self.batch = Batch(request.limits, request.end_ids, request.stops)
         self.stats = DecodeStats()
         self._count_rows()

@@ -11,8 +11,13 @@ from collections.abc import Collection, Sequence
 import torch
 
 from drafthead.heads.sampling import SamplingConfig, warped
+from drafthead.heads.target.features import FeatureSpec
+from drafthead.heads.target.target import Target
+from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.infer.engine.results import Logprobs
 from drafthead.infer.request.options import Request, RowKind
+
+SCORED = 256  # positions of a prompt whose logits are computed at a time
 
 
 class ScoreRecord(ABC):
@@ -132,3 +137,20 @@ def record_for(request: Request) -> ScoreRecord | None:
     if request.top_logprobs is not None:
         return LogprobRecord(request.sampling, request.top_logprobs)
     return None
+
+
+@torch.no_grad()
+def prompt_logprobs(target: Target, prompt: Sequence[int], top: int) -> Logprobs:
+    """The log-probabilities of a prompt's tokens but the first, which follows nothing.
+
+    `top` is how many of the most probable tokens are given beside each.
+    """
+    record = LogprobRecord(SamplingConfig(), top)
+    ids, lengths = padded([prompt], target.device)
+    features, _ = prefill(target, ids, lengths, FeatureSpec(), target.new_cache(), room=1)
+    assert features.last is not None
+    for start in range(0, len(prompt) - 1, SCORED):
+        end = min(start + SCORED, len(prompt) - 1)
+        logits = target.project(features.last[0, start:end]).float()
+        record.keep(0, logits, logits, ids[0, start + 1 : end + 1])
+    return record.rows[0]

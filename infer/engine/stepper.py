@@ -119,6 +119,7 @@ class Stepper:
                 run.request.prefixes or run.request.prompts,
                 run.batch,
                 run.greedy,
+                dead_ends=run.rows_fail_alone,
             )
             if run.request.processors
             else None

@@ -1,16 +1,20 @@
 """The server answers as the decoder alone, in OpenAI's forms, and refuses what it cannot honour."""
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from tiny import byte_tokenizer, tiny_llama
 
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.request.options import read_options
 from drafthead.serve.app import ServerOptions, make_app
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -76,3 +80,211 @@ def test_what_is_counted_has_vllms_names(client) -> None:
     assert counts[f"vllm:num_requests_running{labels}"] == 0
     for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
         assert counts[f"vllm:{name}_seconds_count{labels}"] > 0
+
+
+def test_a_completion_takes_texts_and_tokens_and_gives_logprobs(client, decoder) -> None:
+    ids = [decoder.tokenizer(text)["input_ids"] for text in ("abc", "hello")]
+    body = {"temperature": 0, "max_tokens": 6, "logprobs": 2}
+    texts = client.post(COMPLETIONS, json={**body, "prompt": ["abc", "hello"]}).json()
+    tokens = client.post(COMPLETIONS, json={**body, "prompt": ids}).json()
+    assert [c["text"] for c in texts["choices"]] == [c["text"] for c in tokens["choices"]]
+    for choice, prompt in zip(texts["choices"], ids, strict=True):
+        alone = decoder.generate(prompt, max_new_tokens=6, logprobs=2)
+        assert choice["text"] == alone.texts[0]
+        found = choice["logprobs"]
+        assert found["token_logprobs"] == pytest.approx(alone.logprobs[0].raw, abs=1e-4)
+        places = found["text_offset"]
+        assert places == sorted(places) and len(places) == len(found["tokens"]) == 6
+
+
+def test_echoed_prompts_have_the_logprobs_of_a_plain_pass(client, decoder) -> None:
+    [ids] = [decoder.tokenizer("hello world")["input_ids"]]
+    body = {"prompt": "hello world", "echo": True, "logprobs": 1, "temperature": 0}
+    logits = decoder.target.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    expected = logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    for limit in (0, 1):
+        [choice] = client.post(COMPLETIONS, json={**body, "max_tokens": limit}).json()["choices"]
+        found = choice["logprobs"]["token_logprobs"]
+        assert found[0] is None and len(found) == len(ids) + limit
+        assert found[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+        best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1 : len(ids)]]
+        assert best == pytest.approx(logits[:-1].amax(1).tolist(), abs=1e-4)
+        assert choice["text"].startswith("hello world") and choice["finish_reason"] == "length"
+
+
+def test_samples_have_seeds_and_several_answers(client, decoder) -> None:
+    body = {"messages": MESSAGES, "temperature": 0.8, "max_tokens": 8, "seed": 5, "n": 3}
+    found = client.post(CHAT, json=body).json()
+    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] - 24
+    for number, choice in enumerate(found["choices"]):
+        options = {"max_new_tokens": 8, "temperature": 0.8, "seed": 5 + number}
+        assert choice["index"] == number
+        assert choice["message"]["content"] == greedy(decoder, MESSAGES, **options)
+    biased = client.post(CHAT, json={**body, "n": 1, "temperature": 0, "logit_bias": {"70": 100}})
+    assert len(set(biased.json()["choices"][0]["message"]["content"])) == 1
+
+
+def test_an_answer_ends_before_its_stop_string(client, decoder) -> None:
+    whole = greedy(decoder, MESSAGES, max_new_tokens=30)
+    stop = whole[7:9]
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 30, "stop": [stop, "never"]}
+    for streams in (False, True):
+        response = client.post(CHAT, json={**body, "stream": streams})
+        if streams:
+            found = events(response.text)
+            said = "".join(chunk["choices"][0]["delta"]["content"] for chunk in found)
+            reason = found[-1]["choices"][0]["finish_reason"]
+        else:
+            [choice] = response.json()["choices"]
+            said, reason = choice["message"]["content"], choice["finish_reason"]
+        assert said == whole[: whole.index(stop)] and reason == "stop"
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "kind": {"enum": ["a", "bb"]}},
+    "required": ["on", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_json_is_as_asked_for_and_that_of_plain_decoding(client, decoder, temperature) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    body = {"messages": MESSAGES, "max_tokens": 60, "temperature": temperature, "seed": 3}
+    plain = Decoder(decoder.target)
+    with TestClient(make_app(plain, ServerOptions("tiny"))) as other:
+        found = [
+            each.post(CHAT, json={**body, "response_format": form}).json()
+            for each in (client, other)
+        ]
+    assert found[0]["choices"] == found[1]["choices"]
+    assert found[0]["choices"][0]["finish_reason"] == "stop"
+    value = json.loads(found[0]["choices"][0]["message"]["content"])
+    assert value["on"] in (True, False) and value["kind"] in ("a", "bb") and len(value) == 2
+
+
+REFUSED = {
+    "guided": ({"guided_json": {}}, 400, "guided_json is not supported"),
+    "best_of": ({"best_of": 2}, 400, "best_of is not supported"),
+    "model": ({"model": "other"}, 404, "there is no model other, only tiny"),
+    "long": ({"max_tokens": 1000}, 400, "256 tokens here, but the prompt has 8"),
+    "nothing": ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
+    "heat": ({"temperature": -1}, 400, "temperature: "),
+    "top_p": ({"top_p": 0}, 400, "top_p must lie in"),
+    "tool": ({"tool_choice": "required"}, 400, "tool_choice can be none or auto"),
+    "tools": ({"tools": [{"type": "function"}]}, 400, "does not read tools"),
+    "form": ({"response_format": {"type": "xml"}}, 400, "response_format is text"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "only texts are decoded",
+    ),
+    "body": ({"user": "x" * 20_000}, 413, "more than 10000 bytes"),
+    "n": ({"n": 0}, 400, "n: "),
+    "bias": ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused_with_a_sentence(client, name) -> None:
+    fields, status, sentence = REFUSED[name]
+    response = client.post(CHAT, json={"messages": MESSAGES, "temperature": 1, **fields})
+    assert response.status_code == status
+    assert sentence in response.json()["error"]["message"]
+
+
+def test_fields_that_change_nothing_are_passed_over(client) -> None:
+    fields = {"user": "me", "metadata": {}, "best_of": 1, "suffix": None, "store": True}
+    body = {"messages": MESSAGES, "max_tokens": 2, **fields}
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+def test_facts_tokens_and_the_page(client, decoder) -> None:
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/health").status_code == 200
+    tokens = client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+    assert tokens == decoder.tokenizer("hello")["input_ids"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "hello"}
+    chat = client.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert chat == decoder.request(MESSAGES, read_options({})).prompts[0]
+    page = client.get("/").text
+    assert '{"model": "tiny", "key": false}' in page and "{/*" not in page
+
+
+def test_a_key_is_asked_for_where_answers_are(decoder) -> None:
+    options = ServerOptions("tiny", api_key="secret", cors_origins=("https://a.example",))
+    with TestClient(make_app(Decoder(decoder.target), options)) as client:
+        assert client.get("/v1/models").status_code == 401
+        right = {"Authorization": "Bearer secret", "Origin": "https://a.example"}
+        response = client.get("/v1/models", headers=right)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://a.example"
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+def test_more_than_the_queue_holds_is_refused_and_the_rest_answered(decoder) -> None:
+    options = ServerOptions("tiny", max_batch=1, max_queue=2)
+    with TestClient(make_app(Decoder(decoder.target), options)) as client:
+        body = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5}
+        refused = client.post(CHAT, json={**body, "n": 4})
+        assert refused.status_code == 429 and "queue holds 2" in refused.text
+        assert len(client.post(CHAT, json={**body, "n": 3}).json()["choices"]) == 3
+
+
+def test_a_conversation_that_goes_on_is_not_read_again(client, decoder) -> None:
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+    first = client.post(CHAT, json=body).json()["choices"][0]["message"]
+    longer = [*MESSAGES, first, {"role": "user", "content": "more"}]
+    found = client.post(CHAT, json={**body, "messages": longer}).json()
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert found["choices"][0]["message"]["content"] == greedy(
+        Decoder(decoder.target), longer, max_new_tokens=12
+    )
+
+
+def test_rows_that_cannot_go_on_end_alone(client, decoder) -> None:
+    """The grammar allows nothing but the end, which the least length forbids."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
+    body = {"messages": MESSAGES, "temperature": 0.7, "max_tokens": 20}
+    failed = client.post(CHAT, json={**body, "response_format": form, "min_tokens": 9})
+    assert failed.status_code == 500 and "no token can be chosen" in failed.text
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+def test_a_client_that_goes_away_frees_its_row(decoder) -> None:
+    """Whether it waits for a whole answer or reads a stream."""
+    app = make_app(Decoder(decoder.target), ServerOptions("tiny", max_batch=1))
+    server = app.state.server
+
+    async def leave(stream: bool) -> None:
+        body = {"messages": MESSAGES, "max_tokens": 200, "ignore_eos": True, "stream": stream}
+        sent = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        started = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if sent:
+                return sent.pop()
+            while not server.loop.running:
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            started.set()
+
+        scope = {
+            "type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(),
+            "query_string": b"", "headers": [(b"content-type", b"application/json")],
+            "http_version": "1.1", "scheme": "http", "root_path": "", "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        await app(scope, receive, send)
+
+    with TestClient(app) as client:
+        for stream in (False, True):
+            asyncio.run(leave(stream))
+            ended = f'finished_reason="abort",model_name="tiny"}} {1.0 + stream}'
+            deadline = time.monotonic() + 20
+            while ended not in client.get("/metrics").text and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert ended in client.get("/metrics").text
+            assert not server.loop.running
