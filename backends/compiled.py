@@ -132,6 +132,7 @@ class Compiled:
         Several threads may call.
         """
         graphs, tried = self.graphs.setdefault(self.kind(arguments), []), 0
+        # A graph refuses arguments of a layout that it was not made for, before it computes.
         for graph in graphs:
             try:
                 return graph(*arguments)
@@ -141,12 +142,14 @@ class Compiled:
             warn_of_many(self.function)
             return self._uncompiled(arguments)
         with Compiled.making:
+            # Another thread may have made one while this one waited for the lock.
             if len(graphs) == tried:
                 return self._made(graphs, arguments)
         return self(*arguments)  # another thread has just made a graph: it may be the one
 
     def _uncompiled(self, arguments: Sequence[Any]) -> Any:
         """The function's value without a graph."""
+        # The hooks that are part of a graph have to run here as well.
         with self.around:
             return self.function(*arguments)
 
@@ -236,6 +239,7 @@ class Compiled:
 
     def forget(self) -> None:
         """Make all graphs again when they are needed, for what the function reads has changed."""
+        # Those on the disk stay: they hold no weights, only how to make constants of them.
         self.graphs.clear()
         self.times_forgotten += 1
 

@@ -47,6 +47,7 @@ def move_columns(
     """
     rows = torch.arange(source.shape[0], device=source.device)[:, None]
     for layer in (*keys, *values):
+        # Indexing on the right copies first, so sources and destinations may overlap.
         layer[rows, :, destination] = layer[rows, :, source]
 
 
@@ -89,7 +90,9 @@ class CacheColumns:
         """Write a layer's new keys and values; returns all S columns of both, [B, H, S, D]."""
         stores = self.keys[layer], self.values[layer]
         for store, states in zip(stores, (keys, values), strict=True):
+            # In place: memory is taken once, and a recorded pass knows its address.
             store.index_copy_(2, self.columns, states)
+        # Views: attention reads the columns where they lie.
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
 
 
@@ -134,6 +137,7 @@ class ColumnCache:
         end = self.longest + visible.shape[2]
         width = self.seen(end)
         self._ensure(width)
+        # All nodes see all that is committed, so only the nodes' own part needs a table.
         if self.no_gaps and width == end:
             return pad(visible, (self.longest, 0), value=True)[:, None]
         return visible_columns(visible, self.lengths, self._numbers()[:width], self.longest)
@@ -212,6 +216,7 @@ class ColumnCache:
         if path is not None:
             steps = torch.arange(path.shape[1], device=path.device)
             self.move(self.keys, self.values, self.longest + path, self.lengths[:, None] + steps)
+        # Columns past `lengths` keep what they held: hidden by masks, overwritten by later nodes.
         self.lengths, self.longest, self.pending = lengths, longest, 0
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
@@ -258,6 +263,7 @@ class ColumnCache:
         """Forget what was committed after the first `length` positions of each row."""
         assert self.lengths is not None
         self.discard()
+        # Nothing is freed or cleared: what follows the cut is hidden, then overwritten.
         self.lengths = self.lengths.clamp_max(length)
         self.longest = min(self.longest, length)
 

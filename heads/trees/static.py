@@ -114,6 +114,7 @@ class StaticTrees:
             return [0.0, *(len(path) * right + sum(path) * wrong for path in shape.paths)]
         everywhere = self.path_counts[()]
         found = (self.path_counts.get(path, 0) for path in shape.paths)
+        # Half a count more, so that a path that was never seen is improbable and not impossible.
         return [0.0, *(math.log((count + 0.5) / (everywhere + 1)) for count in found)]
 
     def chances(self, budget: Budget) -> tuple[float, ...] | None:

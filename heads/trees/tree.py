@@ -69,6 +69,7 @@ class Budget:
             )
         if not self.chances:
             assumed = (UNMEASURED_ALPHA**depth for depth in range(1, self.longest + 1))
+            # The class is frozen, and this default follows from other fields.
             object.__setattr__(self, "chances", tuple(assumed))
 
     @property
@@ -95,6 +96,8 @@ class TreeShape:
         Better-ranked siblings may be missing: (0,) (2,) takes the best and the third-best guess.
         Raises UserError for a repeated path, a negative rank, or a node whose parent is missing.
         """
+        # By depth, so that parents come before children; then by rank, so that siblings stand in
+        # the order in which guesses were made.
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         known = set(ordered) | {()}
         if len(known) != len(ordered) + 1:
@@ -251,6 +254,7 @@ class TreeTables(NamedTuple):
     ) -> "TreeTables":
         """The tables of trees in which no node is deeper than `levels`."""
         ancestors = ancestor_mask(parents, levels)
+        # A row of the mask holds the node and its ancestors: one more than its depth.
         return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, scores)
 
     def tree(self, levels: int, width: int) -> TokenTree:

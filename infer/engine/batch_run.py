@@ -43,6 +43,7 @@ class Row:
     def take(self, committed: Sequence[int], end_ids: frozenset[int]) -> list[int]:
         """Append committed tokens up to the first end, NO_TOKEN or limit; returns those kept."""
         kept = []
+        # A path may go on past an end token: what follows it was drafted for nothing.
         for token in committed:
             kept.append(token)
             self.finish_reason = self._reason_to_end(token, len(self.tokens) + len(kept), end_ids)
@@ -94,6 +95,8 @@ class Batch:
 
     def take_step(self, committed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """`take` for a verification step, whose accept lengths are recorded."""
+        # Before rows take them: an answer that ends within the step counts whole in the planner,
+        # and tau counts what was returned, see `BatchRun.take_step`.
         for row, tokens in zip(self.running_rows(), committed, strict=True):
             if row.active:
                 row.accept_lengths.append(len(tokens))
@@ -161,6 +164,7 @@ class BatchRun:
     def _count_rows(self) -> None:
         """Give each row of the batch its place in the statistics."""
         self.stats.accept_lengths = [row.accept_lengths for row in self.batch.rows]
+        # The first token is the prompt pass's.
         self.stats.decoded_tokens = [max(0, len(row.tokens) - 1) for row in self.batch.rows]
 
     @property
@@ -171,6 +175,7 @@ class BatchRun:
     def begin_random_step(self) -> None:
         """Start each running row's random numbers for its next token."""
         if self.random is not None:
+            # By the row's own length: its draws must not depend on when it joined a batch.
             self.random.begin_step([len(row.tokens) for row in self.batch.running_rows()])
 
     def reuse(self, positions: int) -> None:

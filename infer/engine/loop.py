@@ -46,6 +46,7 @@ def read_prompts(
             session = prefill_drafter(
                 drafter, stepper.prompt_ids, stepper.prompt_lengths, committed
             )
+        # Answers of one token have ended already.
         stepper.keep_active(session)
     return session, emitted
 
@@ -55,9 +56,11 @@ def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emit
     run = stepper.run
     run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
     with run.stats.step() as elapsed:
+        # The clock starts before the draft: a size is judged by all that it costs.
         proposal = planner.draft(partial(stepper.propose, session))
         emitted = stepper.step(session, proposal)
         planner.learn(run.last_lengths, elapsed())
+        # Only at the end of a batch is anything written to the disk.
         if not run.batch.running:
             planner.finish()
     return emitted

@@ -49,6 +49,7 @@ def prefill(
         prompts = ids[group, : to_host(own.max())]
         parts.append(cache.part(group))
         found.append(read_rows(target, prompts, own, features, parts[-1], 0, chunk))
+    # Groups are read in the order of their lengths; rows return to where the request has them.
     cache.collect(parts, groups, room)
     back = places_of_rows(groups)
     wide = [part.map(lambda states: padded_to(width, states)) for part, _ in found]
@@ -184,6 +185,7 @@ def prompt_groups(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
     Lengths 9 70 8 with a pass cost of 10 are read as rows 2 0, then 1: 2 x 9 + 70 positions and two
     passes, where one pass has 3 x 70 positions.
     """
+    # The best groups are runs of the sorted lengths, so that one loop over their ends finds them.
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     # Rows of one length are not parted: with a longer one they would cost more.
     ends = [n for n in range(1, len(order)) if lengths[order[n - 1]] < lengths[order[n]]]

@@ -59,6 +59,7 @@ class Outcome:
     def of(cls, result: StepResult, is_moved: bool) -> "Outcome":
         """Read a step's result; `is_moved` where the step has moved the path in the cache."""
         new_tokens, paths = read_table(result.table)
+        # One row and the first nodes, in order: their columns already follow the committed ones.
         is_straight = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
         return cls(
             Acceptance(result.path, result.length, result.bonus),
@@ -102,6 +103,7 @@ def settled(
     """What a step commits when its rule has accepted a path of the tree."""
     path, length = accepted.path, accepted.length
     rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    # Places after a row's length hold node 0: what is gathered there is never read.
     on_path = features.map(lambda hidden: hidden[rows, path])
     end = path.gather(1, length[:, None] - 1)
     following = following_tokens(tree, accepted)
@@ -235,8 +237,10 @@ class StepFunction:
         filtered: bool,
     ) -> StepResult:
         """The traced function; its results have one place for each node, whatever the depth."""
+        # Within the graph, so that a small draft costs no call of its own.
         tokens = self.filler.tokens(*arguments)  # [B, N]
         if self.few_sizes:
+            # Filled up with zeros until here, and 0 is a token that could be right.
             tokens = tokens.masked_fill(parents == NO_NODE, NO_NODE)
         positions = self.target.legal_positions(lengths[:, None] + depths)
         kernels = self.target.kernels_for(tokens.shape[1])
@@ -248,8 +252,10 @@ class StepFunction:
         else:
             mask = kernels.masks(ancestors, lengths, columns[0])
             cache = kernels.cache(keys, values)
+        # Padding is embedded as token 0; being no real token, it is never accepted.
         logits = self.target.forward(tokens.clamp_min(0), positions, mask, cache)
         features = self.taps.features()
+        # As deep as so many nodes can be: one graph then serves trees of all depths.
         most = tokens.shape[1] - 1
         tree = TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
         accepted = follow(tree, self._target_tokens(tree, logits, draws, filtered))

@@ -64,6 +64,7 @@ class PromptPass:
 
         `first_tokens` are the same as the host has them, NO_TOKEN among them.
         """
+        # A drafter reads each state with the token after it: the one that it led to.
         # The last positions differ from row to row.
         following = torch.cat([self.ids[:, 1:], roots[:, None]], dim=1)
         following.scatter_(1, self.lengths[:, None] - 1, roots[:, None])
@@ -132,6 +133,7 @@ class Stepper:
         first = self.next_tokens(self.target.next_logits(read.hidden))
         first_tokens = to_host(first)
         emitted = self.run.batch.take([[token] for token in first_tokens])
+        # A row that failed or has ended runs along until it leaves, and must hold a real token.
         self.roots = first.clamp_min(0)
         return read.committed(self.roots, first_tokens), emitted
 
@@ -170,7 +172,9 @@ class Stepper:
         outcome = self.verified(proposal).readable()
         with self.run.stats.phase("commit"):
             self.commit(outcome)
+            # After the cache: drafters with the target's own layers read it as it is now.
             session.commit(outcome.committed(self.cache))
+            # Before idle rows leave: the tokens stand in the order of the batch as it ran.
             emitted = self.run.take_step(outcome.new_tokens)
             if self.before_end is not None:
                 numbers = self.run.batch.running
@@ -212,6 +216,7 @@ class Stepper:
         """What the target's own tokens are drawn with, the same numbers as in plain decoding."""
         if self.run.random is None:
             return None
+        # One more than the longest path: the bonus token is drawn as well.
         return Draws(self.settings, self.run.random.ahead(depth + 1))
 
     @cached_property
@@ -250,6 +255,7 @@ class Stepper:
     def verify(self, tree: TokenTree) -> TargetOutput:
         """One pass of the target over all nodes of a tree."""
         assert self.cache.lengths is not None
+        # Positions follow depth, not the place in the tree: siblings share one, in other columns.
         positions = self.target.legal_positions(self.cache.lengths[:, None] + tree.depths)
         mask = self.target.tree_mask(self.cache, tree.ancestors)
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
@@ -259,6 +265,7 @@ class Stepper:
         """Apply the rule to the target's scores, in the form that it reads."""
         assert self.cache.lengths is not None
         run, verifier, scores = self.run, self.verifier, output.logits
+        # Each node gets the penalties of its own path, as if the answer had ended there.
         if self.processing is not None:
             scores = self.processing.after_nodes(tree, scores)
         reads_probs = verifier.reads == "probs"
@@ -284,6 +291,8 @@ class Stepper:
     def commit(self, outcome: Outcome) -> None:
         """Keep the accepted path in the cache; the token after it is the next root."""
         pairs = zip(self.lengths, outcome.new_tokens, strict=True)
+        # A step commits the root and the accepted nodes; its bonus is the next root, not yet read.
+        # So the number of new tokens is also that of new positions.
         self.lengths = [old + len(new) for old, new in pairs]
         path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
         self.cache.commit(path, outcome.committed_lengths, max(self.lengths))
@@ -297,6 +306,7 @@ class Stepper:
         places = self.run.drop_idle(int if self.target.memory is None else power_of_two)
         if not places:
             return
+        # All that is kept by place goes through the same choice, or rows would mix.
         self.lengths = [self.lengths[place] for place in places]
         rows = torch.tensor(places, device=self.target.device)
         self.roots = self.roots[rows]

@@ -133,6 +133,7 @@ def follow(tree: TokenTree, target_tokens: torch.Tensor) -> Acceptance:
     `target_tokens` [B, N] are the target's tokens after each node.
     """
     passes = tree.tokens == at_parents(tree, target_tokens)
+    # The root was committed before; what its own token is compared with says nothing.
     passes[:, 0] = True
     node = deepest(tree, passes)
     return path_to(tree, node, target_tokens.gather(1, node[:, None]).squeeze(1))
@@ -159,7 +160,9 @@ def deepest(
 
     Among nodes of one depth the one with the largest `preference` [B, N], in [0, 1), wins.
     """
+    # Nodes that are not on a path have no say in it.
     reached = (passes[:, None, :] | ~tree.ancestors).all(-1)
+    # Depths are whole numbers and preferences less than one: depth decides first.
     return torch.where(reached, tree.depths + preference, -1.0).argmax(1)
 
 
@@ -187,6 +190,7 @@ def at_parents(tree: TokenTree, table: torch.Tensor) -> torch.Tensor:
 
     Parents (-1, 0, 0, 1) take the entries 0 0 0 1.
     """
+    # -1, the root's parent, would be the last entry.
     parents = tree.parents.clamp_min(0)
     parents = parents.view(*parents.shape, *(1,) * (table.dim() - 2))
     return table.gather(1, parents.expand_as(table))

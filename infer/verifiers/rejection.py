@@ -42,6 +42,7 @@ def reject_recursively(
     uniform = random.uniform(tree.num_nodes)  # [B, N]
     children = DrawnChildren(tree, scores)
     refusals = children.refuse(torch.ones_like(tree.tokens, dtype=tree.draft_probs.dtype))
+    # Strictly below, since a number may be 0: a child of chance 0 never passes.
     passes = lenience * uniform < refusals.chance
     passes &= ~(children.earlier & passes[:, None]).any(-1)  # the first child that passes is taken
     passes[:, 0] = True

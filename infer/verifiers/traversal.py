@@ -39,11 +39,13 @@ def traversal(
     uniform = random.uniform(tree.num_nodes)  # [B, N]
     children = DrawnChildren(tree, scores)
     weight = torch.ones_like(tree.tokens, dtype=tree.draft_probs.dtype)
+    # Weights go down: a child's follows from its parent's. Only then are paths tried upwards.
     for depth in range(1, tree.max_depth + 1):
         weight = torch.where(tree.depths == depth, children.refuse(weight).chance, weight)
     refusals = children.refuse(weight)
     passes = uniform < refusals.weight_left
     turn = turns(tree, children.earlier)
+    # The root's turn is the last, and with weight 1 it always passes.
     node = torch.where(passes, turn, tree.num_nodes).argmin(1)
     return path_to(tree, node, children.bonus(refusals, node, uniform[:, 0]))
 
