@@ -281,15 +281,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for `drafter_name` runs once for each drafter there is.
-
-    A test that asks for a `common_drafter` runs for all that do not represent others.
-    """
+    """A test that asks for `drafter_name` runs once for each drafter there is."""
     if "drafter_name" in metafunc.fixturenames:
         metafunc.parametrize("drafter_name", by_stage(DRAFTERS))
-    if "common_drafter" in metafunc.fixturenames:
-        others = [name for name in DRAFTERS if name not in REPRESENTATIVES]
-        metafunc.parametrize("common_drafter", others)
     if "lawful_drafter" in metafunc.fixturenames:
         # The law of the answers does not depend on where the form of a tree came from. Drafts that
         # stop do so under rules that follow the target, whose texts are compared seed by seed.

@@ -1,9 +1,7 @@
-"""Each drafter that represents no class of session, in one test: every way of decoding, one text.
-
-What the representatives prove claim by claim, and `make test-all` proves of every drafter.
-"""
+"""Each drafter in one test: every way of decoding, one text."""
 
 import pytest
+from conftest import DRAFTERS
 from tiny import BUSHY, random_prompts
 from transformers import GenerationConfig
 
@@ -42,10 +40,11 @@ def limit_of(number: int) -> int:
     return (3, MOST, 9)[number % 3]
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_every_way_of_decoding_gives_the_text_of_plain_decoding(
-    target, make_drafter, common_drafter, plain
+    target, make_drafter, name, plain
 ) -> None:
-    drafter = make_drafter(common_drafter, target)
+    drafter = make_drafter(name, target)
     decoder, limits = Decoder(target, drafter), {"max_new_tokens": MOST}
     found = decoder.generate(PROMPTS, **limits)
     assert found.sequences == plain["greedy"]
@@ -59,14 +58,15 @@ def test_every_way_of_decoding_gives_the_text_of_plain_decoding(
     assert served(decoder) == cut
     for budget in drafter.budgets:
         if budget.nodes <= BUSHY.num_nodes:
-            one_size = Decoder(target, drafter, budget).generate(PROMPTS[:2], **limits)
-            assert one_size.sequences == plain["greedy"][:2], budget
+            one_size = Decoder(target, drafter, budget)
+            for rows in (slice(0, 1), slice(1, 3)):
+                found = one_size.generate(PROMPTS[rows], **limits)
+                assert found.sequences == plain["greedy"][rows], budget
 
 
-def test_a_rows_draws_do_not_depend_on_the_rows_beside_it(
-    target, make_drafter, common_drafter
-) -> None:
-    decoder = Decoder(target, make_drafter(common_drafter, target))
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_rows_draws_do_not_depend_on_the_rows_beside_it(target, make_drafter, name) -> None:
+    decoder = Decoder(target, make_drafter(name, target))
     options = {"max_new_tokens": 12, "temperature": 1.0, "verifier": "rejection"}
     together = decoder.generate(PROMPTS[:2], seed=[5, 6], **options).sequences
     alone = [decoder.generate(PROMPTS[n], seed=5 + n, **options).sequences[0] for n in range(2)]
