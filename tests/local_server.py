@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 
-class Quiet(BaseHTTPRequestHandler):
-    """For handlers that write nothing on the terminal."""
+class Quiet:
+    """For handlers of requests: what they answer, and nothing on the terminal."""
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
@@ -24,7 +24,7 @@ class Quiet(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[Quiet]) -> Iterator[str]:
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """The address of a server while the block runs."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     # They are waited for: a thread that computes while the interpreter ends aborts the process.
