@@ -61,6 +61,19 @@ def run(models_folder, monkeypatch, capsys):
     return run
 
 
+TARGET = ("--target", "@target")
+HELLO = ("generate", *TARGET, "--prompt", "hello", "--dtype", "float32")
+
+
+@pytest.fixture
+def answers(run, tmp_path) -> Path:
+    """The target's answers to the prompts."""
+    path = tmp_path / "answers.jsonl"
+    task = ("data", "distill", *TARGET, "--prompts", "@prompts.jsonl", "--output", str(path))
+    assert run(*task, "--max-new-tokens", "40")[0] == 0
+    return path
+
+
 def test_the_version_is_the_distributions(run) -> None:
     assert run("--version")[:2] == (0, f"{importlib.metadata.version('drafthead')}\n")
     assert drafthead.__version__ == importlib.metadata.version("drafthead")
@@ -203,8 +216,7 @@ def test_a_head_is_exported_described_used_and_imported(run, tmp_path) -> None:
     assert run("head", "import", served, "--output", back)[0] == 0
     status, out, _ = run("head", "info", back)
     assert status == 0 and "imported_from" in out and "output of layer" in out
-    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
-    assert run(*task, "--draft", served)[:2] == run(*task, "--draft", back)[:2] == run(*task)[:2]
+    assert run(*HELLO, "--draft", served)[:2] == run(*HELLO, "--draft", back)[:2] == run(*HELLO)[:2]
     status, _, err = run("head", "export", "@head", "--format", "medusa", "--output", served)
     assert status == 2 and "is not empty" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "served"]
@@ -220,37 +232,33 @@ def test_a_head_is_exported_described_used_and_imported(run, tmp_path) -> None:
     ],
 )
 def test_generate_processes_logits_with_every_drafter(run, options) -> None:
-    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
-    status, processed, _ = run(*task, *options)
-    assert status == 0 and processed != run(*task)[1]
-    assert run(*task, *options, "--draft", "@head")[:2] == (0, processed)
+    status, processed, _ = run(*HELLO, *options)
+    assert status == 0 and processed != run(*HELLO)[1]
+    assert run(*HELLO, *options, "--draft", "@head")[:2] == (0, processed)
 
 
 def test_generate_with_min_p_one_is_greedy(run) -> None:
-    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
-    greedy = run(*task, "--draft", "@head")[1]
-    assert run(*task, "--draft", "@head", "--temperature", "1", "--set", "min_p=1")[1] == greedy
-    assert run(*task, "--draft", "@head", "--temperature", "1")[1] != greedy
+    greedy = run(*HELLO, "--draft", "@head")[1]
+    assert run(*HELLO, "--draft", "@head", "--temperature", "1", "--set", "min_p=1")[1] == greedy
+    assert run(*HELLO, "--draft", "@head", "--temperature", "1")[1] != greedy
 
 
 def test_generate_ends_at_a_stop_string(run) -> None:
-    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
-    whole = run(*task, "--draft", "@head")[1].rstrip("\n")
+    whole = run(*HELLO, "--draft", "@head")[1].rstrip("\n")
     letter = next(c for c in whole[5:] if c.isalpha())
-    cut = run(*task, "--draft", "@head", "--set", f"stop_strings={letter}")[1].rstrip("\n")
+    cut = run(*HELLO, "--draft", "@head", "--set", f"stop_strings={letter}")[1].rstrip("\n")
     assert cut == whole[: whole.index(letter) + 1]
 
 
 def test_generate_prints_log_probabilities_and_why_the_answer_ended(run) -> None:
-    task = ("generate", "--target", "@target", "--prompt", "hello", "--dtype", "float32")
-    status, out, err = run(*task, "--max-new-tokens", "3", "--logprobs", "2", "--draft", "@head")
+    status, out, err = run(*HELLO, "--max-new-tokens", "3", "--logprobs", "2", "--draft", "@head")
     assert status == 0 and "3 tokens, ended by length" in err
     lines = out.splitlines()[-4:]
     assert lines[0].split() == ["chosen", "target", "token"]
     for line in lines[1:]:
         chosen, raw, *rest = line.split()
         assert float(chosen) == float(raw) < 0 and " | " in line and rest[-1] < "0"
-    status, out, err = run(*task, "--set", "max_time=1e-9")
+    status, out, err = run(*HELLO, "--set", "max_time=1e-9")
     assert status == 0 and "1 tokens, ended by time" in err
 
 
@@ -332,12 +340,9 @@ def test_compare_goes_on_with_what_was_raced_before_a_stop(run, monkeypatch, tmp
     assert "is of another race (not the same: command): begins again" in out
 
 
-def test_doctor_says_what_it_has_seen(run, tmp_path) -> None:
-    answers = tmp_path / "answers.jsonl"
-    common = "--target", "@target"
-    run("data", "distill", *common, "--prompts", "@prompts.jsonl", "--output", str(answers))
+def test_doctor_says_what_it_has_seen(run, answers, tmp_path) -> None:
     status, out, _ = run(
-        "head", "doctor", "@head", *common, "--data", str(answers),
+        "head", "doctor", "@head", *TARGET, "--data", str(answers),
         "--output", str(tmp_path / "doctor.json"),
     )  # fmt: skip
     assert status == 0 and "checks, faults: " in out
@@ -393,21 +398,14 @@ def test_doctor_renders_prompts_with_the_arguments_of_the_command(
         assert found["another chat template"]["evidence"].startswith(differing)
 
 
-def test_evaluate_measures_the_tau_of_decoding(run, models_folder, tmp_path) -> None:
-    answers = tmp_path / "answers.jsonl"
-    common = "--target", "@target"
-    written = run(
-        "data", "distill", *common, "--prompts", "@prompts.jsonl", "--output", str(answers),
-        "--max-new-tokens", "40",
-    )  # fmt: skip
-    assert written[0] == 0
+def test_evaluate_measures_the_tau_of_decoding(run, answers, models_folder, tmp_path) -> None:
     status, out, _ = run(
-        "head", "evaluate", "@head", *common, "--data", str(answers),
+        "head", "evaluate", "@head", *TARGET, "--data", str(answers),
         "--data", "@prompts.jsonl",        "--output", str(tmp_path / "found.json"),
     )  # fmt: skip
     assert status == 2, "prompts without answers have nothing to measure"
     status, out, _ = run(
-        "head", "evaluate", "@head", *common, "--data", str(answers),
+        "head", "evaluate", "@head", *TARGET, "--data", str(answers),
         "--output", str(tmp_path / "found.json"),
     )  # fmt: skip
     assert status == 0 and "alpha" in out
@@ -423,19 +421,16 @@ def test_evaluate_measures_the_tau_of_decoding(run, models_folder, tmp_path) -> 
     assert found["tau_tree"]["64"] >= found["tau_chain"] >= 1
 
 
-def test_evaluate_writes_what_was_accepted_into_the_head(run, models_folder, tmp_path) -> None:
-    answers, head = tmp_path / "answers.jsonl", tmp_path / "head"
-    common = "--target", "@target"
-    run(
-        "data", "distill", *common, "--prompts", "@prompts.jsonl", "--output", str(answers),
-        "--max-new-tokens", "40",
-    )  # fmt: skip
+def test_evaluate_writes_what_was_accepted_into_the_head(
+    run, answers, models_folder, tmp_path
+) -> None:
+    head = tmp_path / "head"
     shutil.copytree(models_folder / "head", head)
     target = Decoder.from_pretrained(str(models_folder / "target")).target
 
     def accepted_after(*data: str) -> dict[tuple[int, ...], int]:
         files = [word for name in data for word in ("--data", name)]
-        task = ("head", "evaluate", str(head), *common, *files)
+        task = ("head", "evaluate", str(head), *TARGET, *files)
         status, _, _ = run(*task, "--save-acceptance")
         assert status == 0
         return load_head(head, target).path_counts
@@ -540,7 +535,6 @@ def damaged(folder: Path, name: str, tmp_path: Path) -> str:
     return str(copy)
 
 
-TARGET = ("--target", "@target")
 RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
 
 
