@@ -15,6 +15,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from drafthead.lab.learning_curve import in_words
 
@@ -67,7 +68,10 @@ class View:
         file = self.stack.enter_context((self.folder / LOG).open("a", encoding="utf-8"))
         is_live = self.console.is_terminal
         if is_live:
-            live = Live(console=self.console, get_renderable=self.table, refresh_per_second=2)
+            live = Live(
+                console=self.console, get_renderable=self.table, refresh_per_second=2,
+                redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
             self.stack.enter_context(live)
         captured = Captured(file, self._on_bar, is_live)
         for handler in logging.getLogger().handlers:
@@ -105,7 +109,7 @@ class View:
     def say(self, text: str) -> None:
         """Print a line, above the stages."""
         self.said = time.monotonic()
-        self.console.print(text, markup=False)
+        self.console.print(Text(text))  # not `markup=False`: the live table would lose its own
 
     def left(self) -> float:
         """Seconds that all is expected to take."""
