@@ -64,6 +64,10 @@ class Building:
 
     def first_plan(self) -> str:
         """What will be made, and what it needs; raises UserError where it cannot fit."""
+        if "plan" in self.folder.stages:
+            return (
+                f"{self.path} goes on: {len(self.folder.stages)} of {len(STAGES)} stages are done"
+            )
         self.config.unlink(missing_ok=True)
         write_starting_config(self.choices.family, self.choices.target, self.config)
         self.settings = self.usual()

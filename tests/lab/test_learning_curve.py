@@ -22,7 +22,7 @@ def curve_of(function, best: float | None = None) -> LearningCurve:
     return LearningCurve(points, points[-1].tau, best or points[-1].tau, 1.0)
 
 
-@pytest.mark.parametrize("bend", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("bend", [-0.5, 0.0, 0.3, 0.8])
 def test_the_interval_holds_what_a_curve_goes_on_to(bend: float) -> None:
     def tau(n: float) -> float:
         return 1.5 + 0.2 * (np.log(n / 100) if bend == 0 else (1 - (n / 100) ** -bend) / bend)
@@ -78,7 +78,8 @@ def test_a_short_run_has_no_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["parallel", "medusa"])
+def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path, of: str) -> None:
     """On the small model: heads of 150, 300 and 600 answers, each read twice."""
     answers, held_out = tmp_path / "answers.jsonl", tmp_path / "held_out.jsonl"
     model, settings = options.Model(target=TARGET), {"max_new_tokens": 64, "batch_size": 64}
@@ -90,8 +91,8 @@ def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path) -> No
             where=distill.Where(output=str(output)),
         )
     rows = answers.read_text().splitlines(keepends=True)
-    config = tmp_path / "parallel.yaml"
-    write_starting_config("parallel", TARGET, config)
+    config = tmp_path / "train.yaml"
+    write_starting_config(of, TARGET, config)
     curves: list[LearningCurve] = []
     for number in (150, 300, 600):
         some, head = tmp_path / f"{number}.jsonl", tmp_path / f"head{number}"
