@@ -30,7 +30,7 @@ def accepted_drafts(audit: Audit) -> Finding | None:
         return Finding(f"{evidence}. With --head it is compared with decoding here")
     head = load_head(audit.head, audit.target)
     length = min(len(theirs.accepted) or head.depth, head.depth)
-    ours = decoded(audit, head, length)
+    ours = audit.drafts_here = decoded(audit, head, length)
     evidence += f". Here: {described(ours)}"
     if same(theirs, ours):
         return Finding(evidence)
@@ -46,23 +46,20 @@ def decoded(audit: Audit, head: DraftHead, length: int) -> Counted:
     stats = decoder.generate(audit.prompts, max_new_tokens=new, use_model_defaults=False).stats
     drafts = [n - 1 for row in stats.accept_lengths for n in row]
     reached = tuple(sum(n > place for n in drafts) for place in range(length))
-    return Counted(len(drafts), reached, 1 + sum(drafts) / max(1, len(drafts)))
+    return Counted(len(drafts), reached)
 
 
 def described(found: Counted) -> str:
     """Counts in words."""
-    if not found.drafts:
-        return f"{found.mean_length:.2f} tokens a step"
-    shares = " ".join(f"{count / found.drafts:.0%}" for count in found.accepted)
-    mean = 1 + sum(found.accepted) / found.drafts
-    return f"of {found.drafts} drafts {shares} by position, {mean:.2f} tokens a step"
+    shares = " ".join(f"{count / found.drafts:.0%}" for count in found.accepted if found.drafts)
+    by_place = f"of {found.drafts} drafts {shares} by position, " if found.drafts else ""
+    return f"{by_place}{found.length:.2f} tokens a step"
 
 
 def same(theirs: Counted, ours: Counted) -> bool:
     """Whether two counts may be of the same drafts, at every position (Fisher's exact test)."""
     if not theirs.drafts:
-        assert theirs.mean_length is not None and ours.mean_length is not None
-        return abs(theirs.mean_length - ours.mean_length) < MEAN_ERROR * ours.mean_length
+        return abs(theirs.length - ours.length) < MEAN_ERROR * ours.length
     tables = [
         [[one, theirs.drafts - one], [other, ours.drafts - other]]
         for one, other in zip(theirs.accepted, ours.accepted, strict=False)

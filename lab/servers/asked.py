@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import requests
+from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.train.distillation.server import UNFILTERED, Connection, ServedModel, choice_of
@@ -39,6 +40,13 @@ class Counted:
     drafts: int
     accepted: tuple[int, ...]  # [K]
     mean_length: float | None = None  # tokens a step, of a server that says no more
+
+    @property
+    def length(self) -> float:
+        """Tokens that a step gives, the target's own included."""
+        if not self.drafts:
+            return self.mean_length or 1.0
+        return 1 + sum(self.accepted) / self.drafts
 
     def since(self, before: "Counted") -> "Counted":
         """What has been added since an earlier reading."""
@@ -91,7 +99,7 @@ class AskedServer:
                 pool.submit(self.complete, prompt, max_tokens, temperature, seed)
                 for seed, prompt in enumerate(prompts)
             ]
-            return [future.result() for future in futures]
+            return [future.result() for future in tqdm(futures, unit="answer", leave=False)]
 
     def chat(self, question: str, max_tokens: int) -> Reply:
         """The greedy answer to a user's message, which the server renders itself."""

@@ -77,6 +77,7 @@ class Audit:
     head: Path | None = None  # that the server should draft with
     greedy: list[Read] = field(default_factory=list)  # answers to the prompts, once asked
     drafts: Counted | None = None  # of the server for those
+    drafts_here: Counted | None = None  # by the same head
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import requests
@@ -27,6 +28,17 @@ def launch(folder: Path, served: Served) -> None:
     Raises UserError when it ends before it is ready, and KeyboardInterrupt at Ctrl-C, once the
     server and all that it started are gone.
     """
+    with running(folder, served) as (address, process):
+        print(how_to_call(address, served), flush=True)
+        process.wait()
+
+
+@contextmanager
+def running(folder: Path, served: Served) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a server that a script starts, and its process, while the block runs.
+
+    Raises UserError when it ends before it is ready.
+    """
     address = f"http://127.0.0.1:{os.environ.get('PORT', '8000')}"
     script = folder / SCRIPT
     # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
@@ -40,8 +52,7 @@ def launch(folder: Path, served: Served) -> None:
                     f"{INSTALL[served.server]}"
                 )
             time.sleep(0.2)
-        print(how_to_call(address, served), flush=True)
-        process.wait()
+        yield address, process
     finally:
         stop(process)
 

