@@ -44,8 +44,9 @@ def main(
     from drafthead.heads.storage.files import write_text
     from drafthead.infer.decoder import Decoder
     from drafthead.infer.request.prompts import encode_one
-    from drafthead.lab.diagnosis.doctor import show
     from drafthead.lab.races.record import describe_run, prompt_ids
+    from drafthead.lab.reports.report import print_table
+    from drafthead.lab.reports.run_page import findings_table
     from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
     from drafthead.lab.servers.asked import AskedServer
     from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
@@ -63,8 +64,8 @@ def main(
         ids = prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
     audit = Audit(server, target, ids, max_new_tokens, samples, head)
     findings = {name: found for name, look in CHECKS.items() if (found := look(audit)) is not None}
-    show(findings)
     faults = [name for name, found in findings.items() if found.is_fault]
+    print_table(findings_table(findings, f"{len(findings)} checks, faults: {len(faults)}"))
     print(f"FAIL: {', '.join(faults)}" if faults else f"PASS: {url} serves {model.target}")
     if output is not None:
         record = describe_run(model.target, target) | {

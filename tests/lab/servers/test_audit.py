@@ -1,6 +1,8 @@
 """The audit of a server: a right one passes, and each fault that servers have had is found."""
 
+import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from drafthead.lab.diagnosis.checks import Finding
 from drafthead.lab.servers.acceptance import by_position, misread, rebuilt, same
 from drafthead.lab.servers.asked import AskedServer, Counted, counted
 from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
+from drafthead.scripts import cli
 from drafthead.train.distillation.server import Connection, ServedModel
 
 MODEL = Path(__file__).parents[3] / "assets" / "demo_target"
@@ -158,6 +161,23 @@ def test_a_fault_is_found_and_named(audited, fault, shows_ids, check, told):
     found = audited(TEXT, check, fault=fault, shows_ids=shows_ids)[check]
     assert found.is_fault
     assert re.search(told, found.remedy), found
+
+
+@pytest.mark.parametrize("fault", ["", "logprobs"])
+def test_the_verb_prints_a_verdict_and_its_status_says_it(
+    decoder, fault, tmp_path, monkeypatch, capsys
+):
+    record = tmp_path / "audit.json"
+    with serving(Faulty(decoder, fault=fault)) as url:
+        words = ["audit", url, "--target", str(MODEL), "--limit", "2", "--samples", "40"]
+        words += ["--max-new-tokens", "8", "--output", str(record)]
+        monkeypatch.setattr(sys, "argv", ["drafthead", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    out = capsys.readouterr().out
+    assert (stop.value.code or 0) == bool(fault)
+    assert ("FAIL: log-probabilities" if fault else "PASS: ") in out and TEMPLATE in out
+    assert bool(json.loads(record.read_text())["findings"][LOGPROBS]["remedy"]) == bool(fault)
 
 
 def test_counters_are_read_by_any_of_their_names():
