@@ -15,11 +15,11 @@ def main() -> None:
     parser.add_argument("--head")
     parser.add_argument("--draft-model")
     parser.add_argument("--lookup", action="store_true")
-    parser.add_argument("--datastore")
+    parser.add_argument("--ngrams")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
-    kinds = {"head": options.head, "model": options.draft_model, "ngrams": options.datastore}
+    kinds = {"head": options.head, "model": options.draft_model, "ngrams": options.ngrams}
     draft = [f"{kind}:{name}" for kind, name in kinds.items() if name is not None]
     draft += ["lookup"] if options.lookup else []
     decoder = Decoder.from_pretrained(

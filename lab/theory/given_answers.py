@@ -10,8 +10,9 @@ from drafthead.heads.drafting.drafter import Committed, Drafter
 from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import known as with_tokens
-from drafthead.heads.trees.tree import TokenTree
-from drafthead.lab.theory.chains import chain_budget
+from drafthead.heads.trees.tree import Budget, TokenTree
+
+ONE_TOKEN = Budget(2, 1)  # a chain of it
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def places(
         count = torch.tensor([len(following)], device=target.device)
         new = torch.tensor([following], device=target.device)
         session.commit(Committed(new, part, count, host_tokens=[following]))
-        tree = with_tokens(session.propose(chain_budget(1), sampling, random))
+        tree = with_tokens(session.propose(ONE_TOKEN, sampling, random))
         yield tree, output.logits[0, known - 1]
         start = end
 
