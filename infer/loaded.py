@@ -292,7 +292,9 @@ def store_lookup(folder: Path, target: Target) -> StoreLookup:
     Raises UserError when it holds nothing of this target's tokens.
     """
     if target.tokenizer is None:
-        raise UserError("a datastore needs the target's tokenizer: load the target by its name")
+        raise UserError(
+            "a table of n-grams needs the target's tokenizer: load the target by its name"
+        )
     return StoreLookup(load_table(folder, vocabulary_of(target.tokenizer)))
 
 

@@ -2,9 +2,8 @@
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -45,7 +44,7 @@ class GuessTree:
     def order(self) -> Sequence[int]:
         """The nodes, numbered from 0 on, the best first; of equals the first."""
         scores = self.scores
-        if all(first >= second for first, second in pairwise(scores)):
+        if scores == sorted(scores, reverse=True):
             return range(len(scores))
         return sorted(range(len(scores)), key=lambda node: (-scores[node], node))
 
@@ -54,7 +53,11 @@ class GuessTree:
 
         Nodes a, b under it, and c with scores -1, -2 and -1.5 are a and c where two are wanted.
         """
-        kept = sorted(self.order()[:nodes])
+        order = self.order()
+        if isinstance(order, range):  # the first ones: parents come before children
+            tokens, parents = self.tokens[:nodes], self.parents[:nodes]
+            return GuessTree(tokens, parents, self.depths[:nodes], self.scores[:nodes])
+        kept = sorted(order[:nodes])
         numbers = {0: 0} | {node + 1: number for number, node in enumerate(kept, start=1)}
         return GuessTree(
             [self.tokens[node] for node in kept],
@@ -62,21 +65,6 @@ class GuessTree:
             [self.depths[node] for node in kept],
             [self.scores[node] for node in kept],
         )
-
-    def chances(self, counts: Iterable[int]) -> Iterator[list[float]]:
-        """How likely the best 1, 5, ... nodes are accepted to depth 1, 2, ..., for each number.
-
-        A true text follows one path at most, so what the nodes of a depth promise adds up.
-        """
-        order, done = self.order(), 0
-        reached: list[float] = []
-        for count in counts:
-            for node in order[done:count]:
-                if self.depths[node] > len(reached):  # by one: its parent was there before
-                    reached.append(0.0)
-                reached[self.depths[node] - 1] += math.exp(self.scores[node])
-            done = max(done, count)
-            yield reached
 
 
 class GrowingTree:

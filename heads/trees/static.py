@@ -1,6 +1,7 @@
 """Static trees: the sizes worth choosing from, and the best tree of each by measured paths."""
 
 import math
+from functools import cache
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, Path, TreeShape
@@ -34,10 +35,16 @@ def chain_budgets(depth: int) -> tuple[Budget, ...]:
     return tuple(Budget(length + 1, length) for length in range(1, depth + 1))
 
 
+@cache
+def free_budget(nodes: int) -> Budget:
+    """The budget of a draft that costs no pass; made once, as it is asked for at every step."""
+    return Budget(nodes, 0)
+
+
 def free_budgets(nodes: int) -> tuple[Budget, ...]:
     """Budgets of drafts that cost no pass, of up to `nodes` nodes."""
     sizes = [size for size in TREE_SIZES if size < nodes]
-    return tuple(Budget(size, 0) for size in (*sizes, min(nodes, TREE_SIZES[-1])))
+    return tuple(free_budget(size) for size in (*sizes, min(nodes, TREE_SIZES[-1])))
 
 
 def grow_tree(

@@ -137,6 +137,7 @@ class MatchRecord:
     def __init__(self) -> None:
         self.seen = [FIRST_WEIGHT] * len(FIRST_SHARES)
         self.right = [FIRST_WEIGHT * share for share in FIRST_SHARES]
+        self.logs = [math.log(self.share(1 + place)) for place in range(len(self.seen))]
 
     def add(self, length: int, was_right: bool) -> None:
         """A token came after a match of so many tokens."""
@@ -144,6 +145,7 @@ class MatchRecord:
         keep = 1 - 1 / MEMORY
         self.seen[place] = keep * self.seen[place] + 1
         self.right[place] = keep * self.right[place] + was_right
+        self.logs[place] = math.log(self.share(length))
 
     def share(self, length: int) -> float:
         """The share of right tokens after matches of a length; never 0 or 1."""
@@ -156,7 +158,9 @@ class MatchRecord:
         Each right one makes the match longer: after 4 tokens with shares 1/2 for 4 and 3/4 for 5,
         the chances of one and two tokens are 1/2 and 3/8.
         """
-        return list(accumulate(math.log(self.share(length + more)) for more in range(count)))
+        first = min(length, len(self.logs)) - 1
+        logs = self.logs[first : first + count]
+        return list(accumulate([*logs, *[self.logs[-1]] * (count - len(logs))]))
 
 
 class Lookup(Drafter):

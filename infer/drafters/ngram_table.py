@@ -26,7 +26,7 @@ CHILDREN = 8  # of a node of a tree; twice as many bring 0.2 % more in trees of 
 KINDS = ("numbers", "spans", "followers")
 SEPARATOR = -1  # between texts, and after the last
 FACTOR, OFFSET = np.uint64(1_000_003), np.uint64(7)
-RECORD = "datastore.json"
+RECORD = "datastore.json"  # the name that older tables have
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Record:
             record = cls(fields["vocabulary"], fields["tokens"], int(fields.get("ngrams", 0)))
         if not record.ngrams:
             raise UserError(
-                f"{folder} is a datastore of whole texts, as older versions wrote them: make a "
+                f"{folder} is an index of whole texts, as older versions wrote them: make a "
                 "table of n-grams of the same answers with `drafthead data index`"
             )
         if record.vocabulary != vocabulary:
             raise UserError(
-                f"{folder} is a datastore of another tokenizer's tokens: make one of this target's "
-                "answers with `drafthead data index`"
+                f"{folder} is a table of n-grams of another tokenizer's tokens: make one of this "
+                "target's answers with `drafthead data index`"
             )
         return record
 
@@ -70,7 +70,7 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{folder} is no datastore that can be read ({error}): make one with "
+            f"{folder} is no table of n-grams that can be read ({error}): make one with "
             "`drafthead data index`"
         ) from error
 
@@ -200,7 +200,7 @@ class NgramTable:
                 for length in range(record.ngrams)
             ]
         if record.ngrams not in ORDERS or not all(each.fit for each in contexts):
-            raise UserError(f"{folder} is damaged: make the datastore again")
+            raise UserError(f"{folder} is damaged: make the table again")
         return cls(contexts, record)
 
     def save(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.guesses import GrowingTree, GuessTree, token_tree
 from drafthead.heads.trees.recipe import Proposal, known
-from drafthead.heads.trees.static import free_budgets
+from drafthead.heads.trees.static import free_budget, free_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
@@ -79,7 +79,7 @@ class WithLookupSession(DraftSession):
         if budget.depth == 0:
             return self.lookup.propose(budget, sampling, random)
         follows = sampling.greedy or isinstance(random, NextDraws)
-        found = self.lookup.guesses(Budget(budget.nodes, 0), follows) if follows else None
+        found = self.lookup.guesses(free_budget(budget.nodes), follows) if follows else None
         if found is None or found.num_nodes == 1:
             return self.session.propose(budget, sampling, random)
         tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))

@@ -1,10 +1,12 @@
 """What drafts bring, learnt while decoding: of those that cost passes, and of free ones."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drafthead.heads.trees.guesses import GuessTree
 from drafthead.heads.trees.tree import Budget
 
 Size = Budget | None  # None: a step without a draft
@@ -161,32 +163,51 @@ class Calibration:
         self.guessed[place] = keep * self.guessed[place] + guess
         self.accepted[place] = keep * self.accepted[place] + came_true
 
-    def reached(self, guesses: Sequence[float]) -> list[float]:
-        """How often depths 1, 2, ... are reached, by a draft's guesses of that.
-
-        What is judged is each depth if the one before it was reached: after guesses 0.6 and 0.3,
-        that a second token is right in half of the cases. So what comes true deep down, after all
-        tokens before, says nothing of first tokens that promise as little.
+    def add_depths(self, guesses: Sequence[float], length: int) -> None:
+        """Record the tokens that a step committed, by guesses that each depth is reached after the
+        one before.
         """
-        found, product, before = [], 1.0, 1.0
-        for chance in guesses:  # written out: it is asked for several sizes at each step
-            guess = min(1.0, chance / before) if before > 0 else 0.0
-            place = min(int(guess * BINS), BINS - 1)
-            product *= min(1.0, guess * self.accepted[place] / self.guessed[place])
-            found.append(product)
-            before = chance
-        return found
-
-    def add_reached(self, guesses: Sequence[float], length: int) -> None:
-        """Record how deep a draft was accepted, by its guesses and the tokens committed."""
-        for depth, guess in enumerate(further(guesses)[:length], start=1):
+        for depth, guess in enumerate(guesses[:length], start=1):
             self.add(guess, depth < length)
 
 
-def further(guesses: Sequence[float]) -> list[float]:
-    """The chances that each depth is reached if the one before it is."""
-    pairs = zip(guesses, (1.0, *guesses), strict=False)
-    return [min(1.0, chance / before) if before > 0 else 0.0 for chance, before in pairs]
+class Weighed:
+    """The best nodes of a free tree, ever more of them: how likely each depth is reached.
+
+    A true text follows one path at most, so what the nodes of a depth promise adds up. A curve
+    judges each depth if the one before it was reached: after guesses 0.6 and 0.3, that a second
+    token is right in half of the cases. So what comes true deep down, after all tokens before, says
+    nothing of first tokens that promise as little.
+    """
+
+    def __init__(self, tree: GuessTree, curve: Calibration, nodes: int = 0):
+        """The best `nodes` nodes."""
+        self.tree, self.curve, self.order = tree, curve, tree.order()
+        self.nodes = 0
+        self.hoped: list[float] = []  # of depth 1, 2, ..., by the scores
+        self.guesses: list[float] = []  # the same, where the depth before is reached
+        self.found: list[float] = []  # by what such guesses came true at
+        self.grow(nodes)
+
+    def grow(self, nodes: int) -> None:
+        """Take more nodes, until there are so many or no more."""
+        depths, scores, hoped = self.tree.depths, self.tree.scores, self.hoped
+        first = len(hoped)  # place of the first depth that changes
+        for node in self.order[self.nodes : nodes]:
+            place = depths[node] - 1
+            if place == len(hoped):  # its parent was there before
+                hoped.append(0.0)
+            hoped[place] += math.exp(scores[node])
+            first = min(first, place)
+        self.nodes = max(self.nodes, nodes)
+        del self.guesses[first:], self.found[first:]
+        before, product = (hoped[first - 1], self.found[-1]) if first else (1.0, 1.0)
+        for chance in hoped[first:]:
+            guess = min(1.0, chance / before) if before > 0 else 0.0
+            product *= self.curve(guess)
+            self.guesses.append(guess)
+            self.found.append(product)
+            before = chance
 
 
 def bin_of(guess: float) -> int:

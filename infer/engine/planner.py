@@ -30,12 +30,14 @@ from numpy.typing import NDArray
 
 from drafthead.heads.trees.guesses import Guesses
 from drafthead.heads.trees.recipe import Proposal
+from drafthead.heads.trees.static import free_budget
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import (
     Acceptance,
     Calibration,
     Size,
     Table,
+    Weighed,
 )
 from drafthead.infer.engine.step_costs import StepCosts
 
@@ -163,6 +165,7 @@ class AdaptivePlan:
         self.costs, self.settings, self.sizes = costs, settings, costs.sizes
         self.acceptance = Acceptance(self.sizes)
         self.free = [size for size in self.sizes if size is not None and not size.depth]
+        self.free_places = [costs.places[size] for size in self.free]
         # Sizes that runs may have; where all drafts are free, those that `best` compares.
         self.asked_for = np.array([size is None or size.depth > 0 for size in self.sizes])
         self.compared = self.asked_for if self.asked_for.sum() > 1 else self.asked_for | True
@@ -191,6 +194,8 @@ class AdaptivePlan:
 
     def log_seconds(self) -> Table:
         """Logarithm of the expected seconds of a step of each size [S], wherever it stops."""
+        if not self.acceptance.ladders:
+            return self.costs.log_seconds
         return np.asarray(np.log(self.acceptance.seconds(np.exp(self.costs.log_seconds))))
 
     def log_rates(self) -> Table:
@@ -212,29 +217,28 @@ class AdaptivePlan:
 
         None where they bring less than a step of the run's size, whose drafts get such nodes too.
         """
-        settings, rows = self.settings, free.trees[:JUDGED_ROWS]
-        own = 1.0
+        settings, curve = self.settings, self.calibration
+        rows = [Weighed(tree, curve) for tree in free.trees[:JUDGED_ROWS]]
+        nodes, own = free.num_nodes, 1.0
         if run.size is not None and prices.reached is not None:
-            for tree in rows:
-                (chances,) = tree.chances([run.size.nodes - 1])
-                own += both(self.calibration.reached(chances), prices.reached) / len(rows)
+            merged = [Weighed(row.tree, curve, run.size.nodes - 1) for row in rows]
+            own += sum(both(each.found, prices.reached) for each in merged) / len(rows)
         least = settings.required_gain * own / prices.run  # tokens in the time of a plain step
         for_drafts = prices.for_drafts - run.lost
         for_trials = min(prices.for_trials, for_drafts)
         best, kept, most, tried = 0.0, None, 0.0, None  # rates: as known, and as scores promise
-        each_row = [tree.chances([size.nodes - 1 for size in self.free]) for tree in rows]
-        for size, cost, dearest, of_rows in zip(
-            self.free, prices.free, prices.dearest, zip(*each_row, strict=True), strict=False
-        ):
-            rate = (1 + fmean(sum(self.calibration.reached(each)) for each in of_rows)) / cost
-            hope = (1 + fmean(sum(each) for each in of_rows)) / cost
+        for size, cost, dearest in zip(self.free, prices.free, prices.dearest, strict=True):
+            for row in rows:
+                row.grow(size.nodes - 1)
+            rate = (1 + sum(sum(row.found) for row in rows) / len(rows)) / cost
+            hope = (1 + sum(sum(row.hoped) for row in rows) / len(rows)) / cost
             # The smallest that promises nearly as much as the best; nothing may be accepted.
             if rate >= max(least, settings.required_gain * best) and dearest - 1 <= for_drafts:
                 best, kept = rate, size
             if hope >= max(least, most) and dearest - 1 <= for_trials:
                 tried = size
             most = max(most, hope)
-            if size.nodes >= free.num_nodes or hope < HOPELESS * most:
+            if size.nodes >= nodes or hope < HOPELESS * most:
                 break  # each further node promises less than those before
         if kept is not None or settings.least_loss > for_trials:
             return kept, False
@@ -270,18 +274,17 @@ class AdaptivePlan:
             return  # some rows have ended
         for tree, length in zip(draft.trees[:JUDGED_ROWS], accept_lengths, strict=False):
             if tree.tokens:
-                (chances,) = tree.chances([len(tree.tokens)])
-                self.calibration.add_reached(chances, length)
+                whole = Weighed(tree, self.calibration, len(tree.tokens))
+                self.calibration.add_depths(whole.guesses, length)
 
     def _prices(self, size: Size) -> Prices:
         """What free drafts are weighed by beside drafts of a size."""
-        places = [self.costs.places[free] for free in self.free]
         log_seconds, place = self.log_seconds(), self.costs.places[size]
         ratios = np.exp(log_seconds - log_seconds[0])
         caution = np.exp(self.settings.caution * self.costs.deviations_from(None))
         return Prices(
-            free=ratios[places].tolist(),
-            dearest=(ratios * caution)[places].tolist(),
+            free=ratios[self.free_places].tolist(),
+            dearest=(ratios * caution)[self.free_places].tolist(),
             run=float(ratios[place]),
             reached=None if size is None else self.acceptance.reached()[place].tolist(),
             for_drafts=self.draft_account,
@@ -290,6 +293,8 @@ class AdaptivePlan:
 
     def _choice(self) -> tuple[Size, bool]:
         """The best size that can be paid for, or one that is worth a trial, and whether it is."""
+        if not self.asked_for[1:].any():
+            return None, False
         settings, log_seconds = self.settings, self.log_seconds()
         tokens = self.acceptance.tokens()
         rates = np.log(tokens) - log_seconds
@@ -332,11 +337,12 @@ class AdaptivePlan:
         Its time is what such steps are believed to take now: steps that have compiled a graph, or
         that something else on the machine has held up, are no loss of the draft's.
         """
-        settings, plain = self.settings, self.costs.seconds(None)
+        settings, took = self.settings, np.exp(self.costs.log_seconds).tolist()
+        plain = took[0]
         trials_took = trials_brought = 0.0
         drafts, trials = self.draft_account, self.trial_account
         for made, is_trial, lengths in zip(run.made, run.trials, run.accept_lengths, strict=True):
-            seconds, tokens = self.costs.seconds(made), fmean(lengths) if lengths else 0.0
+            seconds, tokens = took[self.costs.places[made]], fmean(lengths) if lengths else 0.0
             drafts += settings.loss_share * seconds / plain
             trials += settings.loss_share * seconds / plain
             if made is not None:
@@ -392,7 +398,7 @@ class PlannedDecoding(Planner):
         most = self.plan.free[-1].nodes
         # As many as the run's own drafts have: those get such nodes too, found but once.
         nodes = self.free_nodes if run.size is None else max(self.free_nodes, run.size.nodes)
-        free = propose(Budget(min(nodes, most), 0))
+        free = propose(free_budget(min(nodes, most)))
         assert isinstance(free, Guesses)
         if free.num_nodes == 1:
             return None

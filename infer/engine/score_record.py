@@ -95,8 +95,7 @@ class LogprobRecord(ScoreRecord):
 
     def of_rows(self, lengths: Sequence[int]) -> list[Logprobs]:
         """The record of each row, cut to the length of its answer."""
-        records = [(self.rows[number], length) for number, length in enumerate(lengths)]
-        return [Logprobs(r.processed[:n], r.raw[:n], r.top[:n]) for r, n in records]
+        return [self.part(number, 0, length) for number, length in enumerate(lengths)]
 
 
 class RowRecord(ScoreRecord):

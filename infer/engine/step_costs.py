@@ -76,6 +76,7 @@ class StepCosts:
         self.sizes: list[Size] = [None, *sorted(budgets)]  # from small to large
         self.places = {size: place for place, size in enumerate(self.sizes)}
         self.guess = guessed_covariance(self.sizes, settings)  # [S, S]
+        self.fading = (1 - settings.memory) * self.guess
         self.covariance = self.guess  # [S, S]
         # Of the logarithms of seconds.
         self.guessed: Table = np.log([guessed_ratio(s, settings) for s in self.sizes])  # [S]
@@ -107,7 +108,7 @@ class StepCosts:
         if continued:
             self._learn_drift(surprise**2 - noise)
         # The longer ago, the less is known: at last no more than at first.
-        kept = settings.memory * self.covariance + (1 - settings.memory) * self.guess + self.drift
+        kept = settings.memory * self.covariance + (self.fading + self.drift)
         variance = kept[place, place] + noise
         most = settings.most_surprise * math.sqrt(variance)
         gain = kept[place] / variance

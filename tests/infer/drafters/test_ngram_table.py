@@ -112,7 +112,7 @@ def test_the_most_probable_paths_are_the_tree() -> None:
 
 
 def test_a_path_may_join_texts_of_which_no_one_holds_it() -> None:
-    """A datastore finds x y after ``ab``, and what followed that there; a table goes on."""
+    """A store of places finds x y after ``ab``, and what followed that there; a table goes on."""
     table = table_of(*["abxy"] * 4, *["xyz"] * 9)
     assert "xyz" in paths(table, "ab", 4)
 
@@ -148,7 +148,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, what: str) -> None:
         (tmp_path / "numbers-2.npy").unlink()
     else:
         np.save(tmp_path / f"{what}-1.npy", np.zeros((2, 3)))
-    with pytest.raises(UserError, match="no datastore that can be read|is damaged"):
+    with pytest.raises(UserError, match="no table of n-grams that can be read|is damaged"):
         load_table(tmp_path, "v")
 
 

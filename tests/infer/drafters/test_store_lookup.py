@@ -129,7 +129,7 @@ def test_under_rules_that_draw_a_tree_does_not_depend_on_what_was_learnt() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": "missing"}, "no datastore that can be read"),
+        ({"draft": "missing"}, "no table of n-grams that can be read"),
         ({"draft": "store", "draft_tokens": 3}, "sized by tree_nodes"),
     ],
 )
@@ -139,7 +139,7 @@ def test_options_that_do_not_fit_are_refused(saved: Path, options, message: str)
         Decoder.from_pretrained(saved / "target", **options)
 
 
-def test_a_datastore_of_whole_texts_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_an_index_of_whole_texts_is_refused(saved: Path, tmp_path: Path) -> None:
     """Older versions wrote them; their record names no n-grams."""
     record = json.loads((saved / "store" / "datastore.json").read_text())
     (tmp_path / "datastore.json").write_text(json.dumps(record | {"ngrams": 0}))
@@ -147,7 +147,7 @@ def test_a_datastore_of_whole_texts_is_refused(saved: Path, tmp_path: Path) -> N
         Decoder.from_pretrained(saved / "target", draft=f"ngrams:{tmp_path}")
 
 
-def test_a_target_without_a_tokenizer_has_no_datastore(saved: Path) -> None:
+def test_a_target_without_a_tokenizer_has_no_table(saved: Path) -> None:
     with pytest.raises(UserError, match="needs the target's tokenizer"):
         Decoder.from_pretrained(Target(tiny_llama()), draft=saved / "store")
 
@@ -169,7 +169,7 @@ def written_before(*texts: str, limit: int = 1000) -> Earlier:
     return earlier
 
 
-def test_what_was_said_is_known_with_the_weights_of_a_datastore() -> None:
+def test_what_was_said_is_known_with_the_weights_of_a_store_of_places() -> None:
     past = letters("xbcd")
     found = {
         (weight, "".join(map(chr, text)))

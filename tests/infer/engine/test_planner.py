@@ -18,7 +18,7 @@ from drafthead.heads.trees.guesses import GuessTree
 from drafthead.heads.trees.static import StaticTrees, chain_budgets, free_budgets, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size
+from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size, Weighed
 from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding, Run
 from drafthead.infer.engine.step_costs import StepCosts
 
@@ -531,7 +531,9 @@ def test_guesses_become_what_guesses_of_their_size_came_true_at() -> None:
         judged.add(0.6, step % 10 < 3)
     assert judged(0.6) == pytest.approx(0.3, abs=0.06)
     assert judged(0.1) == pytest.approx(0.1), "guesses of another size are believed"
-    assert judged.reached([0.6, 0.06]) == pytest.approx([judged(0.6), judged(0.6) * 0.1])
+    chain = GuessTree.chain([1, 2], [math.log(0.6), math.log(0.06)])
+    weighed = Weighed(chain, judged, 2)
+    assert weighed.found == pytest.approx([judged(0.6), judged(0.6) * 0.1])
 
 
 def test_chances_of_static_trees_are_shares_of_all_positions() -> None:
