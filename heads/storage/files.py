@@ -10,22 +10,28 @@ from tempfile import mkdtemp
 from drafthead.heads.errors import UserError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never half of it.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` at the end and is removed after an error.
 
-    Of several writers at once the last one wins. Raises OSError, and leaves nothing behind then.
+    So a crash leaves the old file or the new one, never half of it. Of several writers at once the
+    last one wins.
     """
     # Another name for each writer, or they would rename each other's files. Not from `tempfile`,
     # whose files no other user may read.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        yield temporary
         temporary.replace(path)
-    except BaseException:
+    finally:
         with suppress(OSError):
-            temporary.unlink()
-        raise
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as `replacing` does; raises OSError, and leaves nothing behind then."""
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def let_others_read(path: Path) -> None:

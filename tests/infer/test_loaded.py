@@ -1,5 +1,6 @@
 """Drafters by name: what `Decoder.from_pretrained(target, draft=...)` makes of names and paths."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.infer.loaded import DRAFTERS, Fitting, register_drafter
+from drafthead.infer.loaded import DRAFTERS, Fitting, kind_of_path, register_drafter
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,13 @@ def test_paths_are_recognised(target: Target, folder: Path, head: Path) -> None:
     ]:
         found = described(Decoder.from_pretrained(target, draft))
         assert found == expected, draft
+
+
+def test_an_adapters_folder_is_a_model(tmp_path: Path) -> None:
+    """It holds no configuration of a model, but the name of one."""
+    config = json.dumps({"base_model_name_or_path": "owner/model"})
+    (tmp_path / "adapter_config.json").write_text(config)
+    assert kind_of_path(tmp_path) == "model"
 
 
 def test_a_drafter_is_taken_as_it_is(target: Target) -> None:

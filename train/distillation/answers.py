@@ -226,7 +226,7 @@ def _answer_all(
         if answer.error is not None:
             raise UserError(f"{dialogue.conversation.where}: {answer.error}")
         dialogue.take(answer, source)
-        bar.update(len(answer.tokens), 1)
+        bar.count(len(answer.tokens), 1)
         following = dialogue.request(answer.id, source)
         left -= following is None
         if following is not None or not left:  # None: no more requests come

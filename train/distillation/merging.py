@@ -6,14 +6,14 @@ copied in the order of their numbers, byte for byte.
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.heads.storage.files import replacing, write_text
 from drafthead.train.distillation.distilled_file import (
     AnswerStatistics,
     Shard,
@@ -150,19 +150,12 @@ def _check_complete(parts: Sequence[_Part], windows: int) -> None:
 
 def _write(output: Path, parts: Sequence[_Part], windows: int) -> None:
     """Write the joined file under another name, then its manifest, then rename the file."""
-    temporary = output.with_name(f"{output.name}.tmp")  # the lock is held: nobody else has it
-    try:
+    with replacing(output) as temporary:
         with temporary.open("wb") as file:
-            for content in _windows(parts, windows):
-                file.write(content)
+            file.writelines(_windows(parts, windows))
         write_text(
             manifest_path(output), dumps(_manifest(parts), indent=2, ensure_ascii=False) + "\n"
         )
-        temporary.replace(output)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _windows(parts: Sequence[_Part], windows: int) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ whole or not at all, so a killed run, or several processes in one folder, do no 
 
 import json
 import logging
-import secrets
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
-from drafthead.heads.storage.files import write_text
+from drafthead.heads.storage.files import replacing, write_text
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.seven_bits import rounded
 from drafthead.heads.target.target import Target
@@ -147,12 +146,8 @@ class KeptFeatures:
             else:
                 # A copy: a file cannot hold one tensor under two names.
                 tensors[name] = hidden.cpu().clone(memory_format=torch.contiguous_format)
-        temporary = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
-        try:
+        with replacing(path) as temporary:
             save_file(tensors, temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return self._features(tensors.__getitem__)
 
     def _other_layers(self, path: Path) -> dict[str, torch.Tensor]:

@@ -47,11 +47,11 @@ def seconds_between_lines() -> int:
     return 1 if sys.stderr.isatty() else 30
 
 
-class StepBar:
+class StepBar(tqdm):
     """A progress bar over steps, or over seconds when the duration is a time."""
 
     def __init__(self, total: float, unit: str, done: float, shown: bool):
-        self.bar = tqdm(
+        super().__init__(
             total=round(total),
             initial=min(round(done), round(total)),
             unit=unit,
@@ -60,56 +60,40 @@ class StepBar:
             dynamic_ncols=True,
         )
 
-    def __enter__(self) -> "StepBar":
-        """Show the bar."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the bar; what it shows stays."""
-        self.bar.close()
-
-    def update(self, done: float, loss: float, right: float, tokens_per_second: float) -> None:
+    def show(self, done: float, loss: float, right: float, tokens_per_second: float) -> None:
         """Move the bar to `done` and show the numbers of the last step.
 
         `right` first guesses in a row, over all positions: more than decoding accepts.
         """
-        self.bar.set_postfix_str(
+        self.set_postfix_str(
             f"loss {loss:.3f}, {right:.2f} guesses right in a row, {tokens_per_second:.0f} tok/s",
             refresh=False,
         )
-        self.bar.update(min(round(done), self.bar.total) - self.bar.n)
+        self.update(min(round(done), self.total) - self.n)
 
 
-class AnswerBar:
+class AnswerBar(tqdm):
     """A progress bar over answers that shows the speed of decoding while none has ended."""
 
     def __init__(self, total: int, done: int = 0, verb: str = "distill", unit: str = "answer"):
         """`done` of `total` were there before."""
-        self.bar = tqdm(
+        super().__init__(
             total=total, initial=done, desc=verb, unit=unit, mininterval=seconds_between_lines()
         )
         self.tokens = 0
         self._started = time.perf_counter()
-
-    def __enter__(self) -> "AnswerBar":
-        """Show the bar."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the bar; what it shows stays."""
-        self.bar.close()
 
     @property
     def seconds(self) -> float:
         """Since the bar was made."""
         return time.perf_counter() - self._started
 
-    def update(self, tokens: int, ended: int) -> None:
+    def count(self, tokens: int, ended: int) -> None:
         """Count what one pass of the target added: new tokens, and answers that are complete."""
         self.tokens += tokens
         speed = self.tokens / self.seconds
-        self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} a second", refresh=False)
-        self.bar.update(ended)
+        self.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} a second", refresh=False)
+        self.update(ended)
 
 
 def is_main() -> bool:

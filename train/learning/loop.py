@@ -79,7 +79,7 @@ class Trainer:
                 self.memory.after_step(record.step)
                 self.writer.log(METRICS_FILE, asdict(record))
                 done = self.duration.done(self.progress)
-                bar.update(done, record.loss, record.right_in_a_row, record.supervised_tokens_per_s)
+                bar.show(done, record.loss, record.right_in_a_row, record.supervised_tokens_per_s)
                 if record.step == first_step + STEPS_BEFORE_ESTIMATE:
                     self._estimate(before)
                 self._evaluate_and_save(before, stopping)

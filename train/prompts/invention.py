@@ -107,7 +107,7 @@ class Inventor:
 
         Raises UserError when many batches in a row brought nothing.
         """
-        drawn = self.source.batch(self.progress.batches, lambda tokens: self.bar.update(tokens, 0))
+        drawn = self.source.batch(self.progress.batches, lambda tokens: self.bar.count(tokens, 0))
         kept = 0
         for message in drawn:
             if self.progress.kept + kept == self.number:
@@ -118,7 +118,7 @@ class Inventor:
             file.write(row_of(message, self.source.settings))
             kept += 1
         file.flush()
-        self.bar.update(0, kept)
+        self.bar.count(0, kept)
         self.progress.batches += 1
         self.progress.kept += kept
         self.progress.size = file.tell()
