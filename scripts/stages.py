@@ -26,7 +26,7 @@ from drafthead.lab.building.budget import FEWEST_TOKENS, measuring_seconds
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import read_rows
 from drafthead.lab.building.view import View
-from drafthead.lab.learning_curve import in_words, what_more_would_bring
+from drafthead.lab.learning_curve import LearningCurve, in_words, what_more_would_bring
 from drafthead.lab.planned_training import plan_training, run_trial
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
@@ -209,11 +209,24 @@ class Building:
         forget_accelerate()
         summary, answers = summarize(self.trained), self.fact("answers", "answers")
         writing = self.fact("answers", "tokens") / answers / self.fact("answers", "tokens_per_s")
+        said = what_more_would_bring(self.trained, writing + summary.seconds / answers)
         return {
-            "tokens": summary.supervised_tokens,
-            "said": what_more_would_bring(self.trained, writing + summary.seconds / answers),
+            "tokens": summary.supervised_tokens, "said": said + self.against_the_table(),
             "by_hand": join(["drafthead", "train", "--config", str(self.config), *settings]),
-        }
+        }  # fmt: skip
+
+    def against_the_table(self) -> list[str]:
+        """Whether n-grams draft better than the head, and how much time would change that."""
+        curve, table = LearningCurve.of_run(self.trained), self.fact("ngrams", "tau")["n-grams"]
+        if curve is None or curve.best > table:
+            return []
+        enough = next((n for n in (2, 4) if curve.forecast(n).tau > table), None)
+        advice = f"the head is not near it with {4 * curve.answers:,} answers"
+        if enough:
+            advice = (
+                f"by its curve the head is ahead with --minutes {enough * self.choices.minutes:g}"
+            )
+        return [f"the table of n-grams has a tau of {table:.2f}, more than the head: {advice}"]
 
     @property
     def head(self) -> Path | None:

@@ -11,6 +11,7 @@ from drafthead.lab.building.budget import AT_ONCE, Speeds, division, measuring_s
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
 from drafthead.lab.building.prompts import PromptFiles, add_about_texts, part_given, read_rows
 from drafthead.lab.building.view import Captured
+from drafthead.scripts.stages import Building
 
 CHOICES = Choices("model", "auto", "cpu", (), 64, 0, "eagle3", 5.0, False)
 
@@ -120,3 +121,20 @@ def test_a_bar_is_shown_and_lines_are_kept() -> None:
     captured.write("\rdistill: 100%\nlast\n")
     assert bars == ["distill: 10%", "distill: 20%"]
     assert file.getvalue() == "first\ndistill: 100%\nlast\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "words"), [(1.5, ""), (2.1, "--minutes 10"), (9.0, "3,200 answers")]
+)
+def test_a_head_behind_the_table_is_told_what_it_needs(tmp_path, table, words) -> None:
+    folder = begun(tmp_path, CHOICES)
+    folder.finish("ngrams", 1.0, {"tau": {"n-grams": table}})
+    (tmp_path / "head").mkdir()
+    points = [(100, 1.4), (200, 1.6), (400, 1.8), (800, 2.0)]
+    lines = [
+        {"step": n, "epochs": n / 800, "answers": n, "tau_tree": {"16": tau}} for n, tau in points
+    ]
+    log = tmp_path / "head" / "evaluation.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = Building(CHOICES, folder).against_the_table()
+    assert words in "".join(said) and bool(said) == bool(words)
