@@ -103,4 +103,4 @@ def test_the_lines_of_the_readme_run_one_after_the_other(monkeypatch, tmp_path, 
         assert not stop.value.code, (words, capfd.readouterr().err[-2000:])
         files.append(verb_of(words))
     assert files == ["build", "head doctor", "head export"]
-    assert (tmp_path / "served" / "config.json").exists()
+    assert (tmp_path / "served" / "serve.sh").exists()
