@@ -35,7 +35,7 @@ def test_the_interval_holds_what_a_curve_goes_on_to(bend: float) -> None:
 
 def test_a_flat_curve_promises_little_and_a_forecast_begins_at_the_runs_own_tau() -> None:
     flat = curve_of(lambda n: 2.0, best=2.3).forecast(2)
-    assert 2.3 <= flat.low <= flat.tau < 2.36
+    assert 2.3 <= flat.low <= flat.tau <= flat.high < 2.31
 
 
 def write_run(folder: Path, taus: list[float]) -> None:
@@ -108,6 +108,8 @@ def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path, of: s
         assert curve is not None
         print(number, curve.points, curve.best, curve.forecast(2), curve.forecast(4))
         curves.append(curve)
+    within = 0
     for small, large, times in ((0, 1, 2), (1, 2, 2), (0, 2, 4)):
         found = curves[small].forecast(times)
-        assert found.low - 0.05 <= curves[large].best <= found.high + 0.05
+        within += found.low <= curves[large].best <= found.high
+    assert within >= 2
