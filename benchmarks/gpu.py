@@ -553,13 +553,11 @@ def real(bench: Bench) -> None:
     prompts = [c.messages[:1] for c in conversations[::step][:count]]
     assert target.tokenizer is not None
     ids = encode(prompts, target.tokenizer)
-    ways: dict[str, dict[str, Any]] = {
-        "plain": {}, "prompt lookup": {"prompt_lookup": True}
-    }  # fmt: skip
-    best = "prompt lookup"
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "lookup": {"draft": "lookup"}}
+    best = "lookup"
     if bench.head is not None:
         best = "head + lookup"
-        ways |= {"head": {"head": bench.head}, best: {"head": bench.head, "prompt_lookup": True}}
+        ways |= {"head": {"draft": bench.head}, best: {"draft": [bench.head, "lookup"]}}
     sequences: dict[str, Any] = {}
 
     def raced(options: dict[str, Any], compile: Any, **ask: Any) -> dict[str, Any]:

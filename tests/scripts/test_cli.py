@@ -571,6 +571,11 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         ),
         (("compare", *RACE, "--draft", "layers:two"), "layers:two is no list of layers"),
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
+        (("compare", *RACE, "--draft", "answers"), "answers does not take part in a race"),
+        (
+            ("compare", *RACE, "--draft", "@head", "--draft", "@head"),
+            "two drafters are called head head",
+        ),
         (("verify", *TARGET), "name what drafts with --draft"),
         (("verify", *TARGET, "--draft", "lookup", "--samples", "5"), "at least 100"),
         (("verify", *TARGET, "--draft", "lookup", "--false-alarm", "2"), "between 0 and 1"),
