@@ -43,6 +43,11 @@ from drafthead.train.run.folder import BEST_BY, BEST_FOLDER, EVALUATION_FILE, re
 from drafthead.train.run.starting_config import write_starting_config
 from drafthead.train.train_heads import train
 
+SPOKEN = {
+    "head": "the head",
+    "ngrams": "the table of n-grams",
+    "lookup": "lookup",
+}  # of what drafts
 RACED_TOKENS = 128  # of an answer, at most
 LEAST_TRAINING = 12.0  # seconds
 FEWEST_STEPS = 200  # of two rows; where there is time for fewer, steps have one
@@ -145,10 +150,8 @@ class Building:
 
     def plan(self) -> Facts:
         """How fast a head learns here, and what a token costs that is decoded alone."""
-        decoder, prompt = (
-            self.source.decoder(),
-            read_conversations(self.source.files.test, None, 1)[0],
-        )
+        decoder = self.source.decoder()
+        prompt = read_conversations(self.source.files.test, None, 1)[0]
         text = next(m["content"] for m in prompt.messages if m["role"] == "user")
         began = time.monotonic()
         steps = decoder.generate([text], max_new_tokens=24).stats.steps
@@ -250,11 +253,12 @@ class Building:
             model=self.model, draft=str(self.head), batch=1, temperature=0.0,
             compile=self.choices.compile, fresh=False, output=self.path / "tree.json",
         )  # fmt: skip
-        words = ["head", "evaluate", str(self.head), "--target", self.choices.target]
+        words = ["--data", data, "--save-acceptance"]
         tau = read_json(output)["data"][data]["tau_tree"][str(BEST_BY)]
         return {
             "tau": tau, "said": [f"tau at {BEST_BY} nodes with the head: {tau:.2f}"],
-            "by_hand": join(["drafthead", *words, "--data", data, "--save-acceptance"]),
+            "by_hand": f"drafthead head evaluate {quote(str(self.head))} "
+            f"{self.choices.model_options} {join(words)}",
         }  # fmt: skip
 
     @property
@@ -271,14 +275,18 @@ class Building:
         limit = int(self.left() / 2 / (self.fact("plan", "seconds_a_token") * length * ways))
         limit = max(min(4, there), min(there, limit))
         terms = compare.Race(limit=limit, rounds=1, max_new_tokens=tokens, seed=self.choices.seed)
-        drafting, compiled = options.Drafting(draft=self.drafts), self.choices.compile
         compare.run_race(
-            self.model, drafting, str(prompts), terms, "auto", compiled, self.raced
+            self.model, options.Drafting(draft=self.drafts), str(prompts), terms, "auto",
+            self.choices.compile, self.raced,
         )  # fmt: skip
         rows = read_json(self.raced / "comparison.json")["rows"]
         best = max((row for row in rows if row["tau"]), key=lambda row: row["speedup_hf"])
+        named = drafts_by_name(self.drafts)
+        parts = [SPOKEN[named[p].name] if p in named else p for p in best["mode"].split(" + ")]
+        headline = comparison_section(self.raced).headline
         return {
-            "fastest": best["mode"], "headline": comparison_section(self.raced).headline,
+            "fastest": best["mode"],
+            "headline": headline.replace(best["mode"], " with ".join(parts), 1),
             "by_hand": f"drafthead compare{self.options_of(self.drafts)} --prompts "
             f"{quote(str(prompts))} --limit {limit} --rounds 1 --max-new-tokens {tokens} "
             f"--output {quote(str(self.raced))}",
@@ -288,7 +296,7 @@ class Building:
         """The options that name the target, what drafts, and whether passes are compiled."""
         named = "".join(f" --draft {quote(draft)}" for draft in drafts)
         compiled = " --compile" if self.choices.compile else ""
-        return f" --target {quote(self.choices.target)}{named}{compiled}"
+        return f" {self.choices.model_options}{named}{compiled}"
 
     def export(self) -> Facts:
         """The servers that can read the head, each layout checked against its reader."""

@@ -64,9 +64,9 @@ class Answering:
         part_invented(self.files, held)
         return {
             "held": held.both,
-            "by_hand": f"drafthead data invent --target {quote(chosen.target)} --seed "
-            f"{chosen.seed} --number {held.both} --batch-size {2 * BATCH} --output "
-            f"{quote(str(self.files.invented))}",
+            "by_hand": f"drafthead data invent {chosen.model_options} --seed {chosen.seed} "
+            f"{'--compile ' * chosen.compile}--number {held.both} "
+            f"--batch-size {2 * BATCH} --output {quote(str(self.files.invented))}",
         }
 
     def _invent(self, number: int) -> None:
@@ -95,11 +95,10 @@ class Answering:
             return distill(DecoderSource(self.decoder()), rows, file)
 
     def _by_hand(self, prompts: Path, output: Path, rows: int) -> str:
-        chosen = self.choices
         return (
-            f"drafthead data distill --target {quote(chosen.target)} --prompts "
-            f"{quote(str(prompts))} --output {quote(str(output))} --batch-size {BATCH} "
-            f"--max-new-tokens {chosen.max_new_tokens} --limit {rows}"
+            f"drafthead data distill {self.choices.model_options} --limit {rows} "
+            f"--batch-size {BATCH} --max-new-tokens {self.choices.max_new_tokens} "
+            f"--prompts {quote(str(prompts))} --output {quote(str(output))}"
         )
 
     def answer_held_out(self) -> Facts:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import yaml
@@ -37,6 +38,11 @@ class Choices:
     def __post_init__(self) -> None:
         if self.minutes <= 0:
             raise UserError("a build needs time: give --minutes or --hours")
+
+    @property
+    def model_options(self) -> str:
+        """The options that name the model, as other verbs have them."""
+        return f"--target {quote(self.target)} --dtype {self.dtype} --device {self.device}"
 
 
 class Stage(NamedTuple):
