@@ -260,6 +260,7 @@ class AdaptivePlan:
             for made, lengths in zip(run.made, run.accept_lengths, strict=True):
                 if made is not None and made.depth:
                     self.acceptance.add(run.size, made, lengths)
+            # After a change of size the processor's caches hold what the other size read.
             first = 0 if run.continued else self.settings.settling_steps
             settled: dict[Size, list[float]] = {}
             for made, seconds in zip(run.made[first:], run.seconds[first:], strict=True):
@@ -271,6 +272,7 @@ class AdaptivePlan:
     def record_free(self, draft: Guesses, accept_lengths: Sequence[int]) -> None:
         """Learn what the scores of a free draft came true at."""
         if len(accept_lengths) != len(draft.trees):
+            # Which lengths belong to which tree is then no longer known.
             return  # some rows have ended
         for tree, length in zip(draft.trees[:JUDGED_ROWS], accept_lengths, strict=False):
             if tree.tokens:
