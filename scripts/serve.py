@@ -69,7 +69,7 @@ def main(
     )
     app = make_app(decoder, served)
     if compile:  # before the first answer, not in the middle of it
-        decoder.warm_up()
+        decoder.warm_up(batch_sizes=(1, max_batch))
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
         signal.signal(number, lambda *_: None)
     uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False)

@@ -189,8 +189,10 @@ class DecodeLoop:
     def _deliver(self, gain: Gain) -> None:
         """Send what an answer has gained."""
         job = self.running[gain.ticket.id]  # type: ignore[index]  # ids are those of jobs
+        if not job.text.drafted:
+            job.reused = gain.row.reused
+            job.metrics.note_prompt(len(job.request.prompts[0]), job.reused)
         job.metrics.note(len(gain.tokens), gain.proposed, gain.accepted)
-        job.reused = gain.row.reused
         reason = None
         if gain.ended:
             with self.changed:

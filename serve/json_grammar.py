@@ -82,6 +82,8 @@ class GrammarMask(LogitsProcessor):
         self.matcher.rollback(len(self.path) - common)
         self.matcher.consume_tokens(list(answer[common:]))
         self.path = list(answer)
+        if self.matcher.is_error():  # a form too hard to follow: this row fails, and no other
+            return torch.zeros(32 * len(self.words), dtype=torch.bool)
         self.matcher.unsafe_compute_mask_ptr(self.words.data_ptr(), self.words.numel() * 4)
         bits = (self.words[:, None] >> self.places) & 1
         return bits.flatten().bool()

@@ -80,6 +80,11 @@ class AnswerMetrics:
     steps: Counter[int] = field(default_factory=Counter)  # by accepted drafts
     proposed: int = 0
 
+    def note_prompt(self, tokens: int, cached: int) -> None:
+        """Count a prompt that was read, and how many of its tokens had been read before."""
+        self.server.prompt_tokens.inc(tokens)
+        self.server.cached_tokens.inc(cached)
+
     def note(self, tokens: int, proposed: int, accepted: int) -> None:
         """Count a pass that brought tokens."""
         now = time.monotonic()

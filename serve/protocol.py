@@ -103,7 +103,10 @@ class Answering(BaseModel):
         raise NotImplementedError
 
     def options(self, max_tokens: int, processors: Sequence[LogitsProcessor]) -> DecodeOptions:
-        """The options of the engine, but for the seed."""
+        """The options of the engine, but for the seed.
+
+        Raises ApiError 400 for what transformers refuses.
+        """
         settings: dict[str, Any] = {
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
@@ -113,13 +116,17 @@ class Answering(BaseModel):
             "sequence_bias": [[[t], b] for t, b in (self.logit_bias or {}).items()] or None,
         }
         given = {name: value for name, value in settings.items() if value is not None}
+        try:
+            config = GenerationConfig(do_sample=not self.greedy, **given)
+        except ValueError as error:
+            raise ApiError(400, str(error).splitlines()[0]) from error
         return {
             "max_new_tokens": max_tokens,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": None if self.greedy or not self.top_k else max(0, self.top_k),
             "top_p": None if self.greedy else self.top_p,
             "logprobs": self.top,
-            "generation_config": GenerationConfig(do_sample=not self.greedy, **given),
+            "generation_config": config,
             "logits_processor": processors,
         }
 
@@ -203,19 +210,28 @@ def token_ids(text: Any, decoder: Decoder) -> list[int]:
 
 
 def message_for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is a text, and whose calls have arguments that are no text."""
+    """A message whose content is a text, and whose calls have arguments that are no text.
+
+    Raises ApiError 400 for calls that are none.
+    """
     found = {**message, "content": message.get("content") or ""}
-    if calls := message.get("tool_calls"):
-        found["tool_calls"] = [{**call, "function": called(call["function"])} for call in calls]
+    try:
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = [{**call, "function": called(call["function"])} for call in calls]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ApiError(
+            400, "tool_calls have a function with a name, and arguments that are JSON", "messages"
+        ) from error
     return found
 
 
 def called(function: dict[str, Any]) -> dict[str, Any]:
     """The function of a call, whose arguments clients send as JSON in a text."""
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return function
-    return {**function, "arguments": json.loads(arguments)}
+    arguments = function["arguments"]
+    return {
+        **function,
+        "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments,
+    }
 
 
 @dataclass(frozen=True)
@@ -233,6 +249,11 @@ class Reader:
         Raises ApiError 400 and UserError for what cannot be honoured.
         """
         asked.refuse_unread()
+        vocab_size = self.decoder.target.vocab_size
+        if unknown := [t for t in asked.logit_bias or () if not 0 <= t < vocab_size]:
+            raise ApiError(
+                400, f"token {unknown[0]} is not one of the {vocab_size} tokens", "logit_bias"
+            )
         prompts = asked.prompts(self.decoder)
         if len(prompts) * asked.choices > MOST_CHOICES:
             raise ApiError(400, f"a request may have {MOST_CHOICES} answers at most", "n")
@@ -255,7 +276,6 @@ class Reader:
                 request = replace(request, stops=[text], end_ids=ends)
                 metrics, choice = AnswerMetrics(self.metrics), len(jobs)
                 jobs.append(Job(request, inbox, text, metrics, choice, number))
-            self.metrics.prompt_tokens.inc(len(ids))
         return jobs
 
     def masks(

@@ -182,6 +182,13 @@ REFUSED = {
     ),
     "body": ({"user": "x" * 20_000}, 413, "more than 10000 bytes"),
     "n": ({"n": 0}, 400, "n: "),
+    "token": ({"logit_bias": {"5000": 1}}, 400, "token 5000 is not one of the 260 tokens"),
+    "penalty": ({"repetition_penalty": -1}, 400, "`penalty` has to be"),
+    "call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}, *MESSAGES]},
+        400,
+        "tool_calls have a function",
+    ),
     "bias": ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
 }
 
@@ -198,6 +205,8 @@ def test_fields_that_change_nothing_are_passed_over(client) -> None:
     fields = {"user": "me", "metadata": {}, "best_of": 1, "suffix": None, "store": True}
     body = {"messages": MESSAGES, "max_tokens": 2, **fields}
     assert client.post(CHAT, json=body).status_code == 200
+    for seed in (-1, 2**80):
+        assert client.post(CHAT, json={**body, "seed": seed}).status_code == 200
 
 
 def test_facts_tokens_and_the_page(client, decoder) -> None:
