@@ -1,5 +1,6 @@
 """Training runs: a small target with conversations on the disk, a run's YAML, and the run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,9 @@ def run(config: Path, *overrides: str) -> Path:
     loaded = load_run_config(config, overrides)
     assert train(loaded)
     return Path(loaded.train.output)
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """What a run has measured on held-out answers, without the seconds that it took until then."""
+    records = [json.loads(line) for line in (folder / "evaluation.jsonl").open()]
+    return [{name: found for name, found in r.items() if name != "seconds"} for r in records]

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import run, write_inputs, write_run
+from runs import evaluations, run, write_inputs, write_run
 from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -302,9 +302,9 @@ def test_loss_falls_and_the_written_head_loads(family: str, configure, target: T
     assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
     head = load_head(folder, target)
     assert head.path_counts
-    evaluations = [json.loads(line) for line in (folder / "evaluation.jsonl").open()]
-    assert [e["step"] for e in evaluations] == [15, 30]
-    assert evaluations[-1]["tau_tree"]["16"] >= evaluations[-1]["tau_chain"] > 1
+    measured = evaluations(folder)
+    assert [each["step"] for each in measured] == [15, 30]
+    assert measured[-1]["tau_tree"]["16"] >= measured[-1]["tau_chain"] > 1
     assert list((folder / "tensorboard").rglob("events.*"))
     record = json.loads((folder / "run.json").read_text())
     assert record["finished"]
@@ -434,11 +434,11 @@ def test_an_average_of_weights_is_measured_and_written_and_changes_no_step(
     averaged = run(configure("averaged", max_steps=4, ema=0.5))
     assert losses(averaged) == losses(last)
     assert not equal(head_weights(averaged, target), head_weights(last, target))
-    logs = [(folder / "evaluation.jsonl").read_text() for folder in (averaged, last)]
+    logs = [*map(evaluations, (averaged, last))]
     assert logs[0] != logs[1]
     nothing_kept = run(configure("nothing", max_steps=4, ema=1e-9))
     assert equal(head_weights(nothing_kept, target), head_weights(last, target))
-    assert (nothing_kept / "evaluation.jsonl").read_text() == logs[1]
+    assert evaluations(nothing_kept) == logs[1]
 
 
 def test_an_average_of_weights_is_resumed_bit_for_bit(configure, target: Target):
@@ -448,8 +448,7 @@ def test_an_average_of_weights_is_resumed_bit_for_bit(configure, target: Target)
     folder = interrupted(config, step=5)  # after a state of step 4
     run(config)
     assert equal(head_weights(folder, target), head_weights(expected, target))
-    logs = [(f / "evaluation.jsonl").read_text() for f in (folder, expected)]
-    assert logs[0] == logs[1]
+    assert evaluations(folder) == evaluations(expected)
 
 
 @pytest.mark.parametrize("ema", [0, 1, -0.5, 1.5])
@@ -513,8 +512,7 @@ def test_a_killed_run_started_again_repeats_the_losses_of_an_uninterrupted_one(c
     assert (folder / "metrics.jsonl").read_text().count("\n") < 60
     run(config)
     assert losses(folder) == pytest.approx(losses(expected), abs=1e-6)
-    logs = [(f / "evaluation.jsonl").read_text() for f in (folder, expected)]
-    assert logs[0] == logs[1]
+    assert evaluations(folder) == evaluations(expected)
 
 
 def test_the_on_policy_stage_is_entered_and_a_run_stopped_in_it_continues_alike(configure):
