@@ -20,7 +20,8 @@ from drafthead.infer.drafters.lookup import LONGEST, History
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading
-from drafthead.train.data.token_table import TokenTable, token_table
+from drafthead.train.data.sequences import TokenTable
+from drafthead.train.data.token_table import token_table
 
 ROW = 1 << 20  # tokens of a conversation: nothing is cut
 

@@ -19,6 +19,7 @@ from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import labels_at
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 
 
@@ -55,6 +56,11 @@ class HeadByDepth(DraftVocabulary, DraftHead):
     def __init__(self, config: Any, draft_vocab_size: int = 0):
         super().__init__(config)
         self.add_draft_vocabulary(config.vocab_size, draft_vocab_size)
+
+    @property
+    def features_needed(self) -> FeatureSpec:
+        """The hidden state after the final norm; some heads read layers as well."""
+        return FeatureSpec(layers=(), last=True)
 
     @abstractmethod
     def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:

@@ -20,7 +20,7 @@ from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.packing import collate, pack_sequences
-from drafthead.train.data.token_table import TokenTable
+from drafthead.train.data.sequences import TokenTable
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.evaluation import Evaluation, evaluate, measure, ranked_anchors
 from drafthead.train.learning.ranks import RankedAnchors

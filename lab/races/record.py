@@ -21,12 +21,13 @@ from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
+from drafthead.train.data.sequences import TokenTable
 from drafthead.train.data.supervision import (
     encode_prompt,
     refuse_missing_tokens,
     unread_by_template,
 )
-from drafthead.train.data.token_table import TokenTable, token_table
+from drafthead.train.data.token_table import token_table
 
 ROW = 1024  # tokens of given answers; longer conversations are cut
 

@@ -12,9 +12,9 @@ from drafthead.heads.target.chat_template import NO_ARGUMENTS, TemplateArguments
 from drafthead.lab.reports.report import Table
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
+from drafthead.train.data.sequences import SupervisedTokens
 from drafthead.train.data.supervision import (
     Rendering,
-    SupervisedTokens,
     mark_answers,
     special_ids,
     supervised_sequences,

@@ -10,7 +10,7 @@ from rich.markup import escape
 from drafthead.heads.formats.base import Foreign, Format
 from drafthead.heads.formats.printing import printable
 from drafthead.lab.reports.report import Table, number, print_table
-from drafthead.train.data.token_table import TokenTable
+from drafthead.train.data.sequences import TokenTable
 from drafthead.train.learning.evaluation import CATEGORY_NODES, TREE_SIZES, Evaluation
 
 UNKNOWN = "not recorded"

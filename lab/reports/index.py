@@ -17,7 +17,7 @@ from drafthead.infer.drafters.lookup import History, Lookup, PromptLookup
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup
 from drafthead.lab.reports.report import Table, number, print_table
-from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.data.sequences import TokenSequence
 
 
 def answers(sequence: TokenSequence) -> Iterator[list[int]]:

@@ -30,12 +30,13 @@ from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.loading import load_head
 from drafthead.heads.layers import tiled_attention
+from drafthead.heads.layers.segments import positions_in_segments
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import RowOrder, TokenBatch, collate, pack, pack_sequences
-from drafthead.train.data.token_table import TokenSequence, TokenTable
+from drafthead.train.data.sequences import TokenSequence, TokenTable
 from drafthead.train.data.training_rows import DataConfig, load_packed
-from drafthead.train.features.reading import check_row_length, positions_in_segments, read_features
+from drafthead.train.features.reading import check_row_length, read_features
 from drafthead.train.jobs.outputs import only_writer
 from drafthead.train.learning import loop
 from drafthead.train.learning.evaluation import Evaluation, evaluate, measure
@@ -249,7 +250,7 @@ def test_a_fresh_medusa_head_says_what_the_targets_output_head_says(target: Targ
     head = fresh_head("medusa", target)
     hidden = torch.randn(5, target.hidden_size)
     for index in range(head.depth):
-        assert torch.equal(head.logits(hidden, index, target), target.project(hidden))
+        assert torch.equal(head.token_logits(index, hidden, target), target.project(hidden))
 
 
 def test_a_head_of_another_size_than_the_target_is_refused(target: Target):

@@ -5,6 +5,7 @@ is encoded again can give other tokens (` ne|aten` becomes ` n|eat|en`), and wha
 control token may be nothing.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -205,3 +206,9 @@ def _unique(name: str, taken: set[str]) -> str:
         candidate = f"{name}#{copies}"
     taken.add(candidate)
     return candidate
+
+
+def row_seed(seed: int, row_id: str, turn: int) -> int:
+    """The sampling seed of one answer, in [0, 2^63): the same in any batch and any run."""
+    digest = hashlib.blake2b(f"{seed}\n{turn}\n{row_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -15,9 +15,9 @@ from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.train.data.conversations import AnswerTokens, Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.row_forms import Message
+from drafthead.train.data.sequences import SupervisedTokens
 from drafthead.train.data.supervision import (
     Rendering,
-    SupervisedTokens,
     join_turns,
     mark_answers,
     refuse_missing_tokens,

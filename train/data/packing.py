@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.train.data.token_table import TokenSequence, TokenTable
+from drafthead.train.data.sequences import TokenSequence, TokenTable
 
 PACKING_WINDOW = 1024  # conversations that are packed together
 

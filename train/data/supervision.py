@@ -7,7 +7,6 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,22 +26,10 @@ from drafthead.train.data.conversations import (
 )
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import Message, is_unwritten
+from drafthead.train.data.sequences import SupervisedTokens
 
 CALLS = ("tool_calls", "function_call")  # keys of messages that are the answer, or part of it
 OWN_KEYS = {"role", "content", "finished"}  # of messages: what no template need read
-
-
-@dataclass(frozen=True)
-class SupervisedTokens:
-    """Token ids [T] of one rendered conversation, and which of them are supervised [T]."""
-
-    input_ids: list[int]
-    mask: list[bool]
-
-    @property
-    def teaches(self) -> bool:
-        """Whether a head can learn from it: it guesses what follows an answer's first token."""
-        return any(before and learnt for before, learnt in pairwise(self.mask))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from drafthead.heads.errors import UserError
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import PackedData, pack_sequences
-from drafthead.train.data.token_table import mixed, token_table
+from drafthead.train.data.sequences import mixed
+from drafthead.train.data.token_table import token_table
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from drafthead.train.data.conversations import (
     IDS_COLUMN,
     AnswerTokens,
     Conversation,
+    row_seed,
 )
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import ARGUMENTS_COLUMN, LISTED_ARGUMENTS, Message
@@ -198,12 +199,6 @@ def user_turns(conversation: Conversation) -> list[list[Message]]:
     if not turns:
         raise UnusableRowError(f"{conversation.where}: no user message to answer")
     return turns
-
-
-def row_seed(seed: int, row_id: str, turn: int) -> int:
-    """The sampling seed of one answer, in [0, 2^63): the same in any batch and any run."""
-    digest = hashlib.blake2b(f"{seed}\n{turn}\n{row_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def question_of(conversation: Conversation) -> str:

@@ -21,6 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary, tables_of
+from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
@@ -35,7 +36,6 @@ from drafthead.infer.drafters.frequent_tokens import (
     DRAFT_IDS_FILE,
     read_draft_vocabulary,
 )
-from drafthead.train.features.reading import positions_in_segments, segment_mask
 
 FAMILY = "draft_model"
 

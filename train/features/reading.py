@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
+from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.placement import WHOLE, Placement, whole_weight
@@ -118,25 +119,6 @@ def computing_in(mixed_precision: str, device: torch.device) -> AbstractContextM
     if mixed_precision == "bf16":
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
-
-
-def positions_in_segments(segments: torch.Tensor) -> torch.Tensor:
-    """Position ids [B, T] that start from 0 in each segment; `segments` is [B, T].
-
-    Segments 1 1 1 2 2 0 have the positions 0 1 2 0 1 0.
-    """
-    places = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return places - places.where(starts, 0).cummax(dim=1).values
-
-
-def segment_mask(segments: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Causal mask [B, 1, T, T] inside each segment [B, T]: 0 to attend, else the lowest number."""
-    # Padding counts as one more segment, so that no row of the mask is empty.
-    same = segments[:, :, None] == segments[:, None, :]
-    allowed = same.tril()[:, None]
-    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 @torch.no_grad()

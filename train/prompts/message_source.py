@@ -14,9 +14,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.request.text_pieces import texts_of
-from drafthead.train.data.conversations import Conversation
+from drafthead.train.data.conversations import Conversation, row_seed
 from drafthead.train.data.supervision import Rendering, special_ids
-from drafthead.train.distillation.dialogue import row_seed
 
 MARKER = "qzmessagezq"  # stands for the message; no template writes it
 

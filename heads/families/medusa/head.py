@@ -15,7 +15,6 @@ from drafthead.heads.base import ForTraining, HeadBatch, HeadLoss, register_head
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss, depth_weights
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.static import MEDUSA_PATHS
 
@@ -73,11 +72,6 @@ class MedusaHeads(HeadByDepth):
         self.branches = nn.ModuleList(MedusaBranch(config) for _ in range(config.num_heads))
 
     @property
-    def features_needed(self) -> FeatureSpec:
-        """The hidden state after the final norm."""
-        return FeatureSpec(layers=(), last=True)
-
-    @property
     def depth(self) -> int:
         """One token for each head."""
         return len(self.branches)
@@ -94,7 +88,7 @@ class MedusaHeads(HeadByDepth):
         """Head `index`, which guesses the token index + 1 places after the root."""
         return cast(MedusaBranch, self.branches[index])
 
-    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., V] of head `index`, for the token index + 2 places after state [..., D]."""
         branch = self.branch(index)
         hidden = branch(state)
@@ -105,14 +99,10 @@ class MedusaHeads(HeadByDepth):
     def all_logits(self, state: torch.Tensor, depth: int, target: Target) -> torch.Tensor:
         """Logits [B, d, V] of the first d heads from states [B, D]."""
         if self.config.output == "own":
-            return torch.stack([self.logits(state, k, target) for k in range(depth)], dim=1)
+            return torch.stack([self.token_logits(k, state, target) for k in range(depth)], dim=1)
         # The heads go through the shared output head together, so that it is read once.
         hidden = torch.stack([self.branch(k)(state) for k in range(depth)], dim=1)
         return target.project(hidden)
-
-    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
-        """Logits [L, V] of head `index` from states [L, D]."""
-        return self.logits(state, index, target)
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
         """Sum over heads k of depth_decay^(k-1) x the loss of the tokens k + 1 places on.

@@ -14,7 +14,7 @@ from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import DecoderLayer
 from drafthead.heads.objectives.losses import feature_loss
-from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 
 
@@ -48,11 +48,6 @@ class EagleHead(RecurrentHead):
         self.layers = nn.ModuleList(
             DecoderLayer(config, input_norm=index > 0) for index in range(config.num_layers)
         )
-
-    @property
-    def features_needed(self) -> FeatureSpec:
-        """The hidden state after the final norm."""
-        return FeatureSpec(layers=(), last=True)
 
     def initialize(self, target: Target) -> None:
         """Copy the target's embeddings if the head has its own; the output head is the target's."""

@@ -16,6 +16,7 @@ from torch import nn
 from drafthead.heads.base import ForTraining, HeadBatch, HeadLoss
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
+from drafthead.heads.layers.segments import seen_in_segments
 from drafthead.heads.objectives.anchors import is_anchor
 from drafthead.heads.objectives.losses import (
     check_depth_decay,
@@ -175,8 +176,7 @@ class Unrolled:
         """`places` [B, A] are the anchors."""
         self.head, self.target, self.batch, self.places = head, target, batch, places
         self.rows = torch.arange(places.shape[0], device=places.device)[:, None]
-        same = batch.segments[:, :, None] == batch.segments[:, None, :]
-        self.seen = same.tril()  # [B, T, T] what each position sees of step 0
+        self.seen = seen_in_segments(batch.segments)  # [B, T, T] what each position sees of step 0
         self.keys_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
         self.done = 0
         self.outputs: torch.Tensor | None = None  # [B, A, D]

@@ -59,7 +59,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         `states` [B, n, S] are those of their parents, `tokens` [B, n] their own tokens.
         """
         states = self.head.advance(states, tokens, index, self.target)
-        return states, *best_guesses(self.head.logits(states, index, self.target))
+        return states, *best_guesses(self.head.token_logits(index, states, self.target))
 
     def compile(self, target: Target | None = None) -> None:
         """Compile each depth, and what reads committed positions."""

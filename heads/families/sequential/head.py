@@ -1,8 +1,8 @@
 """Heads that draft depth by depth, each guess knowing the tokens drafted before it.
 
 A state holds what is known at a node: `advance` adds the node's token to its parent's state, and
-`logits` guesses the node's children from the result. On a static tree one batched call of each
-fills a whole depth, and the children of every node are guessed after its real path.
+`token_logits` guesses the node's children from the result. On a static tree one batched call of
+each fills a whole depth, and the children of every node are guessed after its real path.
 """
 
 from abc import abstractmethod
@@ -16,17 +16,11 @@ from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.objectives.anchors import anchor_positions, tokens_at
 from drafthead.heads.objectives.losses import depth_weights
-from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 
 
 class SequentialHead(HeadByDepth):
     """A head whose state grows with the drafted path; the first state comes from the target."""
-
-    @property
-    def features_needed(self) -> FeatureSpec:
-        """The hidden state after the final norm."""
-        return FeatureSpec(layers=(), last=True)
 
     def contexts(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         """First states [B, T, S] of packed rows, from hidden [B, T, D] and segments [B, T]."""
@@ -58,14 +52,6 @@ class SequentialHead(HeadByDepth):
 
         `state` [..., S] are those of their parents, or first states for the root.
         """
-
-    @abstractmethod
-    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
-        """Logits [..., V] for the token of depth index + 1 from state [..., S]."""
-
-    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
-        """Logits [L, V] for the tokens of depth `index` + 1 from states [L, S]."""
-        return self.logits(state, index, target)
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
         """Sum over depths k of depth_decay^(k-1) x the loss of the tokens of depth k.

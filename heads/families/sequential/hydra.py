@@ -18,6 +18,7 @@ from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
+from drafthead.heads.layers.segments import seen_in_segments
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.static import MEDUSA_PATHS
@@ -94,7 +95,7 @@ class PrefixLayer(nn.Module):
 
     def train_pass(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         """Outputs [B, T, D] of packed rows; each segment [B, T] sees itself alone."""
-        mask = (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
+        mask = seen_in_segments(segments)[:, None]
         # Rotary positions are relative, so they need not restart with each segment.
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         return self.norm(self.layer(hidden, self.rotary(positions), mask))
@@ -170,6 +171,6 @@ class HydraHeads(SequentialHead):
             return state
         return torch.cat([state, target.embed(tokens).to(state.dtype)], dim=-1)
 
-    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., V] of head `index` from state [..., (index + 2) D]; ungrounded [..., D]."""
         return target.finish_logits(self.branch(index)(state))

@@ -111,7 +111,7 @@ class MlpSpeculator(SequentialHead):
         )
         return gelu(norm(projection(state) + self.token_scale * embedding(tokens)))
 
-    def logits(self, state: torch.Tensor, index: int, target: Target) -> torch.Tensor:
+    def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., V] of step `index` from its state [..., S]."""
         return target.finish_logits(of_step(self.outputs, index)(state))
 

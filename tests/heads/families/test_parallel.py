@@ -22,6 +22,7 @@ from drafthead.heads.families.parallel.candidates import (
 from drafthead.heads.families.parallel.drafter import Growing, ParallelSession
 from drafthead.heads.families.parallel.head import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel.transformer import spread_taps
+from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
@@ -29,7 +30,6 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
-from drafthead.train.features.reading import positions_in_segments, segment_mask
 
 GREEDY = SamplingConfig()
 KINDS = ["none", "markov", "gated", "recurrent"]

@@ -56,7 +56,9 @@ def test_hydra_head_k_reads_the_hidden_state_and_k_tokens(target: Target, make_h
     for _ in range(2):  # the same block twice
         inner = inner + torch.nn.functional.silu(linear("block", inner))
     expected = linear("output", inner)
-    torch.testing.assert_close(head.logits(state, 2, target).double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        head.token_logits(2, state, target).double(), expected, atol=1e-4, rtol=0
+    )
 
 
 def test_mlp_speculator_is_a_recurrence_on_a_normalised_state(target: Target, make_head):
@@ -79,7 +81,7 @@ def test_mlp_speculator_is_a_recurrence_on_a_normalised_state(target: Target, ma
         mixed = weights[f"norms.{k}.weight"] * mixed + weights[f"norms.{k}.bias"]
         expected = mixed * (1 + torch.erf(mixed / math.sqrt(2))) / 2
         logits = weights[f"outputs.{k}.weight"] @ expected
-        found = head.logits(state, k, target).double()
+        found = head.token_logits(k, state, target).double()
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
 
 
@@ -105,7 +107,7 @@ def test_a_fresh_hydra_head_says_what_the_targets_output_head_says(target: Targe
     state = head.start(hidden)
     for index in range(head.depth):
         state = head.advance(state, torch.arange(5), index, target)
-        torch.testing.assert_close(head.logits(state, index, target), target.project(hidden))
+        torch.testing.assert_close(head.token_logits(index, state, target), target.project(hidden))
 
 
 def test_a_fresh_prefix_layer_passes_on_the_direction_of_its_input(target: Target):
@@ -147,7 +149,7 @@ def logits_behind(head: SequentialHead, target: Target, row: int, path: list[int
     state = head.contexts(hidden, torch.ones(hidden.shape[:2], dtype=torch.long))[0, -1]
     for index, token in enumerate(path):
         state = head.advance(state, torch.tensor(token), index, target)
-    return head.logits(state, len(path) - 1, target)
+    return head.token_logits(len(path) - 1, state, target)
 
 
 def path_tokens(tree: TokenTree, row: int, node: int) -> list[int]:
@@ -227,7 +229,7 @@ def test_the_loss_follows_the_true_tokens_behind_each_anchor(head: SequentialHea
                 state = head.advance(state, ids[there - 1], k, target)
                 if not supervised[there]:
                     continue
-                logits = head.logits(state, k, target)
+                logits = head.token_logits(k, state, target)
                 wanted = target.project(hidden[there - 1]).softmax(-1)
                 log_probs = logits.log_softmax(-1)
                 hard = head.config.loss == "hard"
@@ -246,7 +248,7 @@ def test_dropout_acts_in_training_alone(target: Target):
     state = head.advance(head.start(torch.randn(target.hidden_size)), torch.tensor(5), 0, target)
 
     def says_the_same_twice() -> bool:
-        return torch.equal(head.logits(state, 0, target), head.logits(state, 0, target))
+        return torch.equal(head.token_logits(0, state, target), head.token_logits(0, state, target))
 
     assert not says_the_same_twice()
     head.eval()

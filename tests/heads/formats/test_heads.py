@@ -49,13 +49,13 @@ def medusa_outputs(head: MedusaHeads, target: Target, io: Outputs) -> Outputs:
     found = {}
     if "hidden_states" in io:
         for i in range(head.depth):
-            found[f"expected_logits_head{i}"] = head.logits(io["hidden_states"], i, target)
+            found[f"expected_logits_head{i}"] = head.token_logits(i, io["hidden_states"], target)
     if "input_ids" in io:
         places = torch.arange(io["input_ids"].shape[1])[None]
         last = target.run(io["input_ids"], places, None, FeatureSpec()).features.last
         found["target_last_hidden"] = last
         for i in range(head.depth):
-            found[f"expected_logits_from_ids_head{i}"] = head.logits(last, i, target)
+            found[f"expected_logits_from_ids_head{i}"] = head.token_logits(i, last, target)
     return found
 
 
@@ -83,7 +83,7 @@ def hydra_outputs(head: HydraHeads, target: Target, io: Outputs) -> Outputs:
     for i in range(head.depth):
         count = ids.shape[1] - i - 1  # those with a token i + 1 places on
         state = head.advance(state[:, :count], ids[:, i + 1 :], i, target)
-        found[f"expected_logits_head{i}"] = head.logits(state, i, target)
+        found[f"expected_logits_head{i}"] = head.token_logits(i, state, target)
     return found
 
 
@@ -173,7 +173,7 @@ def mlp_outputs(head: MlpSpeculator, target: Target, io: Outputs) -> Outputs:
     for i in range(head.depth):
         tokens = io["tokens"][:, i : i + state.shape[1]]
         state = head.advance(state, tokens, i, target)
-        found[f"expected_logits_head{i}"] = head.logits(state, i, target)
+        found[f"expected_logits_head{i}"] = head.token_logits(i, state, target)
     return found
 
 
@@ -197,7 +197,7 @@ def test_the_best_suffixes_of_an_mlp_speculator_are_those_of_the_authors(case: C
         for path, rank in product(paths, range(width)):
             score, state, token = paths[path]
             state = head.advance(state, token, i, target)
-            best = head.logits(state, i, target).log_softmax(-1).topk(width)
+            best = head.token_logits(i, state, target).log_softmax(-1).topk(width)
             following = best.indices[rank]
             grown[(*path, int(following))] = (score + float(best.values[rank]), state, following)
         paths = grown

@@ -186,7 +186,7 @@ def test_medusa_loss_equals_a_loop_over_anchors_and_heads(loss: str, target: Tar
             there = place + k + 2
             if there >= 14 or segments[there] != segments[place] or not supervised[there]:
                 continue
-            logits = head.logits(hidden[place], k, target)
+            logits = head.token_logits(k, hidden[place], target)
             (draft,) = log_probs(logits[None])
             (wanted,) = log_probs(target.project(hidden[there - 1])[None])
             label = int(ids[there])

@@ -13,7 +13,7 @@ from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.drafters.store_lookup import load_table
 from drafthead.lab.reports.index import answers
 from drafthead.scripts import cli
-from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.data.sequences import TokenSequence
 
 PROMPTS = 200  # of which some four are left out, to measure on
 

@@ -14,7 +14,8 @@ from drafthead.infer import Decoder, serving
 from drafthead.infer.running_rows import Gain
 from drafthead.infer.serving import Answer
 from drafthead.train.data.conversations import AnswerTokens, Conversation, read_conversations
-from drafthead.train.data.supervision import SupervisedTokens, join_turns, supervised_sequences
+from drafthead.train.data.sequences import SupervisedTokens
+from drafthead.train.data.supervision import join_turns, supervised_sequences
 from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill

@@ -10,7 +10,7 @@ from tiny import byte_tokenizer
 from drafthead.heads.errors import UserError
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.packing import PackedData
-from drafthead.train.data.token_table import TokenSequence, TokenTable
+from drafthead.train.data.sequences import TokenSequence, TokenTable
 from drafthead.train.data.training_rows import (
     DataConfig,
     check_held_out,

@@ -21,8 +21,8 @@ from drafthead.scripts.data import inspect_data
 from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.row_forms import Message
+from drafthead.train.data.sequences import SupervisedTokens
 from drafthead.train.data.supervision import (
-    SupervisedTokens,
     encode_prompt,
     supervise,
 )

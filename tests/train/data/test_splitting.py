@@ -13,7 +13,8 @@ from drafthead.train.data.conversations import AnswerTokens, Conversation, Store
 from drafthead.train.data.fitted_rows import Reading, fitted_rows, turn_starts
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.row_forms import Message
-from drafthead.train.data.supervision import SupervisedTokens, encode_prompt
+from drafthead.train.data.sequences import SupervisedTokens
+from drafthead.train.data.supervision import encode_prompt
 
 CHAT = byte_tokenizer()
 # Shows no answer but the last, as templates do that drop earlier reasoning.

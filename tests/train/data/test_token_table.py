@@ -13,8 +13,9 @@ from drafthead.train.data import token_table as module
 from drafthead.train.data.conversations import Writer, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import PackedData
+from drafthead.train.data.sequences import TokenSequence, TokenTable, mixed
 from drafthead.train.data.supervision import supervised_sequences
-from drafthead.train.data.token_table import TokenSequence, TokenTable, mixed, token_table
+from drafthead.train.data.token_table import token_table
 from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.learning.evaluation import by_category
 from drafthead.train.learning.ranks import RankedAnchors

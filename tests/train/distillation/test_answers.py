@@ -29,12 +29,12 @@ from drafthead.infer import Decoder
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.scripts.data import distill as distill_verb
 from drafthead.scripts.options import with_groups
-from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.conversations import Conversation, read_conversations, row_seed
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
-from drafthead.train.distillation.dialogue import row_seed, user_turns
+from drafthead.train.distillation.dialogue import user_turns
 from drafthead.train.distillation.distilled_file import (
     DistilledFile,
     DistillSettings,

@@ -18,7 +18,7 @@ from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import DRAFT_IDS_FILE, FrequentTokens
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.train.data.packing import collate
-from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.draft_models.student import (
     DraftModelConfig,
     Student,

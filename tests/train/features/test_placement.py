@@ -9,7 +9,7 @@ from tiny import write_target
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import collate
-from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import TargetConfig, load_target, read_features
 from drafthead.train.jobs.weights import weights_fingerprint
 from drafthead.train.learning.step import LossModule

@@ -28,7 +28,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import collate
-from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.engines import build_accelerator, check_average, check_engine
 from drafthead.train.learning.step import LossModule

@@ -10,7 +10,7 @@ from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate
-from drafthead.train.data.token_table import TokenSequence
+from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.evaluation import measure, ranked_anchors
 from drafthead.train.learning.ranks import accepted_in, replayed, roots_of_steps

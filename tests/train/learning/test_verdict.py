@@ -5,7 +5,7 @@ import torch
 from tiny import byte_tokenizer
 
 from drafthead.train.data.packing import PackedData, pack_sequences
-from drafthead.train.data.token_table import TokenSequence, TokenTable, mixed
+from drafthead.train.data.sequences import TokenSequence, TokenTable, mixed
 from drafthead.train.learning.evaluation import STEPS_LOOKED_AT, LastSteps, measure, verdict
 from drafthead.train.learning.ranks import RankedAnchors
 
