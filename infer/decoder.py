@@ -53,7 +53,7 @@ from drafthead.infer.serving import (
     shared_options,
 )
 from drafthead.infer.timing.plans import Plans, StepKind
-from drafthead.infer.timing.step_timing import TIMING_SETTINGS, make_graphs, time_steps
+from drafthead.infer.timing.step_timing import PROMPT_TOKENS, VISIT_STEPS, make_graphs, time_steps
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class Decoder:
         for rows in batch_sizes:
             if len(batch_sizes) > 1:
                 logger.info("warming up for %d prompts at a time", rows)
-            request = endless_request(self.target, settings, rows, TIMING_SETTINGS.prompt_tokens)
+            request = endless_request(self.target, settings, rows, PROMPT_TOKENS)
             request = replace(request, draft_temperature=self.draft_temperature)
             self._warm_up(BatchRun(request, self.target.device), fresh)
 
@@ -233,7 +233,7 @@ class Decoder:
         """Time the steps of a batch, or make a few of every kind."""
         rule, plans = self._rule(run), self.plans
         if plans is None or not rule.follows:
-            for _ in islice(self.method(run).decode(run), TIMING_SETTINGS.visit_steps):
+            for _ in islice(self.method(run).decode(run), VISIT_STEPS):
                 pass
             return
         kind = StepKind.of(run, rule)

@@ -8,7 +8,6 @@ on a machine that has just slowed down does not look dear. This is a Kalman filt
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median_low
 from threading import RLock
 
@@ -17,50 +16,29 @@ import numpy as np
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Size, Table
 
-
-@dataclass(frozen=True)
-class CostSettings:
-    """What `StepCosts` believes of a machine before it has seen any step, and how it learns.
-
-    Deviations are those of the logarithm of a step's seconds: 0.05 is about 5 %.
-    """
-
-    # The guess: a step with a draft takes `draft` plain steps more than a plain one, `node` for
-    # each node after the root and `level` for each level. On the cautious side: with it a good
-    # head begins with trees of about 4 nodes.
-    draft: float = 0.05
-    node: float = 0.05
-    level: float = 0.05
-
-    # Deviations of the guess: of all steps alike, of all drafts alike, for each doubling of the
-    # nodes, for each level, and of each size alone.
-    all_deviation: float = 1.0
-    draft_deviation: float = 0.15
-    doubling_deviation: float = 0.25
-    level_deviation: float = 0.1
-    size_deviation: float = 0.05
-
-    # Deviation of the median of a run's steps, apart from what changes the whole machine.
-    run_deviation: float = 0.05
-    # Share of what is known about a size that is left after each further run.
-    memory: float = 0.998
-    # Share of what makes a size look dearer than guessed that is left after each further run: a
-    # size five times as dear is tried again after about 800 steps, and one that is sixteen times
-    # as dear for good costs 3 % in all.
-    dear_memory: float = 0.999
-    # Either share when another process or batch size goes on from there.
-    inherited: float = 0.75
-    # Deviation of the machine's speed from one run to the next: at first, least and greatest.
-    first_drift: float = 0.1
-    least_drift: float = 0.02
-    most_drift: float = 0.3
-    # Runs over which that is averaged.
-    drift_memory: int = 16
-    # Deviations beyond which a surprise counts no more: single steps may take ten times as long.
-    most_surprise: float = 3.0
-
-
-DEFAULT_COSTS = CostSettings()
+# The guess for a machine that nobody has seen: a step with a draft takes DRAFT plain steps more
+# than a plain one, NODE for each node after the root and LEVEL for each level. On the cautious
+# side: with it a good head begins with trees of about 4 nodes.
+DRAFT, NODE, LEVEL = 0.05, 0.05, 0.05
+# Deviations of the guess, of the logarithm of a step's seconds (0.05 is about 5 %): of all steps
+# alike, of all drafts alike, for each doubling of nodes, for each level, and of each size alone.
+ALL_DEVIATION, DRAFT_DEVIATION, DOUBLING_DEVIATION = 1.0, 0.15, 0.25
+LEVEL_DEVIATION, SIZE_DEVIATION = 0.1, 0.05
+# Of the median of a run's steps, apart from what changes the whole machine.
+RUN_DEVIATION = 0.05
+# Share of what is known about a size that is left after each further run.
+MEMORY = 0.998
+# Share of what makes a size look dearer than guessed that is left after each further run: a size
+# five times as dear is tried again after about 800 steps, and one that is sixteen times as dear for
+# good costs 3 % in all.
+DEAR_MEMORY = 0.999
+# Either share when another process or batch size goes on from there.
+INHERITED = 0.75
+# Deviation of the machine's speed from one run to the next: at first, least and greatest; and the
+# runs over which it is averaged.
+FIRST_DRIFT, LEAST_DRIFT, MOST_DRIFT, DRIFT_MEMORY = 0.1, 0.02, 0.3, 16
+# Deviations beyond which a surprise counts no more: single steps may take ten times as long.
+MOST_SURPRISE = 3.0
 
 
 class StepCosts:
@@ -70,18 +48,17 @@ class StepCosts:
     threads may decode with one belief; whoever reads or changes it holds `lock`.
     """
 
-    def __init__(self, budgets: Sequence[Budget], settings: CostSettings = DEFAULT_COSTS):
+    def __init__(self, budgets: Sequence[Budget]):
         """The guess for sizes that nobody has seen; there are S = 1 + len(budgets) of them."""
-        self.settings = settings
         self.sizes: list[Size] = [None, *sorted(budgets)]  # from small to large
         self.places = {size: place for place, size in enumerate(self.sizes)}
-        self.guess = guessed_covariance(self.sizes, settings)  # [S, S]
-        self.fading = (1 - settings.memory) * self.guess
+        self.guess = guessed_covariance(self.sizes)  # [S, S]
+        self.fading = (1 - MEMORY) * self.guess
         self.covariance = self.guess  # [S, S]
         # Of the logarithms of seconds.
-        self.guessed: Table = np.log([guessed_ratio(s, settings) for s in self.sizes])  # [S]
+        self.guessed: Table = np.log([guessed_ratio(s) for s in self.sizes])  # [S]
         self.mean = self.guessed
-        self.drift = settings.first_drift**2  # variance of the machine's speed from run to run
+        self.drift = FIRST_DRIFT**2  # variance of the machine's speed from run to run
         self.speed_known = False  # else `mean` is known up to a common term only
         self.is_guess = True  # nothing is known about any size
         self.was_timed = False  # sizes were timed on purpose, and not only met while decoding
@@ -98,19 +75,19 @@ class StepCosts:
 
     def add(self, size: Size, seconds: Sequence[float], continued: bool) -> None:
         """Learn from a run of steps of one size; `continued` if the run before was of that size."""
-        settings, place = self.settings, self.places[size]
+        place = self.places[size]
         # Of two steps the quicker one: what else the machine does only makes steps longer.
         took = math.log(max(median_low(seconds), 1e-9))
-        self._fade(settings.dear_memory if self.speed_known else settings.inherited)
+        self._fade(DEAR_MEMORY if self.speed_known else INHERITED)
         if not self.speed_known:
             self.mean = self.mean + (took - self.mean[place])
-        surprise, noise = took - self.mean[place], settings.run_deviation**2
+        surprise, noise = took - self.mean[place], RUN_DEVIATION**2
         if continued:
             self._learn_drift(surprise**2 - noise)
         # The longer ago, the less is known: at last no more than at first.
-        kept = settings.memory * self.covariance + (self.fading + self.drift)
+        kept = MEMORY * self.covariance + (self.fading + self.drift)
         variance = kept[place, place] + noise
-        most = settings.most_surprise * math.sqrt(variance)
+        most = MOST_SURPRISE * math.sqrt(variance)
         gain = kept[place] / variance
         self.mean = self.mean + gain * min(max(surprise, -most), most)
         self.covariance = kept - np.outer(gain, kept[place])
@@ -127,9 +104,8 @@ class StepCosts:
         self.mean = self.mean - (1 - share) * np.maximum(self.mean - as_guessed, 0)
 
     def _learn_drift(self, seen: float) -> None:
-        settings = self.settings
-        seen = min(max(seen, settings.least_drift**2), settings.most_drift**2)
-        self.drift += (seen - self.drift) / settings.drift_memory
+        seen = min(max(seen, LEAST_DRIFT**2), MOST_DRIFT**2)
+        self.drift += (seen - self.drift) / DRIFT_MEMORY
 
     def deviations_from(self, size: Size) -> Table:
         """How unsure the ratio of each size's seconds to those of `size` is: deviations [S]."""
@@ -142,7 +118,7 @@ class StepCosts:
 
         Nothing is learnt from a size that was just seen, even if little is known of the other one.
         """
-        variances = np.diag(self.covariance) + self.settings.run_deviation**2
+        variances = np.diag(self.covariance) + RUN_DEVIATION**2
         shared = np.diag(self.covariance) - self.covariance[self.places[size]]
         return np.abs(shared) / np.sqrt(variances)
 
@@ -159,28 +135,28 @@ class StepCosts:
         self.mean = plain + self.guessed + gain @ surprise
         untimed = self.guess - gain @ self.guess[timed]  # 0 for what was timed
         # The machine may have another speed when decoding begins.
-        known = self.settings.size_deviation**2 * np.eye(len(self.sizes))
-        self.covariance = untimed + known + self.settings.all_deviation**2
+        known = SIZE_DEVIATION**2 * np.eye(len(self.sizes))
+        self.covariance = untimed + known + ALL_DEVIATION**2
         self.speed_known = self.was_timed = True
         self.is_guess = False
 
     def go_on_from(self, mean: Table, covariance: Table) -> None:
         """Begin with a mean [S] with covariance [S, S] about similar steps, or older ones."""
-        share = self.settings.inherited
+        share = INHERITED
         self.mean = mean
         self.covariance = share * covariance + (1 - share) * self.guess
         self.speed_known = self.is_guess = False
 
 
-def guessed_ratio(size: Size, settings: CostSettings) -> float:
+def guessed_ratio(size: Size) -> float:
     """Seconds of a step over those of a plain one, for a machine that nobody has seen."""
     if size is None:
         return 1.0
-    nodes = settings.node * (size.nodes - 1)
-    return 1 + settings.draft + nodes + settings.level * size.depth
+    nodes = NODE * (size.nodes - 1)
+    return 1 + DRAFT + nodes + LEVEL * size.depth
 
 
-def guessed_covariance(sizes: Sequence[Size], settings: CostSettings) -> Table:
+def guessed_covariance(sizes: Sequence[Size]) -> Table:
     """How far the guess may be off, and how far alike: the covariance [S, S] of log seconds.
 
     It grows with the nodes as a random walk does: 8 and 16 nodes share what makes 8 dear, and each
@@ -192,9 +168,9 @@ def guessed_covariance(sizes: Sequence[Size], settings: CostSettings) -> Table:
     doublings = np.log2([size.nodes if size else 1 for size in sizes])
     levels = np.array([size.depth if size else 0 for size in sizes], float)
     return np.asarray(
-        settings.all_deviation**2
-        + settings.draft_deviation**2 * np.outer(drafts, drafts) * same
-        + settings.doubling_deviation**2 * np.minimum.outer(doublings, doublings)
-        + settings.level_deviation**2 * np.minimum.outer(levels, levels)
-        + settings.size_deviation**2 * np.eye(len(sizes))
+        ALL_DEVIATION**2
+        + DRAFT_DEVIATION**2 * np.outer(drafts, drafts) * same
+        + DOUBLING_DEVIATION**2 * np.minimum.outer(doublings, doublings)
+        + LEVEL_DEVIATION**2 * np.minimum.outer(levels, levels)
+        + SIZE_DEVIATION**2 * np.eye(len(sizes))
     )

@@ -7,7 +7,7 @@ size is timed between plain steps, as a multiple of these.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 from tqdm import trange
@@ -25,32 +25,17 @@ from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.options import Request
 from drafthead.infer.verifiers import Verifier
 
-
-@dataclass(frozen=True)
-class TimingSettings:
-    """How long steps are timed, and which sizes for longest."""
-
-    # Random tokens before the first timed step. Short, as most prompts are: attention over a long
-    # text would be a larger part of the steps.
-    prompt_tokens: int = 64
-    # Largest number of visits to a size. They lie some time apart, as other load comes in bursts.
-    rounds: int = 10
-    # Seconds of timed steps after which only sizes are visited that were not and could still win.
-    enough_seconds: float = 6
-    # Share of the best size's tokens per second that a size must promise to be visited again.
-    contender_share: float = 0.8
-    # Steps at the beginning of a visit that are not timed: the CPU caches hold another size's data.
-    untimed_steps: int = 2
-    # Steps of a visit that are timed.
-    timed_steps: int = 3
-
-    @property
-    def visit_steps(self) -> int:
-        """All steps of a visit."""
-        return self.untimed_steps + self.timed_steps
-
-
-TIMING_SETTINGS = TimingSettings()
+# Random tokens before the first timed step. Short, as most prompts are: attention over a long text
+# would be a larger part of the steps.
+PROMPT_TOKENS = 64
+# Largest number of visits to a size. They lie some time apart, as other load comes in bursts.
+ROUNDS = 10
+# Seconds of timed steps after which only sizes are visited that were not and could still win.
+ENOUGH_SECONDS = 6
+# Share of the best size's tokens per second that a size must promise to be visited again.
+CONTENDER_SHARE = 0.8
+# Steps of a visit that are not timed, since the CPU caches hold another size's data, and all steps.
+UNTIMED_STEPS, VISIT_STEPS = 2, 5
 
 
 class Visits(Planner):
@@ -74,9 +59,7 @@ class Visits(Planner):
         self.seconds.append(seconds)
 
 
-def time_sizes(
-    costs: StepCosts, run: Callable[[Visits], object], settings: TimingSettings = TIMING_SETTINGS
-) -> None:
+def time_sizes(costs: StepCosts, run: Callable[[Visits], object]) -> None:
     """Visit all sizes of `costs` and teach it what they take; `run` makes the steps of visits.
 
     The first round goes from small to large: with 16 rows a pass over 64 nodes each takes a second,
@@ -87,17 +70,15 @@ def time_sizes(
     plain: list[float] = []
     ratios: dict[Size, list[float]] = {}
     known: dict[Size, float] = {}
-    for _ in range(settings.rounds):
+    for _ in range(ROUNDS):
         for size in sizes:
-            if spent >= settings.enough_seconds and (
-                size in ratios or size not in contenders(costs, settings)
-            ):
+            if spent >= ENOUGH_SECONDS and (size in ratios or size not in contenders(costs)):
                 continue
-            visits = Visits((None, size, None), settings.visit_steps)
+            visits = Visits((None, size, None), VISIT_STEPS)
             run(visits)
             before, took, after = (
-                visits.seconds[start + settings.untimed_steps : start + settings.visit_steps]
-                for start in range(0, len(visits.seconds), settings.visit_steps)
+                visits.seconds[start + UNTIMED_STEPS : start + VISIT_STEPS]
+                for start in range(0, len(visits.seconds), VISIT_STEPS)
             )
             plain += before + after
             ratios.setdefault(size, []).append(median(took) / median(before + after))
@@ -106,11 +87,11 @@ def time_sizes(
             known |= {size: known[None] * median(found) for size, found in ratios.items()}
             with costs.lock:
                 costs.set_timed(known)
-        sizes = contenders(costs, settings)
+        sizes = contenders(costs)
         order.shuffle(sizes)  # load that comes at intervals does not hit the same ones
 
 
-def contenders(costs: StepCosts, settings: TimingSettings = TIMING_SETTINGS) -> list[Budget]:
+def contenders(costs: StepCosts) -> list[Budget]:
     """Sizes that promise nearly as many tokens per second as the best, or as plain decoding.
 
     Of 1.4, 1.8 and 2 tokens in 1.2, 1.3 and 2 times a plain step the first two reach 0.8.
@@ -122,7 +103,7 @@ def contenders(costs: StepCosts, settings: TimingSettings = TIMING_SETTINGS) -> 
         if size is not None
     }
     best = max(promised, key=promised.__getitem__)
-    enough = settings.contender_share * max(1.0, promised[best])
+    enough = CONTENDER_SHARE * max(1.0, promised[best])
     return [size for size, promise in promised.items() if promise >= enough] or [best]
 
 
@@ -146,7 +127,7 @@ def make_graphs(
     Only of sizes that could win, where all of them would take longer than timing does.
     """
     sizes = [size for size in costs.sizes if size is not None]
-    if sum(map(costs.seconds, sizes)) >= TIMING_SETTINGS.enough_seconds:
+    if sum(map(costs.seconds, sizes)) >= ENOUGH_SECONDS:
         sizes = contenders(costs)
     turns = [turn for size in sizes for turn in (None, size)]
     make_steps(target, drafter, request, rule, Visits(turns, steps=1))

@@ -10,7 +10,7 @@ from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.timing.plans import StepKind, rows_that_share
-from drafthead.infer.timing.step_timing import TIMING_SETTINGS
+from drafthead.infer.timing.step_timing import ENOUGH_SECONDS, PROMPT_TOKENS
 from drafthead.infer.verifiers import verifier_for
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def timing_note(timed: int, batch: int, is_stored: bool, file: Path) -> str:
     if timed != batch:
         rows += f" (the planner's choice for a batch of {batch})"
     when = "timed by an earlier run, --fresh times again" if is_stored else "timed now"
-    tokens, enough = TIMING_SETTINGS.prompt_tokens, TIMING_SETTINGS.enough_seconds
+    tokens, enough = PROMPT_TOKENS, ENOUGH_SECONDS
     return (
         f"steps of {rows} after {tokens} prompt tokens, {when}: {file}; where that takes more than "
         f"{enough:g} s, the times of large trees that cannot win follow from those of smaller ones"

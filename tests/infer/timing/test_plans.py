@@ -18,7 +18,7 @@ from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.timing import plans as plans_module
 from drafthead.infer.timing.plans import Plans, StepKind, costs_file, in_plain_steps
-from drafthead.infer.timing.step_timing import TIMING_SETTINGS
+from drafthead.infer.timing.step_timing import VISIT_STEPS
 
 DRAFTER = PromptLookup(2)
 DRAFTER.budgets = chain_budgets(2)
@@ -85,7 +85,7 @@ def test_warming_up_times_every_size_once_for_all_processes(target, passes) -> N
     decoder = Decoder(target, DRAFTER, adaptive=True)
     decoder.warm_up((1, 2))
     sizes = len(DRAFTER.budgets)
-    assert len(passes) > 2 * 2 * sizes * TIMING_SETTINGS.visit_steps
+    assert len(passes) > 2 * 2 * sizes * VISIT_STEPS
     two = StepKind("greedy", 2, filters=False, processors=False)
     assert decoder.plans.costs(KIND).was_timed and decoder.plans.costs(two).was_timed
     passes.clear()

@@ -14,9 +14,7 @@ from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.engine.step_costs import StepCosts
-from drafthead.infer.timing.step_timing import TimingSettings, Visits, time_sizes
-
-TIMING = TimingSettings()
+from drafthead.infer.timing.step_timing import ROUNDS, VISIT_STEPS, Visits, time_sizes
 
 
 def bringing(tokens: float, nodes: int, depth: int) -> Budget:
@@ -31,12 +29,12 @@ def timed(
     costs, steps, visited = StepCosts(sizes), count(), Counter[Size]()
 
     def run(visits: Visits) -> None:
-        visited[visits.sizes[TIMING.visit_steps]] += 1
+        visited[visits.sizes[VISIT_STEPS]] += 1
         for size in visits.sizes:
             visits.draft(lambda budget: Whole(budget.nodes, budget.depth))
             visits.learn([1], took(size, next(steps)))
 
-    time_sizes(costs, run, TIMING)
+    time_sizes(costs, run)
     return costs, visited
 
 
@@ -44,9 +42,9 @@ def timed(
     ("small", "large", "seconds", "visits"),
     [
         # 1.5 tokens in 1.2 times a plain step's time, and 1.9 in twice that time.
-        ((1.5, 3, 2), (1.9, 64, 2), (0.01, 0.012, 0.02), (TIMING.rounds, 1)),
+        ((1.5, 3, 2), (1.9, 64, 2), (0.01, 0.012, 0.02), (ROUNDS, 1)),
         # No size comes near to plain decoding: the best is timed all the same.
-        ((1.2, 2, 1), (1.4, 8, 2), (0.01, 0.02, 0.03), (TIMING.rounds, 1)),
+        ((1.2, 2, 1), (1.4, 8, 2), (0.01, 0.02, 0.03), (ROUNDS, 1)),
         # Slow models are timed for as long as there is time for.
         ((1.2, 2, 1), (1.4, 4, 2), (0.6, 0.66, 0.75), (1, 1)),
         # Steps are so slow that only sizes are timed that may win; of 64 nodes that is known.
