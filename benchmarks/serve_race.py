@@ -21,7 +21,7 @@ import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
-from served import ServerProcess, ask, started
+from served import ServerProcess, ask, end_with_servers, started
 
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.gguf_files import model_folder
@@ -108,6 +108,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Contestants; all by default.")] = None,
 ) -> None:
     """Start all servers, warm them up, race them, and write the figures."""
+    end_with_servers()
     says = [row.messages[0]["content"] for row in read_conversations(str(prompts))]
     counts = clients or [1, 4, 16]
     chosen = commands(str(model_folder(target) or target), only)

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import typer
 from openai import AsyncOpenAI
-from served import ServerProcess, ask, started
+from served import ServerProcess, ask, end_with_servers, started
 
 from drafthead.infer import Decoder
 
@@ -131,6 +131,7 @@ def main(
     clients: Annotated[int, typer.Option(help="How many at a time.")] = 32,
 ) -> None:
     """Run the soak."""
+    end_with_servers()
     decoder = Decoder.from_pretrained(target, dtype="float32")
     asked = [(body, expected(decoder, body)) for body in bodies()]
     command = (
