@@ -56,10 +56,10 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Time plain decoding, transformers' generate, draft model, own layers, lookup and heads.
+    """Time plain decoding, transformers' generate, lookup, and each drafter that is named.
 
-    All decode the same prompts, in turns; --draft names heads, a draft model, own layers and an
-    index, each of which takes part alone and with lookup beside it. "speedup" is over plain
+    All decode the same prompts, in turns; --draft names heads, draft models, own layers and tables
+    of n-grams, each of which takes part alone and with lookup beside it. "speedup" is over plain
     decoding on this engine, "over generate" over transformers' model.generate; "bound" is the
     speedup that tau and the measured phases allow. Where prompts have a "category", as Spec-Bench's
     have, the categories are listed as well, if prompts are decoded one by one. With --batch-size so
