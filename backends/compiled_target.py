@@ -103,6 +103,7 @@ class CompiledTarget(Target):
         kernels = TreeKernels.for_model(self.model, self.config, self.layer_kinds)
         if kernels is None or self.numbers is not None:
             return None
+        # Siblings after a committed text: a node that saw the wrong keys would show here.
         ids = torch.arange(1, 9, device=self.device)[None].clamp_max(self.vocab_size - 1)
         cache = TreeCache()
         super().read(ids, ids - 1, None, NO_FEATURES, cache)

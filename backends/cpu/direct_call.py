@@ -114,6 +114,7 @@ class Recorder:
         was not made for.
         """
         run, constants = self.code.current_callable, None
+        # Where torch hands its inputs on as they are, and the outputs back, it can be left out.
         if not (same_objects(*self.inputs_seen()) and same_objects(*self.outputs_seen())):
             run = self._by_torch  # which does more for this function than call the generated code
         else:
@@ -128,6 +129,7 @@ class Recorder:
             constants or {},
         )
         call = direct_call(record, run, arguments)
+        # They would keep the first call's tensors, and a second copy of the weights, alive.
         self.outer, self.inner, self.constants = ((), ()), ((), ()), {}
         return call, None if constants is None else record
 
@@ -153,6 +155,7 @@ def direct_call(
     fits, as_then = checker(record.layout, inputs), GlobalStateGuard().check
 
     def call(*arguments: Any) -> Any:
+        # What torch would have guarded: its global state, types, sizes, strides, equal inputs.
         inputs = read({"arguments": arguments})
         if inputs is None or not (as_then() and fits(inputs)):
             raise OtherLayoutError

@@ -79,6 +79,7 @@ def parts(thing: Any, unknown: Callable[[object], Any]) -> Any:
     if isinstance(thing, Mapping):
         return [[within(key), within(value)] for key, value in thing.items()]
     if isinstance(thing, set | frozenset):
+        # The order of a set differs from process to process.
         return sorted(json.dumps(within(part)) for part in thing)
     if isinstance(thing, list | tuple):
         return [within(part) for part in thing]
@@ -114,6 +115,7 @@ def code(thing: Any, unknown: Callable[[object], Any]) -> str:
 def source_version(name: str, unknown: Callable[[object], Any]) -> str:
     """A version of the code of a module: its package's, or a digest of its `sources`."""
     package = name.partition(".")[0]
+    # Whole packages by version: their files are too many to read at each start.
     if package in ("torch", "transformers", "peft"):
         return version(package)
     if package == "builtins":

@@ -118,6 +118,7 @@ def checker(layout: Layout, inputs: Sequence[Any]) -> Fits:
         dynamic_dims_sizes=free,  # type: ignore[arg-type]
         dynamic_dims_strides=free,  # type: ignore[arg-type]
     )
+    # Most tensors share their sizes, and each tuple is made once a call.
     tuples = list(dict.fromkeys([*layout.sizes, *layout.strides]))
     lines = [f"{symbol} = {where}" for symbol, where in layout.symbols.items()]
     lines += [f"if not ({rule}): return False" for rule in layout.rules]
@@ -131,6 +132,7 @@ def checker(layout: Layout, inputs: Sequence[Any]) -> Fits:
         "alike": alike.check,
         "same": torch._C._dynamo.guards.assert_size_stride,
     }
+    # Written out as code: a loop over conditions would take longer than a small pass may.
     exec(f"def fits(t):\n  {body}\n  {end}", names)
     return names["fits"]
 

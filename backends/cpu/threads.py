@@ -46,6 +46,7 @@ class Crowding:
         """Judge the window that has just ended."""
         seen = self.waited()
         if seen - self.seen > TOLERATED * threads * (now - self.since):
+            # Twice as long after each failure, so that a machine that stays busy is seldom tried.
             self.until, self.rest = now + self.rest, min(2 * self.rest, LONGEST)
         else:
             self.rest = max(self.rest / 2, SHORTEST)
@@ -66,6 +67,7 @@ class Threads:
         if self.set_threads is None or count == 1 or not self.crowding.now(count):
             yield
             return
+        # Of OpenMP alone: torch's own setting, which graphs are compiled for, stays.
         self.set_threads(1)
         try:
             yield

@@ -119,6 +119,7 @@ class TreeGrowth:
         """
         scores, tokens = self.deepest
         width = scores.shape[1] // self.opened.shape[1]
+        # Sorted and not `topk`: of equals the first must win on every device and at every size.
         order = scores.sort(dim=1, descending=True, stable=True).indices.index_select(1, slots)
         before = sum(part.shape[1] for part in self.scores) - scores.shape[1]
         self.opened = order + before

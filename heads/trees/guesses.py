@@ -85,6 +85,7 @@ class GrowingTree:
     def add(self, parent: int, token: int, score: float) -> int:
         """The child of a node with a token. One that is there keeps the better of both scores."""
         tree = self.tree
+        # A child above its parent could be chosen without it.
         if parent:
             score = min(score, tree.scores[parent - 1])
         node = self.known.get((parent, token))

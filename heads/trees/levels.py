@@ -86,6 +86,7 @@ def filled_tree(
     """
     tokens, supports = [roots[:, None]], []
     for depth, level in enumerate(levels):
+        # Only inner nodes are asked: leaves have nobody to guess for.
         logits, ids = guess(depth, level, tokens[-1][:, level.own])
         if isinstance(random, NextDraws):
             ids = ids.gather(-1, random.best(depth, logits, ids, level.width)[1])
