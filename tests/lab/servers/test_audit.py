@@ -81,7 +81,9 @@ class Faulty(Completions):
                 logits = self.decoder.target.plain_logits(prompt, torch.tensor([ids]).long(), 1)
             law = logits[0, 0].float().log_softmax(-1)
             token = int(law.argmax())
-            if temperature:
+            if temperature and place and self.fault == "residual":
+                token = int(law.argmin())
+            elif temperature:
                 probs = (law / temperature).softmax(-1)
                 token = int(torch.multinomial(probs, 1, generator=generator))
             elif place % 4 == 3 and self.fault == "shifted":
@@ -154,6 +156,12 @@ def test_a_right_server_that_shows_text_alone_passes(audited):
         ("corrupt", True, TEXT, "single tokens are not the target's: drafts are accepted"),
         ("corrupt", True, COPIES, "single tokens are not the target's"),
         ("temperature", True, SAMPLING, r"as at temperature 1\.[4-8]"),
+        (
+            "residual",
+            True,
+            SAMPLING,
+            "those that drafting brings do not",
+        ),
         ("logprobs", True, LOGPROBS, "all are 0.0"),
     ],
 )
