@@ -87,12 +87,15 @@ class Memory:
         """A copy, a row for each prompt, of the longest beginning that all prompts have in common
         with a remembered one; None where there is none that saves time.
         """
-        length, past = longest_of(self.known(), prompts)
+        plain, known = isinstance(drafter, NoDrafter), self.known()
+        # An answer that was decoded plainly has left nothing that a drafter could go on from.
+        known = [past for past in known if plain or not isinstance(past.session, NoDraft)]
+        length, past = longest_of(known, prompts)
         if past is None:
             return None
         copy = past.copied(len(prompts), length)
         # A rule that draws may be decoded plainly where greedy answers are drafted.
-        return replace(copy, session=NoDraft()) if isinstance(drafter, NoDrafter) else copy
+        return replace(copy, session=NoDraft()) if plain else copy
 
 
 def longest_of(pasts: Sequence[Past], prompts: Sequence[Sequence[int]]) -> tuple[int, Past | None]:

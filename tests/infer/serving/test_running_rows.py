@@ -122,3 +122,24 @@ def test_what_was_read_for_an_answer_is_kept_for_prompts_that_go_on_with_it(
         assert gain.row.reused in (0, len(prompt) - 3, len(prompt) - 4)
         expected = Decoder(decoder.target).generate(prompt, max_new_tokens=9).sequences[0]
         assert gain.row.tokens == expected
+
+
+def test_a_drafter_does_not_go_on_from_an_answer_that_was_decoded_plainly(
+    target, make_drafter
+) -> None:
+    decoder = Decoder(target, make_drafter("eagle3:own", target), adaptive=True)
+    decoder.plans.fixed_budget = None  # no tree pays where children are drawn
+    decoder.memory.most_kept = 4
+    rows, prompt = decoder.running_rows(2), random_prompts(1)[0]
+
+    def gains(asked: list[int], options: DecodeOptions) -> list[Gain]:
+        request = decoder.request(asked, read_options({"max_new_tokens": 9, **options}))
+        return all_gains(rows, [Ticket(0, request)], at_once=1)[0]
+
+    drawn: DecodeOptions = {"temperature": 0.9, "verifier": "rejection"}
+    first = gains(prompt, drawn)[-1].row
+    longer = [*prompt, *first.tokens, 9]
+    found = gains(longer, {})
+    assert found[-1].row.reused == 0
+    assert found[-1].row.tokens == decoder.generate(longer, max_new_tokens=9).sequences[0]
+    assert gains([*longer, 10], drawn)[-1].row.reused > 0
