@@ -19,31 +19,14 @@ ABOUT = 4  # one prompt of so many is about texts
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class PromptFiles:
     """The files of prompts in a build's folder."""
 
-    folder: Path
-
-    @property
-    def train(self) -> Path:
-        """What the head learns to draft answers to."""
-        return self.folder / "train_prompts.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        """What training measures the head on, and chooses it by."""
-        return self.folder / "held_out_prompts.jsonl"
-
-    @property
-    def test(self) -> Path:
-        """What the race is on, and nothing else."""
-        return self.folder / "test_prompts.jsonl"
-
-    @property
-    def invented(self) -> Path:
-        """Messages that the target has written: the held-out ones first."""
-        return self.folder / "invented.jsonl"
+    def __init__(self, folder: Path):
+        self.train = folder / "train_prompts.jsonl"  # to learn to draft answers to
+        self.held_out = folder / "held_out_prompts.jsonl"  # to measure the head on while it learns
+        self.test = folder / "test_prompts.jsonl"  # for the race, and nothing else
+        self.invented = folder / "invented.jsonl"  # what the target wrote: the held-out ones first
 
 
 @dataclass(frozen=True)
