@@ -4,8 +4,6 @@ The pass computes candidates for each depth; the probability of a candidate depe
 before it, so every child is scored by its real parent.
 """
 
-from typing import Protocol
-
 import torch
 
 from drafthead.heads.coupling import NextDraws
@@ -53,12 +51,12 @@ class Block:
 
 
 class Candidates:
-    """The few tokens of each depth that a tree chooses from, for `best_first_growth`."""
+    """The few tokens of each depth that a tree chooses from, and their scores after any parent."""
 
     def __init__(
         self,
         block: Block,
-        candidates: torch.Tensor,  # [B, K, k] tokens
+        candidates: torch.Tensor,  # [B, K, k] different tokens at each depth
         logits: torch.Tensor,  # [B, K, k] before the correction
         outputs: torch.Tensor | None,  # [B, K, rank, k]: codes times these are the correction
     ):
@@ -108,7 +106,11 @@ class Candidates:
     def log_probs(
         self, depth: int, parents: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Scorer` has it: log-probabilities [B, F, k] of a depth's candidates, and states."""
+        """Log-probabilities [B, F, k] of the candidates of a depth (0 is the first).
+
+        They come after the tokens `parents` [B, F]. `state` [B, F, R] is the state before these
+        tokens; the state after them, [B, F, R], is returned too.
+        """
         codes, state = self.block.codes(depth, parents, state)
         logits = self.logits[:, depth, None].expand(-1, parents.shape[1], -1)
         if self.outputs is not None:
@@ -116,28 +118,8 @@ class Candidates:
         return logits.log_softmax(-1), state
 
 
-class Scorer(Protocol):
-    """A head's candidates for one block, by depth, and their scores after any parent."""
-
-    candidates: torch.Tensor  # [B, K, k], different tokens at each depth
-
-    def begin(self) -> torch.Tensor:
-        """The state [B, 1, R] before the roots of a block."""
-        ...
-
-    def log_probs(
-        self, depth: int, parents: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [B, F, k] of the candidates of a depth (0 is the first).
-
-        They come after the tokens `parents` [B, F]. `state` [B, F, R] is the state before these
-        tokens; the state after them, [B, F, R], is returned too.
-        """
-        ...
-
-
 def best_first_growth(
-    roots: torch.Tensor, scorer: Scorer, levels: int, frontier: int
+    roots: torch.Tensor, scorer: Candidates, levels: int, frontier: int
 ) -> TreeGrowth:
     """The candidates of trees after roots [B] of up to `levels` levels and `frontier` + 2 nodes.
 
