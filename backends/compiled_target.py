@@ -246,20 +246,6 @@ class CompiledTarget(Target):
             and all(map(has_our_products, self.model.modules()))
         )
 
-    def begin(self, cache: TreeCache, columns: int) -> None:
-        """Give an empty cache the memory for one row, so that its first pass is compiled too."""
-        if self.reads_rows_alone:
-            cache.collect([self.one_token], [[0]], columns)
-            cache.cut(0)
-
-    @cached_property
-    def one_token(self) -> TreeCache:
-        """A cache that holds one token, and so knows the sizes of the keys of all layers."""
-        cache, place = TreeCache(), torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        super().read(place, place, None, FeatureSpec(layers=(), last=False), cache)
-        cache.commit_prompt(place[0] + 1, 1, room=0)
-        return cache
-
 
 def is_for_kernels(mask: LayerMasks) -> bool:
     """Whether what takes the place of a mask is for the tree kernel."""

@@ -110,6 +110,7 @@ class Decoder:
         trust_remote_code: bool = False,
         compile: bool | None = None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        same_bits: bool = False,
         **others: Unpack[OtherWords],
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
@@ -129,7 +130,9 @@ class Decoder:
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
         own layers or lookup propose on a path, by default 4. `compile` makes graphs of the passes
         when they first run, minutes the first time and seconds later; the output stays the same. By
-        default passes on a GPU are recorded, which takes as long as a few of them. Code that comes
+        default passes on a GPU are recorded, which takes as long as a few of them. `same_bits` is
+        for 16 bits without `compile`: every pass reads 16 tokens, so that drafted text is that of
+        plain decoding with the same setting; each is dearer. Code that comes
         with a model runs only with `trust_remote_code`. Raises UserError for what cannot be loaded,
         does not fit the target or has another name here.
         """
@@ -138,7 +141,7 @@ class Decoder:
         dtype = type_of_weights(dtype, others)
         loaded = loaded_target(target, dtype, str(device), trust_remote_code, tokenizer)
         drafter = made_drafter(drafts, Fitting(loaded, length, dtype, trust_remote_code))
-        return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature)
+        return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature, same_bits)
 
     def __repr__(self) -> str:
         return f"Decoder({described(self.target, self.drafter)})"
@@ -371,14 +374,16 @@ def decoder_for(
     tree_nodes: int | None,
     compile: bool | None,
     draft_temperature: float | None = None,
+    same_bits: bool = False,
 ) -> Decoder:
     """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None.
 
-    Compiled, as it is, or for None recorded where that is possible. Raises UserError for settings
-    of a drafter without one, and for `compile` where the target cannot be compiled.
+    Compiled, as it is, or for None recorded where that is possible; `same_bits` as for
+    `Decoder.from_pretrained`. Raises UserError for settings of a drafter without one, and for
+    `compile` and `same_bits` where the target cannot be compiled or cannot keep that promise.
     """
     is_new = not target.backend.compiles
-    target = prepared_target(target, compile)
+    target = prepared_target(target, compile, same_bits)
     if drafter is None:
         for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
             if value is not None:

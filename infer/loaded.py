@@ -27,6 +27,7 @@ from drafthead.heads.target.adapters import base_of_adapter
 from drafthead.heads.target.any_target import load_target, target_of
 from drafthead.heads.target.gguf_files import gguf_file, is_fetched_name
 from drafthead.heads.target.loading import configuration_of, load_tokenizer, vocabulary_of
+from drafthead.heads.target.one_width import OneWidthTarget
 from drafthead.heads.target.processor import tell_of_slow_bfloat16
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
@@ -310,17 +311,24 @@ def head_drafter(head: DraftHead, target: Target) -> Drafter:
     return drafter_for(head, target)
 
 
-def prepared_target(target: Target, compile: bool | None) -> Target:
+def prepared_target(target: Target, compile: bool | None, same_bits: bool = False) -> Target:
     """The target as it decodes: compiled, as it is, or for None recorded where that is possible.
 
-    Raises UserError for `compile` where the target cannot be compiled.
+    With `same_bits` passes are of one width where they are not compiled. Raises UserError for
+    `compile` where the target cannot be compiled, and for `same_bits` where it cannot hold.
     """
     is_new = not target.backend.compiles
+    if same_bits and not compile and not target.same_bits:
+        return OneWidthTarget(target)
     if compile:
         target.refuse_encoder("compile")
         target.check_compilable()
     if is_new and (compile or (compile is None and can_record(target))):
         target = target.compiled(fuses=bool(compile))
+    if same_bits and not target.same_bits:
+        raise UserError(
+            "same_bits with compile is for bfloat16 on a CPU with our kernels: leave compile out"
+        )
     if not target.backend.compiles:
         tell_of_slow_bfloat16(target.device, target.dtype)
     if target.dtype.itemsize == 2 and not target.same_bits:

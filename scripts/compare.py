@@ -72,10 +72,12 @@ def main(
             "--batch-size": race.batch_size > 1, "--rounds": race.rounds != 3,
             "--rule": rule != "auto", "--compile": compile, "--tree-nodes": drafting.tree_nodes,
             "--prompt-column": race.prompt_column, "--template-argument": race.template_argument,
+            "--same-bits": drafting.same_bits,
         }  # fmt: skip
         options.refuse(other, "--theory decodes chains, one prompt at a time")
         compare_with_theory(model, drafting, prompts, race, output)
     else:
+        options.refuse({"--same-bits": drafting.same_bits}, "a race is of passes as they are")
         run_race(model, drafting, prompts, race, rule, compile, output)
 
 

@@ -206,6 +206,14 @@ class Drafting:
             help="Most tokens on a path of a draft model, own layers or lookup; 4 by default."
         ),
     ] = None
+    same_bits: Annotated[
+        bool,
+        typer.Option(
+            "--same-bits",
+            help="In 16 bits and not compiled: every pass reads 16 tokens, so that the text is "
+            "that of plain decoding with this option. Passes are dearer.",
+        ),
+    ] = False
 
     def decoder(
         self, model: Model, compile: bool = False, draft_temperature: float | None = None
@@ -215,7 +223,7 @@ class Drafting:
 
         return Decoder.from_pretrained(
             model.target, self.draft, self.tree_nodes, self.draft_tokens, draft_temperature,
-            model.dtype, model.device, compile=compile,
+            model.dtype, model.device, compile=compile, same_bits=self.same_bits,
         )  # fmt: skip
 
     @property

@@ -8,6 +8,7 @@ and quantised or PEFT-wrapped models work too. Only the requested layers are sto
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -334,7 +335,21 @@ class Target:
         return False
 
     def begin(self, cache: TreeCache, columns: int) -> None:
-        """Prepare an empty cache for the passes over a prompt: not needed here."""
+        """Give an empty cache the memory for one row where rows are read alone.
+
+        So the first pass over a prompt is like all others.
+        """
+        if self.reads_rows_alone:
+            cache.collect([self.one_token], [[0]], columns)
+            cache.cut(0)
+
+    @cached_property
+    def one_token(self) -> TreeCache:
+        """A cache that holds one token, and so knows the sizes of the keys of all layers."""
+        cache, place = TreeCache(), torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        Target.read(self, place, place, None, FeatureSpec(layers=(), last=False), cache)
+        cache.commit_prompt(place[0] + 1, 1, room=0)
+        return cache
 
     def read_sources(
         self,

@@ -1,4 +1,4 @@
-"""bfloat16 where we have kernels: what a pass computes of a token has always the same bits."""
+"""bfloat16 by our kernels or in passes of one width: a token has always the same bits."""
 
 import copy
 import random
@@ -8,12 +8,15 @@ import torch
 from tiny import BUSHY, random_prompts
 
 from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.target.features import NO_FEATURES
+from drafthead.heads.target.one_width import OneWidthTarget
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.prefill import padded, prefill
+from drafthead.infer.loaded import prepared_target
 from drafthead.lab.exactness.exactness import greedy_differences
 
 PROMPTS = random_prompts(3)
@@ -32,6 +35,18 @@ def compiled(make_target) -> CompiledTarget:
     tree_logits(target, PROMPTS, [[-1, 0]] * 3, torch.full((3, 2), 9))
     torch.set_num_threads(threads)
     return target
+
+
+@pytest.fixture(scope="module")
+def one_width(make_target) -> OneWidthTarget:
+    """Not compiled."""
+    return OneWidthTarget(Target(copy.deepcopy(make_target(hidden=128).model).to(torch.bfloat16)))
+
+
+@pytest.fixture(params=["compiled", "one_width"])
+def target(request) -> Target:
+    """A target whose passes have the same bits."""
+    return request.getfixturevalue(request.param)
 
 
 def read(target: Target, prompts: list[list[int]], room: int) -> TreeCache:
@@ -76,35 +91,35 @@ def tree_logits(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_nodes_of_trees_in_a_batch_have_the_logits_of_plain_passes(compiled, threads) -> None:
+def test_nodes_of_trees_in_a_batch_have_the_logits_of_plain_passes(target, threads) -> None:
     chance, generator = random.Random(threads), torch.Generator().manual_seed(threads)
     torch.set_num_threads(threads)
-    for nodes in (2, 12, 40, 40, 40):
+    for nodes in (2, 12, 40, 40, 40) if target.backend.compiles else (40,):
         parents = [
             [-1] + [chance.randrange(max(0, node - 4), node) for node in range(1, nodes)]
             for _ in PROMPTS
         ]
         tokens = torch.randint(8, 64, (3, nodes), generator=generator)
         prompts = [prompt * chance.randint(1, 4) for prompt in PROMPTS]
-        found = tree_logits(compiled, prompts, parents, tokens, chance.randrange(1, 300))
+        found = tree_logits(target, prompts, parents, tokens, chance.randrange(1, 300))
         for row, node in enumerate((nodes // 2, nodes - 2, nodes - 1)):
             path = path_to(node, parents[row])
-            plain = plain_logits(compiled, prompts[row], tokens[row, path].tolist())
+            plain = plain_logits(target, prompts[row], tokens[row, path].tolist())
             assert torch.equal(found[row, path], plain), (nodes, row, node)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafted_answers_of_a_batch_are_plain_ones(compiled, make_head, temperature) -> None:
+def test_drafted_answers_of_a_batch_are_plain_ones(target, make_head, temperature) -> None:
     """Greedy ones, and those of `match` for the same seeds."""
-    drafter = drafter_for(make_head("medusa", compiled).to(torch.bfloat16), compiled, BUSHY)
-    drafted, plain = Decoder(compiled, drafter), Decoder(compiled)
+    drafter = drafter_for(make_head("medusa", target).to(torch.bfloat16), target, BUSHY)
+    drafted, plain = Decoder(target, drafter), Decoder(target)
     drafted.end_ids = plain.end_ids = frozenset()
     options = {"max_new_tokens": 40, "temperature": temperature}
     answers = drafted.generate(PROMPTS, **options, seed=5).sequences
     for row, prompt in enumerate(PROMPTS):
         assert plain.generate(prompt, **options, seed=5 + row).sequences == [answers[row]]
     if temperature == 0:  # by other code than the engine's
-        assert greedy_differences(drafted, Target(compiled.model), PROMPTS, 40) == []
+        assert greedy_differences(drafted, Target(target.model), PROMPTS, 40) == []
 
 
 def test_the_promise_is_not_made_where_torch_multiplies(compiled, make_target) -> None:
@@ -112,3 +127,15 @@ def test_the_promise_is_not_made_where_torch_multiplies(compiled, make_target) -
     assert not CompiledTarget(make_target()).same_bits  # float32
     small_heads = copy.deepcopy(make_target().model).to(torch.bfloat16)
     assert not CompiledTarget(Target(small_heads)).same_bits
+
+
+def test_passes_of_one_width_are_refused_where_they_do_not_help(make_target) -> None:
+    model = copy.deepcopy(make_target().model).to(torch.bfloat16)
+    assert prepared_target(Target(model), None, same_bits=True).same_bits
+    with pytest.raises(UserError, match="in float32 rounding is far below"):
+        prepared_target(make_target(), None, same_bits=True)
+    by_all = copy.deepcopy(model)
+    mlp = by_all.model.layers[0].mlp
+    mlp.register_forward_hook(lambda _mlp, _given, found: found * found.abs().amax())
+    with pytest.raises(UserError, match="rounds a token by what is read beside it"):
+        OneWidthTarget(Target(by_all))

@@ -1,0 +1,127 @@
+"""Is drafted text that of plain decoding? `python benchmarks/same_text.py --target M --way W ...`.
+
+Each question is answered by plain decoding of one row, greedily and by seeded draws; then by each
+way of drafting, alone and in batches. In compiled bfloat16 on a CPU with our kernels all must be
+equal. The file is written after each batch: a run that is stopped has the questions before it.
+"""
+
+import json
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from tqdm import trange
+
+from drafthead.backends.cpu.kernels.kernel_set import kernel_set
+from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.target import Target
+from drafthead.infer.decoder import Decoder
+from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.lab.races.record import prompt_ids
+from drafthead.lab.reports.report import Table, print_table
+
+AVX2_BITS = 256  # of torch's vectors, where code for AVX2 is asked for
+
+Counts = Counter[tuple[str, float, int, str]]  # way, temperature, rows; answers, different, tokens
+
+
+def answers(
+    decoder: Decoder, prompts: list[list[int]], first: int, temperature: float, tokens: int
+) -> list[list[int]]:
+    """Answers to prompts in one batch, drawn with the seeds `first`, `first` + 1, ..."""
+    seeds = list(range(first, first + len(prompts)))
+    rule = "match" if temperature else "auto"
+    return decoder.generate(
+        prompts, max_new_tokens=tokens, temperature=temperature, seed=seeds, verifier=rule
+    ).sequences
+
+
+def compare(
+    plain: Decoder,
+    ways: dict[str, Decoder],
+    prompts: list[list[int]],
+    first: int,  # number of the first of these prompts
+    temperatures: tuple[float, ...],
+    tokens: int,
+    counts: Counts,
+    alone: int,  # so many of the prompts are answered alone as well
+) -> None:
+    """Count, for each way, how many answers to these prompts are not plain decoding's."""
+    for temperature in temperatures:
+        expected = [
+            answers(plain, [prompt], first + row, temperature, tokens)[0]
+            for row, prompt in enumerate(prompts)
+        ]
+        for name, decoder in ways.items():
+            together = answers(decoder, prompts, first, temperature, tokens)
+            singly = [
+                answers(decoder, [prompts[row]], first + row, temperature, tokens)[0]
+                for row in range(alone)
+            ]
+            for rows, found in ((len(prompts), together), (1, singly)):
+                for answer, right in zip(found, expected, strict=False):
+                    counts[name, temperature, rows, "answers"] += 1
+                    counts[name, temperature, rows, "different"] += answer != right
+                    counts[name, temperature, rows, "tokens"] += len(answer)
+
+
+def results_of(counts: Counts) -> list[dict[str, object]]:
+    """The counts as rows: of each way, temperature and number of rows."""
+    kinds = dict.fromkeys(key[:3] for key in counts)
+    return [
+        {"way": way, "temperature": temperature, "rows": rows}
+        | {
+            what: counts[way, temperature, rows, what]
+            for what in ("answers", "different", "tokens")
+        }
+        for way, temperature, rows in kinds
+    ]
+
+
+def main(
+    target: Annotated[str, typer.Option(help="Model: folder, GGUF file or hub id.")],
+    way: Annotated[list[str], typer.Option(help="What drafts, joined by +: HEAD+lookup.")],
+    prompts: Annotated[str, typer.Option(help="Questions, as `compare` reads them.")],
+    output: Annotated[Path, typer.Option(help="JSON file to write.")],
+    limit: Annotated[int, typer.Option(help="Use this many questions.")] = 100,
+    rows: Annotated[int, typer.Option(help="Questions of a batch.")] = 5,
+    alone: Annotated[int, typer.Option(help="Of each batch, so many are answered alone.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Most new tokens of an answer.")] = 128,
+    tree_nodes: Annotated[int, typer.Option(help="Nodes of each tree, the root included.")] = 8,
+    temperature: Annotated[float, typer.Option(help="Of draws, beside greedy answers.")] = 0.8,
+    avx2: Annotated[bool, typer.Option("--avx2", help="Take the kernels for AVX2.")] = False,
+) -> None:
+    """Compare drafted answers with those of plain decoding, token by token."""
+    if avx2:
+        torch._inductor.config.cpp.simdlen = AVX2_BITS  # type: ignore[attr-defined]
+    made = Target.from_pretrained(target, "bfloat16", "cpu").compiled()
+    plain = Decoder.from_pretrained(made)
+    ways = {
+        name: Decoder.from_pretrained(made, name.split("+"), tree_nodes=tree_nodes, compile=True)
+        for name in way
+    }
+    questions = prompt_ids(prompts, limit, plain, tokens)
+    counts: Counts = Counter()
+    about = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "kernels": kernel_set(),
+        "same_bits": made.same_bits,
+    }
+    for first in trange(0, len(questions), rows, desc="batches"):
+        batch = questions[first : first + rows]
+        compare(plain, ways, batch, first, (0.0, temperature), tokens, counts, alone)
+        results = about | {"questions": first + len(batch), "results": results_of(counts)}
+        write_text(output, json.dumps(results, indent=2) + "\n")
+    table = [[str(value) for value in row.values()] for row in results_of(counts)]
+    columns = ["way", "temperature", "rows", "answers", "different", "tokens"]
+    print_table(Table("answers that are not plain decoding's", columns, table))
+
+
+if __name__ == "__main__":
+    typer.run(main)
