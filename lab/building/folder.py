@@ -42,7 +42,9 @@ class Choices:
     @property
     def model_options(self) -> str:
         """The options that name the model, as other verbs have them."""
-        return f"--target {quote(self.target)} --dtype {self.dtype} --device {self.device}"
+        dtype = "" if self.dtype == "auto" else f" --dtype {self.dtype}"
+        device = "" if self.device == "auto" else f" --device {self.device}"
+        return f"--target {quote(self.target)}{dtype}{device}"
 
 
 class Stage(NamedTuple):
