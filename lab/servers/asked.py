@@ -125,7 +125,6 @@ class AskedServer:
             "top_p": 1.0,
             "seed": seed,
             "return_token_ids": True,
-            "skip_special_tokens": False,
             **UNFILTERED,
         }
 
