@@ -24,10 +24,11 @@ class AnswerText(Stop):
         tokenizer: PreTrainedTokenizerBase,
         stops: Sequence[str] = (),
         stop_ids: frozenset[int] = frozenset(),
+        skip_special: bool = True,
     ):
-        """`stop_ids` are tokens that end the answer."""
+        """`stop_ids` are tokens that end the answer; special tokens may be part of its text."""
         super().__init__((), ())
-        self.growing = GrowingAnswer(tokenizer)
+        self.growing = GrowingAnswer(tokenizer, skip_special)
         self.stops, self.stop_ids = stops, stop_ids
         self.said = ""
         self.places: list[int] = []  # where the text of each token begins

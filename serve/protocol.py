@@ -38,7 +38,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "add_special_tokens": (True, False),
 }
@@ -74,6 +73,8 @@ class Answering(BaseModel):
     response_format: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
     return_drafted: bool = False  # our own: which parts of a stream's text were drafted
 
     def refuse_unread(self) -> None:
@@ -271,6 +272,7 @@ class Reader:
                     self.decoder.tokenizer,
                     [stop for stop in stops if stop],
                     frozenset(asked.stop_token_ids or ()),
+                    asked.skip_special_tokens,
                 )
                 ends = frozenset[int]() if asked.ignore_eos else request.end_ids
                 request = replace(request, stops=[text], end_ids=ends)

@@ -26,12 +26,12 @@ class Choice:
     tokenizer: PreTrainedTokenizerBase
     is_chat: bool
     tools: ToolCalls | None
-    shows_drafted: bool
+    asked: ChatRequest | CompletionRequest
     text: str = ""
     echoed: int = 0  # characters of the prompt that the text begins with
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: dict[str, list[Any]] | None = None
-    tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Choice:
         if self.tools is not None:
             text, calls = self.tools.add(text, piece.finish_reason is not None)
         self.text, self.calls = self.text + text, self.calls + calls
-        self.tokens += len(piece.tokens)
+        self.tokens += piece.tokens
         logprobs = None
         if piece.logprobs is not None:
             logprobs = self._logprobs(piece, piece.logprobs)
@@ -54,9 +54,9 @@ class Choice:
         said: dict[str, Any] = {"text": text}
         if self.is_chat:
             said = {"delta": {"content": text} | ({"tool_calls": calls} if calls else {})}
-        if self.shows_drafted:
+        if self.asked.return_drafted:
             said["drafted"] = [{"text": part, "drafted": drafted} for part, drafted in piece.parts]
-        return self._choice(said, logprobs)
+        return self._choice(said, logprobs, piece.tokens)
 
     def echo(
         self, prompt: Sequence[int], record: Logprobs | None, finish_reason: str | None
@@ -73,19 +73,24 @@ class Choice:
 
     def whole(self) -> dict[str, Any]:
         """The choice of a response that is no stream."""
+        said: dict[str, Any] = {}
+        if self.asked.return_token_ids:
+            said["prompt_token_ids"] = list(self.job.request.prompts[0])
         if not self.is_chat:
-            return self._choice({"text": self.text}, self.logprobs)
+            return self._choice({**said, "text": self.text}, self.logprobs, self.tokens)
         content = self.text if self.text or not self.calls else None
         calls = [{name: call[name] for name in ("id", "type", "function")} for call in self.calls]
         message = {"role": "assistant", "content": content}
-        return self._choice(
-            {"message": message | ({"tool_calls": calls} if calls else {})}, self.logprobs
-        )
+        said["message"] = message | ({"tool_calls": calls} if calls else {})
+        return self._choice(said, self.logprobs, self.tokens)
 
-    def _choice(self, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+    def _choice(
+        self, said: dict[str, Any], logprobs: Any, tokens: Sequence[int] = ()
+    ) -> dict[str, Any]:
         return {
             "index": self.job.choice,
             **said,
+            **({"token_ids": list(tokens)} if self.asked.return_token_ids else {}),
             "logprobs": logprobs,
             "finish_reason": self.finish_reason,
         }
@@ -160,13 +165,7 @@ class Response:
         self.is_chat = isinstance(asked, ChatRequest)
         with_tools = isinstance(asked, ChatRequest) and asked.calls_tools
         self.choices = [
-            Choice(
-                job,
-                tokenizer,
-                self.is_chat,
-                ToolCalls() if with_tools else None,
-                asked.return_drafted,
-            )
+            Choice(job, tokenizer, self.is_chat, ToolCalls() if with_tools else None, asked)
             for job in jobs
         ]
         kind = "chat.completion" if self.is_chat else "text_completion"
@@ -246,7 +245,7 @@ class Response:
         """The tokens of prompts, each once, and of answers."""
         firsts = {job.prompt: job for job in reversed(self.jobs)}.values()
         prompts = sum(len(job.request.prompts[0]) for job in firsts)
-        answers = sum(choice.tokens for choice in self.choices)
+        answers = sum(len(choice.tokens) for choice in self.choices)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": answers,

@@ -8,15 +8,19 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 
 
-def texts_of(sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each sequence of token ids, without special tokens.
+def texts_of(
+    sequences: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    skip_special: bool = True,
+) -> list[str]:
+    """The text of each sequence of token ids, without special tokens unless these are wanted.
 
     Bytes that are no character become U+FFFD. Spaces stay as the tokens have them: text that is
     cleaned up afterwards could not be shown piece by piece.
     """
     lists = [list(tokens) for tokens in sequences]
     return tokenizer.batch_decode(
-        lists, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        lists, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
     )
 
 
@@ -37,15 +41,15 @@ def text_pieces(
 
 
 class GrowingAnswer:
-    """An answer's text, token by token: never half a character, without special tokens."""
+    """An answer's text, token by token: never half a character, special tokens where wanted."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special: bool = True):
         """Raises UserError for a tokenizer implemented in Python."""
         if not tokenizer.is_fast:
             raise UserError("streaming needs a fast tokenizer; this one is implemented in Python")
-        self.tokenizer = tokenizer
+        self.tokenizer, self.skip_special = tokenizer, skip_special
         self._waits = waiting_tokens(tokenizer)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._tokens: list[int] = []
         self._waiting: list[int] = []
         self._shown = 0  # characters
@@ -64,7 +68,7 @@ class GrowingAnswer:
 
     def rest(self) -> str:
         """What is left at the end: a character that is incomplete then becomes U+FFFD."""
-        return texts_of([self._tokens], self.tokenizer)[0][self._shown :]
+        return texts_of([self._tokens], self.tokenizer, self.skip_special)[0][self._shown :]
 
 
 def waiting_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

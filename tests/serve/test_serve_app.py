@@ -97,6 +97,22 @@ def test_a_completion_takes_texts_and_tokens_and_gives_logprobs(client, decoder)
         assert places == sorted(places) and len(places) == len(found["tokens"]) == 6
 
 
+def test_tokens_are_given_where_they_are_asked_for_and_special_ones_shown(client, decoder) -> None:
+    """As `data distill --server` and `audit` ask."""
+    prompt = decoder.tokenizer("hello")["input_ids"]
+    end = decoder.tokenizer.eos_token_id
+    alone = decoder.generate(prompt, max_new_tokens=6).sequences[0]
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 6, "return_token_ids": True}
+    choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, alone)
+    found = events(client.post(COMPLETIONS, json={**body, "stream": True}).text)
+    assert [token for c in found for token in c["choices"][0]["token_ids"]] == alone
+    forced = {**body, "logit_bias": {str(end): 100}, "ignore_eos": True, "max_tokens": 2}
+    shown = client.post(COMPLETIONS, json={**forced, "skip_special_tokens": False}).json()
+    assert shown["choices"][0]["text"] == decoder.tokenizer.decode([end, end])
+    assert client.post(COMPLETIONS, json=forced).json()["choices"][0]["text"] == ""
+
+
 def test_echoed_prompts_have_the_logprobs_of_a_plain_pass(client, decoder) -> None:
     [ids] = [decoder.tokenizer("hello world")["input_ids"]]
     body = {"prompt": "hello world", "echo": True, "logprobs": 1, "temperature": 0}
