@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile --durations 15
+SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-offline test test-all check lint types format layout models clean

@@ -1,11 +1,14 @@
 """A plugin that counts the processor seconds of each test; every run leaves them in pytest's cache.
 
+Files that take long come first, or one worker ends with them while the others wait.
+
 Seconds of the worker and of the processes it waited for: what else a machine does hardly changes
 them. `python tests/durations.py` makes those of the last run the committed ones of its tests.
 """
 
 import json
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -32,6 +35,12 @@ class Durations:
     def __init__(self) -> None:
         self.started = 0.0
         self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Order tests by the committed seconds of their files, from the longest on."""
+        taken = by_file(json.loads(COMMITTED.read_text()))
+        items.sort(key=lambda item: -taken[file_of(item.nodeid)])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
@@ -64,14 +73,27 @@ def summary(seconds: dict[str, float], about: str) -> dict[str, Any]:
         if taken >= SHORT:
             long[name] = round(taken, 1)
         else:
-            file = name.partition("::")[0]
+            file = file_of(name)
             short[file] = round(short.get(file, 0.0) + taken, 2)
     return {"about": about, "long": long, "short": short}
 
 
+def file_of(name: str) -> str:
+    """The file of a test."""
+    return name.partition("::")[0]
+
+
+def by_file(committed: dict[str, Any]) -> Counter[str]:
+    """The processor seconds of each file in `durations.json`."""
+    files = Counter[str](committed["short"])
+    for name, taken in committed["long"].items():
+        files[file_of(name)] += taken
+    return files
+
+
 def total(committed: dict[str, Any]) -> float:
     """The processor seconds of all tests in `durations.json`."""
-    return sum(committed["long"].values()) + sum(committed["short"].values())
+    return by_file(committed).total()
 
 
 if __name__ == "__main__":

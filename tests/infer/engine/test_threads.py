@@ -66,7 +66,7 @@ def all_at_once(answers: Sequence[Answer], prompts: list[Any], rounds: int) -> l
         return [pair for part in pool.map(work, range(len(answers))) for pair in part]
 
 
-def check(answers: Sequence[Answer], alone: Answer, prompts: list[Any], rounds: int = 10) -> None:
+def check(answers: Sequence[Answer], alone: Answer, prompts: list[Any], rounds: int = 5) -> None:
     """All threads give the answers that `alone` gives while nothing else runs."""
     expected = [alone(prompt) for prompt in prompts]
     given = all_at_once(answers, prompts, rounds)

@@ -138,7 +138,7 @@ def test_k_follows_from_what_was_measured(exported, tmp_path):
         assert "Of 100 held-out places" in (folder / "serve.sh").read_text().replace("\n# ", " ")
 
 
-def test_a_server_is_started_and_stopped(tmp_path, monkeypatch, capfd):
+def test_a_server_is_started_and_stopped(tmp_path, monkeypatch, capfd, request):
     served = Served("vllm", "runs/mine", "eagle3-vllm", "eagle3", "some/target", 3, "")
     (tmp_path / "serve.sh").write_text('exec "$VLLM"\n')
     monkeypatch.setenv("VLLM", "no-such-program")
@@ -153,6 +153,9 @@ def test_a_server_is_started_and_stopped(tmp_path, monkeypatch, capfd):
             sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # Shells let what they start in the background ignore it.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
     (tmp_path / "out").touch()
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)
