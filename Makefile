@@ -31,7 +31,7 @@ demo-offline: $(READY)  ## A build of 5 minutes on the small model of the tests,
 	$(BIN)/drafthead build --target assets/demo_target --prompts assets/demo_prompts/train.jsonl --family parallel \
 		--minutes 5 --output runs/demo
 
-test: $(READY)  ## Prove each claim once: a quarter of an hour on 2 cores, at most four are used.
+test: $(READY)  ## Prove each claim once: eleven minutes on 2 cores, at most four are used.
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: $(READY)  ## Run the tests of both stages, all cases of each claim: an hour on 2 cores.
