@@ -122,7 +122,7 @@ class CompiledTarget(Target):
             positions = cache.positions(3)
             mask = super().later_mask(cache, positions[0])
             masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits
-            later = tokens, positions, kernels.later_mask(11, self.device), cache
+            later = tokens, positions, kernels.later_mask(cache.longest + 3, self.device), cache
             kernels.reads_later = self._is_same(masked, later, kernels.used_later(), "prompts")
         return kernels
 

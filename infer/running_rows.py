@@ -119,6 +119,7 @@ class ServedRows:
         """From now on keep in a memory what was read for rows that end."""
 
         def kept(places: Sequence[int]) -> None:
+            """Keep what was read for the rows at these places."""
             run, cache = self.stepper.run, self.stepper.cache
             for place in places:
                 number = run.batch.running[place]

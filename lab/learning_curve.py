@@ -17,9 +17,9 @@ import numpy as np
 from drafthead.train.run.folder import BEST_BY, EVALUATION_FILE, read_log
 
 FEWEST, LAST = 3, 3  # points of a curve; points that say what a doubling brings
-# Twice the answers bring what a doubling brought before, or a part or a multiple of that: from 0.5
-# to 2.5 times as much, in six forecasts on a small model (tests/lab/test_learning_curve.py). Heads
-# of few steps learn in bursts.
+# Twice the answers bring what a doubling brought before, or so much less or more. Chosen from six
+# forecasts on a small model, of which it holds five (tests/lab/test_learning_curve.py prints them):
+# heads of few steps learn in bursts.
 SPREAD = 2.5
 NAMED = 8  # categories in a sentence
 

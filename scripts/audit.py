@@ -2,11 +2,15 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from drafthead.scripts import options
+
+if TYPE_CHECKING:
+    from drafthead.heads.target.target import Target
+    from drafthead.lab.servers.asked import AskedServer
 
 
 def main(
@@ -42,26 +46,14 @@ def main(
     import json
 
     from drafthead.heads.storage.files import write_text
-    from drafthead.infer.decoder import Decoder
-    from drafthead.infer.request.prompts import encode_one
-    from drafthead.lab.races.record import describe_run, prompt_ids
+    from drafthead.lab.races.record import describe_run
     from drafthead.lab.reports.report import print_table
     from drafthead.lab.reports.run_page import findings_table
     from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
-    from drafthead.lab.servers.asked import AskedServer
-    from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
-    from drafthead.train.distillation.server import Connection, find_model, stored_end_ids
+    from drafthead.lab.servers.audit import CHECKS, Audit
 
-    target = model.load()
-    assert target.tokenizer is not None  # a target read from disk has one
-    connection = Connection(url)
-    served = find_model(connection, server_model, model.target)
-    ends = stored_end_ids(model.target, target.tokenizer)
-    server = AskedServer(connection, served, target.tokenizer, ends)
-    if prompts is None:
-        ids = [encode_one(text, target.tokenizer) for text in QUESTIONS[:limit]]
-    else:
-        ids = prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
+    server, target = asked_server(url, server_model, model)
+    ids = asked_prompts(target, prompts, limit, max_new_tokens)
     audit = Audit(server, target, ids, max_new_tokens, samples, head)
     findings = {name: found for name, look in CHECKS.items() if (found := look(audit)) is not None}
     faults = [name for name, found in findings.items() if found.is_fault]
@@ -75,3 +67,32 @@ def main(
         }
         write_text(output, json.dumps(record, indent=2) + "\n")
     raise typer.Exit(bool(faults))
+
+
+def asked_server(
+    url: str, server_model: str | None, model: options.Model
+) -> "tuple[AskedServer, Target]":
+    """The server at an address, and the target that it should serve, loaded here."""
+    from drafthead.lab.servers.asked import AskedServer
+    from drafthead.train.distillation.server import Connection, find_model, stored_end_ids
+
+    target = model.load()
+    assert target.tokenizer is not None  # a target read from disk has one
+    connection = Connection(url)
+    served = find_model(connection, server_model, model.target)
+    ends = stored_end_ids(model.target, target.tokenizer)
+    return AskedServer(connection, served, target.tokenizer, ends), target
+
+
+def asked_prompts(
+    target: "Target", prompts: str | None, limit: int, max_new_tokens: int
+) -> list[list[int]]:
+    """The prompts of a file as token ids, or questions of our own."""
+    from drafthead.infer.decoder import Decoder
+    from drafthead.infer.request.prompts import encode_one
+    from drafthead.lab.races.record import prompt_ids
+    from drafthead.lab.servers.audit import QUESTIONS
+
+    if prompts is not None:
+        return prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
+    return [encode_one(text, target.tokenizer) for text in QUESTIONS[:limit]]

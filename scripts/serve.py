@@ -1,6 +1,5 @@
 """`drafthead serve`: a server with OpenAI's endpoints, for many clients at a time."""
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -51,9 +50,7 @@ def main(
     server once running answers have ended.
     """
     try:
-        import uvicorn
-
-        from drafthead.serve.app import ServerOptions, make_app
+        from drafthead.serve.app import ServerOptions, listen, make_app
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'drafthead[serve]'") from error
 
@@ -70,6 +67,4 @@ def main(
     app = make_app(decoder, served)
     if compile:  # before the first answer, not in the middle of it
         decoder.warm_up(batch_sizes=(1, max_batch))
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
-        signal.signal(number, lambda *_: None)
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False)
+    listen(app, host, port, grace)

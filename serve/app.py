@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -75,6 +77,7 @@ class Gate:
         seen = 0
 
         async def counted() -> Message:
+            """The next part of the request; raises ApiError 413 where that is too long."""
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
@@ -169,6 +172,13 @@ def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
     add_answers(app, server)
     add_facts(app, server)
     return app
+
+
+def listen(app: FastAPI, host: str, port: int, grace: int) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; running answers then have `grace` seconds."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
+        signal.signal(number, lambda *_: None)
+    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False)
 
 
 def add_errors(app: FastAPI) -> None:

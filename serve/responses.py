@@ -134,6 +134,7 @@ def completion_logprobs(
     """Tokens with their log-probabilities, as text completions have them."""
 
     def named(top: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
+        """Alternatives to a token by their texts."""
         if top is None:
             return None
         found: dict[str, float] = {}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from accelerate.state import AcceleratorState, GradientState
 
 from drafthead.heads.formats import FORMATS
 from drafthead.lab.servers.export_for import METHODS
@@ -96,8 +95,7 @@ def test_the_lines_of_the_readme_run_one_after_the_other(monkeypatch, tmp_path, 
         if SMALL.get(verb_of(words)) is None:
             continue
         monkeypatch.setattr(sys, "argv", ["drafthead", *shrunk(words)])
-        AcceleratorState._reset_state(reset_partial_state=True)  # each line is a process
-        GradientState._reset_state()
+        stages.forget_accelerate()  # each line is a process
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert not stop.value.code, (words, capfd.readouterr().err[-2000:])

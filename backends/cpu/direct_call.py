@@ -155,6 +155,7 @@ def direct_call(
     fits, as_then = checker(record.layout, inputs), GlobalStateGuard().check
 
     def call(*arguments: Any) -> Any:
+        """The function's value; raises OtherLayoutError for arguments of another layout."""
         # What torch would have guarded: its global state, types, sizes, strides, equal inputs.
         inputs = read({"arguments": arguments})
         if inputs is None or not (as_then() and fits(inputs)):

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,7 +39,7 @@ def main(
     answers that the head was not trained on, one file for each kind of request: a head that drafts
     one kind well and another badly lacks training data of the other.
     """
-    from drafthead.heads.formats.drafthead import is_own_folder, write_acceptance
+    from drafthead.heads.formats.drafthead import write_acceptance
     from drafthead.heads.formats.loading import load_head
     from drafthead.heads.storage.files import write_text
     from drafthead.lab.diagnosis.examination import evaluations
@@ -49,11 +50,8 @@ def main(
     from drafthead.train.jobs.weights import weights_fingerprint
     from drafthead.train.run.folder import BEST_FOLDER
 
-    if save_acceptance and not is_own_folder(head):
-        raise UserError(
-            f"--save-acceptance writes into a folder that holds a head of our format, and {head} "
-            "is none: make one of it with drafthead head import"
-        )
+    if save_acceptance:
+        refuse_other_folder(head)
     target = model.load()
     trained = load_head(head, target)
     tables = {source: read_answers(rows.reading(source, ROW, limit), target) for source in data}
@@ -65,7 +63,7 @@ def main(
     for sentence in what_more_would_bring(head.parent if head.name == BEST_FOLDER else head):
         print(f"its training: {sentence}")
     if save_acceptance:
-        everywhere: Counter[tuple[int, ...]] = Counter()
+        everywhere = Counter[tuple[int, ...]]()
         for evaluation in found.values():
             everywhere.update(evaluation.path_counts)
         write_acceptance(head, everywhere)
@@ -73,3 +71,14 @@ def main(
         summaries = {source: evaluation.summary() for source, evaluation in found.items()}
         record = describe_run(model.target, target) | {"head": str(head), "data": summaries}
         write_text(output, json.dumps(record, indent=2) + "\n")
+
+
+def refuse_other_folder(head: Path) -> None:
+    """Raise UserError for a folder that what was accepted cannot be written into."""
+    from drafthead.heads.formats.drafthead import is_own_folder
+
+    if not is_own_folder(head):
+        raise UserError(
+            f"--save-acceptance writes into a folder that holds a head of our format, and {head} "
+            "is none: make one of it with drafthead head import"
+        )

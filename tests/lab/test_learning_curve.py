@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from runs import run
 
 from drafthead.lab.learning_curve import LearningCurve, Point, what_more_would_bring
 from drafthead.scripts import options
 from drafthead.scripts.data import distill
+from drafthead.scripts.stages import forget_accelerate
 from drafthead.train.run.starting_config import write_starting_config
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -97,8 +97,7 @@ def test_what_a_run_foretells_comes_true_with_more_answers(tmp_path: Path, of: s
     for number in (150, 300, 600):
         some, head = tmp_path / f"{number}.jsonl", tmp_path / f"head{number}"
         some.write_text("".join(rows[::2][:number] if number < 600 else rows))
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
         run(
             config, f"data.train={some}", f"data.validation={held_out}", f"train.output={head}",
             "data.validation_share=null", "train.epochs=2", "train.batch_rows=2",
