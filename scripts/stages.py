@@ -286,7 +286,8 @@ class Building:
         headline = comparison_section(self.raced).headline
         return {
             "fastest": best["mode"],
-            "headline": headline.replace(best["mode"], " with ".join(parts), 1),
+            "headline": headline.replace(best["mode"], " with ".join(parts), 1)
+            + f", on {limit} prompts",
             "by_hand": f"drafthead compare{self.options_of(self.drafts)} --prompts "
             f"{quote(str(prompts))} --limit {limit} --rounds 1 --max-new-tokens {tokens} "
             f"--output {quote(str(self.raced))}",

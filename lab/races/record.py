@@ -50,7 +50,8 @@ def drafts_by_name(drafts: Sequence[str]) -> dict[str, NamedDraft]:
     """
     found: dict[str, NamedDraft] = {}
     for draft in map(named_draft, drafts):
-        name = f"{draft.name} {Path(draft.argument).name}".strip()
+        words = (draft.name, Path(draft.argument).name)
+        name = " ".join(dict.fromkeys(words)).strip()  # runs/head is no `head head`
         if name in found:
             raise UserError(f"two drafters are called {name}: rename the folder of one of them")
         found[name] = draft

@@ -157,14 +157,19 @@ def draw_plan(rows: Sequence[PlanRow], title: str) -> Figure:
     plain = rows[0]
     chosen = next(row for row in rows if row.chosen)
     figure, axes = plt.subplots(figsize=(6, 3.5))
-    axes.plot([r.nodes for r in rows], [r.tokens_per_second for r in rows], "o-", color=OURS)
+    axes.plot([r.nodes for r in rows], [r.tokens_per_second for r in rows], "o", ms=4, color=OURS)
+    best: dict[int, float] = {}  # of each number of nodes, over its depths
+    for row in rows:
+        best[row.nodes] = max(row.tokens_per_second, best.get(row.nodes, 0.0))
+    counts = sorted(best)
+    axes.plot(counts, [best[nodes] for nodes in counts], color=OURS)
     axes.plot(chosen.nodes, chosen.tokens_per_second, "o", ms=12, mfc="none", color=OURS)
     label = f"{chosen.nodes} nodes, {chosen.speedup:.2f}x" if chosen.depth else "plain decoding"
     point = (chosen.nodes, chosen.tokens_per_second)
     axes.annotate(label, point, (0, 9), textcoords="offset points", ha="center", fontsize=9)
     axes.axhline(plain.tokens_per_second, ls="--", color=BASELINE, lw=1)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([r.nodes for r in rows], [str(r.nodes) for r in rows])
+    axes.set_xticks(counts, [str(nodes) for nodes in counts])
     axes.minorticks_off()
     axes.set_ylim(0, 1.15 * max(r.tokens_per_second for r in rows))
     axes.set_xlabel("nodes of the tree (1: plain decoding)")

@@ -293,8 +293,8 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
     content = json.loads((tmp_path / "race" / "comparison.json").read_text())
     modes = [row["mode"] for row in content["rows"] if row["temperature"] == 0]
     assert modes == [
-        "plain", "generate", "generate + assistant", "generate + assistant, 4", "head head",
-        "head head + lookup", "model draft", "model draft + lookup", "lookup",
+        "plain", "generate", "generate + assistant", "generate + assistant, 4", "head",
+        "head + lookup", "model draft", "model draft + lookup", "lookup",
     ]  # fmt: skip
     assert content["divergences"] == []
     assert (tmp_path / "race" / "comparison.png").exists()
@@ -574,7 +574,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("compare", *RACE, "--draft", "answers"), "answers does not take part in a race"),
         (
             ("compare", *RACE, "--draft", "@head", "--draft", "@head"),
-            "two drafters are called head head",
+            "two drafters are called head: rename",
         ),
         (("verify", *TARGET), "name what drafts with --draft"),
         (("verify", *TARGET, "--draft", "lookup", "--samples", "5"), "at least 100"),

@@ -12,6 +12,12 @@ from drafthead.lab.races.racing import DraftOptions, entrants, run_races
 from drafthead.lab.races.record import Prompt, drafts_by_name
 
 
+def test_a_drafter_whose_folder_has_the_name_of_its_kind_is_named_once() -> None:
+    assert [*drafts_by_name(["ngrams:runs/ngrams", "ngrams:mine", "lookup"])] == [
+        "ngrams", "ngrams mine", "lookup",
+    ]  # fmt: skip
+
+
 def race_of(target: Target, draft: Target) -> list[str]:
     """The modes that took part in races at temperatures 1 and 0, in which draft models decode."""
     drafts = drafts_by_name(["model:draft"])
