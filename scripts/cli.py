@@ -99,7 +99,7 @@ GROUPS = {
         },
     ),
     "explain": Group(
-        "Where the speed comes from: trace, profile, tree, report.",
+        "Where the speed comes from: trace, profile, tree, pays, report.",
         {
             "trace": Verb(
                 "What was drafted and what became of it: a page, or text.",
@@ -112,6 +112,10 @@ GROUPS = {
             "tree": Verb(
                 "What each size of tree costs and gains here; which is chosen.",
                 "--target smollm2 --draft runs/mine",
+            ),
+            "pays": Verb(
+                "Whether a head pays on another machine, by batch and context.",
+                "--trace trace.json --cost costs.json",
             ),
             "report": Verb(
                 "A run with its races, traces and findings, as one page to send.",

@@ -246,7 +246,7 @@ class Building:
         data, output = str(self.source.held_out), self.path / "evaluation.json"
         evaluate.main(
             head=self.head, model=self.model, data=[data], limit=200, rows=options.Rows(),
-            output=output, save_acceptance=True,
+            output=output, trace=self.path / "trace.json", save_acceptance=True,
         )  # fmt: skip
         forget_accelerate()
         tree.main(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,10 +19,10 @@ from drafthead.lab.races.record import read_answers
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut
-from drafthead.train.data.packing import collate, pack_sequences
+from drafthead.train.data.packing import PackedData, collate, pack_sequences
 from drafthead.train.data.sequences import TokenTable
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning.evaluation import Evaluation, evaluate, measure, ranked_anchors
+from drafthead.train.learning.evaluation import Evaluation, measure, ranked_anchors, read_ranks
 from drafthead.train.learning.ranks import RankedAnchors
 from drafthead.train.learning.step import LossModule
 
@@ -133,15 +133,23 @@ def judged(batch: HeadBatch, target: Target) -> torch.Tensor:
     return torch.stack([(choice == batch.input_ids[rows, places + 1]).float(), largest]).cpu()
 
 
-def evaluations(
+class Ranked(NamedTuple):
+    """Answers, and the ranks of their tokens among a head's guesses."""
+
+    ranks: RankedAnchors
+    data: PackedData
+
+
+def ranked_answers(
     head: DraftHead, target: Target, tables: dict[str, TokenTable]
-) -> dict[str, Evaluation]:
-    """How well a head drafts the answers of each source."""
+) -> dict[str, Ranked]:
+    """What a head guesses along the answers of each source."""
     accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")
     module = LossModule(head, target, "no")  # in the number type that decoding has
-    found: dict[str, Evaluation] = {}
+    found: dict[str, Ranked] = {}
     for source, table in tables.items():
         packed = pack_sequences(table, int(table.lengths.max()), seed=0)
         with tqdm(total=len(packed.rows), desc=source, unit="row", leave=False) as bar:
-            found[source] = evaluate(accelerator, module, head, target, packed, 1, bar.update)
+            ranks = read_ranks(accelerator, module, head, target, packed, 1, bar.update)
+        found[source] = Ranked(ranks, packed)
     return found

@@ -22,6 +22,13 @@ def main(
     limit: options.AnswerLimit = 200,
     rows: options.Rows,
     output: options.JsonFile = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file for what trees of each size accept, step by step: `explain pays` "
+            "combines it with what steps take on any machine."
+        ),
+    ] = None,
     save_acceptance: Annotated[
         bool,
         typer.Option(
@@ -42,12 +49,14 @@ def main(
     from drafthead.heads.formats.drafthead import write_acceptance
     from drafthead.heads.formats.loading import load_head
     from drafthead.heads.storage.files import write_text
-    from drafthead.lab.diagnosis.examination import evaluations
+    from drafthead.lab.diagnosis.examination import ranked_answers
     from drafthead.lab.learning_curve import what_more_would_bring
+    from drafthead.lab.paying.acceptance_trace import AcceptanceTrace, traced
     from drafthead.lab.races.record import ROW, describe_run, read_answers
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
     from drafthead.train.jobs.weights import weights_fingerprint
+    from drafthead.train.learning.evaluation import evaluation_of
     from drafthead.train.run.folder import BEST_FOLDER
 
     if save_acceptance:
@@ -58,7 +67,8 @@ def main(
     weights = weights_fingerprint(target)
     for source, table in tables.items():
         check_writers(source, table.writers, model.target, weights)
-    found = evaluations(trained, target, tables)
+    ranked = ranked_answers(trained, target, tables)
+    found = {source: evaluation_of(*answers) for source, answers in ranked.items()}
     print_evaluations(found, tables)
     for sentence in what_more_would_bring(head.parent if head.name == BEST_FOLDER else head):
         print(f"its training: {sentence}")
@@ -67,6 +77,9 @@ def main(
         for evaluation in found.values():
             everywhere.update(evaluation.path_counts)
         write_acceptance(head, everywhere)
+    if trace is not None:
+        named = model.target, str(head), trained.family
+        AcceptanceTrace(*named, *traced(list(ranked.values()))).write(trace)
     if output is not None:
         summaries = {source: evaluation.summary() for source, evaluation in found.items()}
         record = describe_run(model.target, target) | {"head": str(head), "data": summaries}

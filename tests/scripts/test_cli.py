@@ -406,10 +406,14 @@ def test_evaluate_measures_the_tau_of_decoding(run, answers, models_folder, tmp_
     assert status == 2, "prompts without answers have nothing to measure"
     status, out, _ = run(
         "head", "evaluate", "@head", *TARGET, "--data", str(answers),
-        "--output", str(tmp_path / "found.json"),
+        "--output", str(tmp_path / "found.json"), "--trace", str(tmp_path / "trace.json"),
     )  # fmt: skip
     assert status == 0 and "alpha" in out
     found = json.loads((tmp_path / "found.json").read_text())["data"][str(answers)]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    chain = max(i for i, (nodes, depth) in enumerate(trace["trees"]) if nodes == depth + 1)
+    lengths = [n for answer in trace["answers"] for n in answer["lengths"][chain]]
+    assert sum(lengths) / len(lengths) == pytest.approx(found["tau_chain"])
     decoder = Decoder.from_pretrained(str(models_folder / "target"))
     head = load_head(models_folder / "head", decoder.target)
     chains = drafter_for(head, decoder.target, TreeShape.chain(head.depth))

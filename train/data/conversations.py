@@ -86,6 +86,7 @@ class Conversation:
     tokens: StoredTokens | None = None  # the answers as they were generated, if the row has them
     writer: Writer | None = None  # of the answers, if the row says it
     category: str | None = None  # the kind of request, and its language, if the row says it
+    temperature: float | None = None  # at which the answers were drawn, if the row says it
     # Of the chat template: `tools`, `documents`, `enable_thinking` and others.
     template_arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -161,13 +162,15 @@ def _conversation(row: Row, prompt_column: str | None) -> tuple[Conversation, li
     content, values = content_of(row, prompt_column), row.values
     tokens = stored_tokens(values, row.place)
     kinds = [values.get(name) for name in KIND_COLUMNS]
+    writer, temperature = _row_writer(values), values.get("temperature")
     conversation = Conversation(
         id=_row_id(row),
         messages=content.messages,
         source=f"{row.file}:{row.number}",
         tokens=tokens,
-        writer=_row_writer(values),
+        writer=writer,
         category=", ".join(kind for kind in kinds if isinstance(kind, str)) or None,
+        temperature=temperature if writer and isinstance(temperature, int | float) else None,
         template_arguments=content.template_arguments,
     )
     return conversation, _unread(content, conversation)

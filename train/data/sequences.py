@@ -23,6 +23,7 @@ COLUMNS = Features(
         "digest": Value("int64"),  # of the tokens
         "prompt_digest": Value("int64"),  # of those before the first supervised one
         "category": Value("string"),  # what kind of request it is, if the row said so
+        "temperature": Value("float32"),  # at which its answers were drawn, if the row said so
     }
 )
 
@@ -70,7 +71,7 @@ class TokenTable(Sequence[TokenSequence]):
     def of(cls, sequences: Iterable[TokenSequence]) -> "TokenTable":
         """A table in memory."""
         parts = [SupervisedTokens(s.input_ids.tolist(), s.supervised.tolist()) for s in sequences]
-        columns, digest = columns_of(parts, [None] * len(parts)), hashlib.sha256()
+        columns, digest = columns_of(parts, *[[None] * len(parts)] * 2), hashlib.sha256()
         add_to_digest(digest, columns)
         return cls(Dataset.from_dict(columns, COLUMNS), digest.hexdigest())
 
@@ -114,7 +115,11 @@ class TokenTable(Sequence[TokenSequence]):
     @cached_property
     def categories(self) -> list[str | None]:
         """What kind of request each sequence is, where its row said so."""
-        return [self.data.data.column("category")[int(n)].as_py() for n in self.chosen]
+        return self.said("category")
+
+    def said(self, name: str) -> list[Any]:
+        """What the row of each sequence said of it in a column; None where it said nothing."""
+        return [self.data.data.column(name)[int(n)].as_py() for n in self.chosen]
 
     def _column(self, name: str) -> np.ndarray:
         return self.data.data.column(name).to_numpy()[self.chosen]
@@ -193,8 +198,12 @@ def mixed(tables: Sequence[TokenTable], weights: Sequence[float], seed: int) -> 
     )
 
 
-def columns_of(rows: Sequence[SupervisedTokens], kinds: Sequence[str | None]) -> dict[str, Any]:
-    """Sequences, and what kind of request each is, as COLUMNS."""
+def columns_of(
+    rows: Sequence[SupervisedTokens],
+    kinds: Sequence[str | None],
+    temperatures: Sequence[float | None],
+) -> dict[str, Any]:
+    """Sequences, what kind of request each is and how it was drawn, as COLUMNS."""
     ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
     masks = [np.asarray(row.mask, dtype=bool) for row in rows]
     prompts = [tokens[: int(mask.argmax())] for tokens, mask in zip(ids, masks, strict=True)]
@@ -206,6 +215,7 @@ def columns_of(rows: Sequence[SupervisedTokens], kinds: Sequence[str | None]) ->
         "digest": hashes(ids),
         "prompt_digest": hashes(prompts),
         "category": kinds,
+        "temperature": temperatures,
     }
 
 

@@ -37,7 +37,7 @@ NOTES = "notes.json"
 BATCH = 1024  # sequences that are made at a time
 # Of the files; raise it when other tokens are made of a conversation, or the notes have other
 # fields.
-VERSION = 7
+VERSION = 8
 
 
 def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTable:
@@ -88,20 +88,20 @@ def rows_of_source(
     writers: set[Writer | None] = set()
     left_out, digest = LeftOut(strict=reading.strict), hashlib.sha256()
 
-    kind: list[str | None] = [None]  # of the conversation whose sequences come
+    told: list[tuple[str | None, float | None]] = [(None, None)]  # of the sequences that come
 
     def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-        """The conversations, while it is noted who answered, and what kind of request it was."""
+        """The conversations, while it is noted who answered, and what it says of itself."""
         for conversation in conversations:
             writers.add(conversation.writer)
-            kind[0] = conversation.category
+            told[0] = conversation.category, conversation.temperature
             yield conversation
 
     conversations = iter_conversations(
         reading.source, reading.prompt_column, reading.limit, left_out
     )
     found = fitted_rows(tokenizer, noted(conversations), reading, left_out)
-    rows = ((sequence, kind[0]) for sequence in found)
+    rows = ((sequence, *told[0]) for sequence in found)
     while part := list(islice(rows, BATCH)):
         columns = columns_of(*map(list, zip(*part, strict=True)))
         add_to_digest(digest, columns)

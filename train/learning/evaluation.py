@@ -75,7 +75,6 @@ def share_among(ranks: torch.Tensor, guesses: int) -> tuple[float, ...]:
     return tuple((ranks < guesses).double().mean(dim=0).nan_to_num().tolist())
 
 
-@torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
@@ -83,9 +82,28 @@ def evaluate(
     target: Target,
     data: PackedData,
     batch_rows: int,
-    on_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Measure a head on held-out rows, shared among the processes; all return the result.
+    """Measure a head on held-out rows, as `read_ranks` reads them."""
+    return evaluation_of(read_ranks(accelerator, model, head, target, data, batch_rows), data)
+
+
+def evaluation_of(ranked: RankedAnchors, data: PackedData) -> Evaluation:
+    """What was measured on rows, by kind of request as well."""
+    found = measure(ranked)
+    return replace(found, categories=by_category(ranked, found.path_counts, data))
+
+
+@torch.no_grad()
+def read_ranks(
+    accelerator: Accelerator,
+    model: nn.Module,
+    head: DraftHead,
+    target: Target,
+    data: PackedData,
+    batch_rows: int,
+    on_batch: Callable[[], object] = lambda: None,
+) -> RankedAnchors:
+    """Ranks on held-out rows, shared among the processes; all return the result.
 
     `model` is a `step.LossModule` around `head` or around its averaged weights. `on_batch` is
     called after each batch.
@@ -108,9 +126,7 @@ def evaluate(
         parts.append(ranked_anchors(batch, loss.ranks, first_row=index * batch_rows))
         on_batch()
     model.train()
-    ranked = RankedAnchors.joined(gather_object(parts))
-    found = measure(ranked)
-    return replace(found, categories=by_category(ranked, found.path_counts, data))
+    return RankedAnchors.joined(gather_object(parts))
 
 
 def by_category(

@@ -1,0 +1,1 @@
+"""drafthead.lab.paying: whether drafting pays on another machine, by acceptance and costs."""
