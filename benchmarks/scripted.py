@@ -12,9 +12,9 @@ import torch
 
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 

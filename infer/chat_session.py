@@ -7,12 +7,12 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.drafting.drafter import DraftSession
+from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import next_step, read_prompts
-from drafthead.infer.engine.method import Method
-from drafthead.infer.engine.past import Past
-from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.method import Method
+from drafthead.infer.past import Past
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
 
 Message: TypeAlias = dict[str, str]

@@ -41,11 +41,11 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.target import Target
+from drafthead.infer.answers.emissions import put_tokens, refuse_batch
+from drafthead.infer.answers.results import BeamAnswer
+from drafthead.infer.answers.score_record import RowRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.emissions import put_tokens, refuse_batch
 from drafthead.infer.engine.logits_processing import for_each_prompt
-from drafthead.infer.engine.results import BeamAnswer
-from drafthead.infer.engine.score_record import RowRecord
 from drafthead.infer.request.generation_config import refuse_unprepared
 from drafthead.infer.request.options import BeamOptions, Request, RowKind
 from drafthead.infer.request.prompts import masked, other_inputs, refuse_unknown_tokens

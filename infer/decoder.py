@@ -16,15 +16,13 @@ from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
+from drafthead.infer.answers.emissions import in_time, result_of, streamed
+from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.beams.beam_search import search
 from drafthead.infer.chat_session import ChatSession, Message
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.emissions import in_time, result_of, streamed
-from drafthead.infer.engine.method import Method
-from drafthead.infer.engine.past import Memory
 from drafthead.infer.engine.planner import FixedPlan, Planner
-from drafthead.infer.engine.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.stepper import steps_in_one_call
 from drafthead.infer.loaded import (
     Draft,
@@ -36,6 +34,8 @@ from drafthead.infer.loaded import (
     prepared_target,
     read_drafts,
 )
+from drafthead.infer.method import Method
+from drafthead.infer.past import Memory
 from drafthead.infer.request.options import DecodeOptions, Options, Request, read_options
 from drafthead.infer.request.other_words import OtherWords, type_of_weights, with_older_drafts
 from drafthead.infer.request.prompts import Prompt

@@ -9,12 +9,12 @@ import torch
 
 from drafthead.heads.drafting.row_state import chosen
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.infer.answers.results import Logprobs
+from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted, Row
 from drafthead.infer.engine.loop import next_step, read_prompts
-from drafthead.infer.engine.method import Method
-from drafthead.infer.engine.past import Memory, Past, longest_of
-from drafthead.infer.engine.results import Logprobs
-from drafthead.infer.engine.score_record import LogprobRecord
+from drafthead.infer.method import Method
+from drafthead.infer.past import Memory, Past, longest_of
 from drafthead.infer.request.options import Request
 from drafthead.infer.request.stopping import Stop
 

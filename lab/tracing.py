@@ -8,11 +8,11 @@ import torch
 from drafthead.heads.sampling import SamplingConfig, probabilities
 from drafthead.heads.target.target import TargetOutput
 from drafthead.heads.trees.tree import TokenTree
+from drafthead.infer.answers.emissions import in_time
+from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.emissions import in_time
 from drafthead.infer.engine.loop import decode
-from drafthead.infer.engine.results import DecodeResult
 from drafthead.infer.engine.step import Outcome
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.options import DecodeOptions, read_options

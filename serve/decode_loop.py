@@ -11,9 +11,9 @@ from threading import Condition, Thread
 from typing import Any
 
 from drafthead.infer import Decoder
+from drafthead.infer.answers.results import Logprobs
+from drafthead.infer.answers.score_record import prompt_logprobs
 from drafthead.infer.engine.batch_run import no_token_in
-from drafthead.infer.engine.results import Logprobs
-from drafthead.infer.engine.score_record import prompt_logprobs
 from drafthead.infer.request.options import Request
 from drafthead.infer.running_rows import Gain, Ticket
 from drafthead.infer.serving import newcomers_at_least

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.infer.engine.results import Logprobs
+from drafthead.infer.answers.results import Logprobs
 from drafthead.serve.answer_text import ToolCalls
 from drafthead.serve.decode_loop import DecodeLoop, Job, Piece
 from drafthead.serve.errors import ApiError, error_body

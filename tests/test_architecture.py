@@ -26,7 +26,7 @@ MODULES = all_modules()
 FILES = [ROOT / module.path for module in MODULES]
 PRIVATE = re.compile(r"torch\.(?:\w+\.)*_[^_]")
 # No public function answers whether a profiler runs.
-PRIVATE_ELSEWHERE = {"infer/engine/results.py: torch.autograd._profiler_enabled"}
+PRIVATE_ELSEWHERE = {"infer/answers/results.py: torch.autograd._profiler_enabled"}
 
 
 def test_imports_point_down_the_layers() -> None:

@@ -20,7 +20,7 @@ from demo_models.training import IGNORE, LEARN, UNLEARN, Example, Recipe, Traini
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.engine.results import repeated_ngram_share, repeats
+from drafthead.infer.answers.results import repeated_ngram_share, repeats
 from drafthead.infer.request.prompts import encode_one
 
 MAX_ANSWER_TOKENS = 160

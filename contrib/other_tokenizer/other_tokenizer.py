@@ -19,12 +19,12 @@ from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.growing.static import chain_budgets
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.guesses import GuessTree, token_tree
-from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.drafters.draft_model import DraftModel, DraftModelSession
 from drafthead.infer.drafters.level_drafter import grown_budgets

@@ -12,13 +12,13 @@ from drafthead.heads.coupling import Choice
 from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
+from drafthead.heads.growing.levels import Level, levels_of
+from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.heads.layers.decoder_layer import frequencies_in
 from drafthead.heads.sampling import RowRandom
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.levels import Level, levels_of
-from drafthead.heads.trees.static import StaticTrees
 from drafthead.heads.trees.tree import Budget, TreeShape
 
 Head = TypeVar("Head", bound=DraftHead)

@@ -253,7 +253,7 @@ def save_head(
 
 
 def write_acceptance(folder: Path, path_counts: Mapping[TreePath, int]) -> None:
-    """Write how often each path of guesses was right; see `heads.trees.static.grow_tree`."""
+    """Write how often each path of guesses was right; see `heads.growing.static.grow_tree`."""
     counts = [[list(path), count] for path, count in path_counts.items()]
     write_text(folder / ACCEPTANCE_FILE, json.dumps({"path_counts": counts}) + "\n")
 

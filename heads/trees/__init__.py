@@ -1,1 +1,1 @@
-"""drafthead.heads.trees: token trees: their form, how they are grown, and how they are filled."""
+"""drafthead.heads.trees: token trees: their form, and how they are filled."""

@@ -7,7 +7,7 @@ tree whose parents are -1, 0, 1, 2, ...
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,12 @@ class Budget:
     def longest(self) -> int:
         """The most drafted tokens on a path."""
         return self.depth or self.nodes - 1
+
+
+@cache
+def free_budget(nodes: int) -> Budget:
+    """The budget of a draft that costs no pass; made once, as it is asked for at every step."""
+    return Budget(nodes, 0)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.heads.errors import UserError
+from drafthead.heads.growing.dynamic import Children, as_values, dynamic_tree
+from drafthead.heads.growing.static import chain_budgets
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
@@ -26,8 +28,6 @@ from drafthead.heads.sampling import (
 )
 from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.dynamic import Children, as_values, dynamic_tree
-from drafthead.heads.trees.static import chain_budgets
 from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 

@@ -15,12 +15,12 @@ import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.heads.growing.static import free_budgets
 from drafthead.heads.host import to_host
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.guesses import GrowingTree, GuessTree, token_tree
 from drafthead.heads.trees.recipe import Proposal, known
-from drafthead.heads.trees.static import free_budget, free_budgets
 from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup

@@ -7,8 +7,8 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, RowRandom
-from drafthead.infer.engine.results import BeamAnswer, DecodeStats
-from drafthead.infer.engine.score_record import LogprobRecord, record_for
+from drafthead.infer.answers.results import BeamAnswer, DecodeStats
+from drafthead.infer.answers.score_record import LogprobRecord, record_for
 from drafthead.infer.request.options import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
 

@@ -7,10 +7,10 @@ import torch
 
 from drafthead.heads.drafting.drafter import Drafter, DraftSession
 from drafthead.infer.engine.batch_run import Emitted
-from drafthead.infer.engine.past import Past
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import prefill_drafter
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.past import Past
 
 
 @torch.no_grad()

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from drafthead.heads.trees.guesses import Guesses
 from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.static import free_budget
-from drafthead.heads.trees.tree import Budget
+from drafthead.heads.trees.tree import Budget, free_budget
 from drafthead.infer.engine.draft_acceptance import (
     Acceptance,
     Calibration,

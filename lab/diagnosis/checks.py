@@ -15,8 +15,8 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.target.loading import LOSSY
+from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.decoder import decoder_for
-from drafthead.infer.engine.results import repeated_ngram_share
 from drafthead.infer.loaded import head_drafter
 from drafthead.lab.diagnosis.examination import Authorship, Examination, Patient
 from drafthead.lab.profiling.plan_table import measured_plan

@@ -15,8 +15,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
+from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.results import DecodeResult
 from drafthead.infer.request.options import DecodeOptions
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, fit

@@ -11,8 +11,8 @@ from drafthead.heads.host import to_host
 from drafthead.heads.trees.recipe import Proposal
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.method import Method
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.method import Method
 
 
 class OracleDecoder(Decoder):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from drafthead.heads.target.target import Target
-from drafthead.infer.engine.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.answers.results import DecodeStats, repeated_ngram_share
 from drafthead.lab.races.divergence import Divergence, divergence
 from drafthead.lab.races.race import GENERATE, PLAIN, Record
 

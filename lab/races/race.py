@@ -22,7 +22,7 @@ from drafthead.backends.compiled import Compiled
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.storage.files import write_text
-from drafthead.infer.engine.results import DecodeStats, summed
+from drafthead.infer.answers.results import DecodeStats, summed
 from drafthead.lab.races.ledger import StepLedger, ledger_of
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.base import DraftHead, HeadBatch
+from drafthead.heads.growing.static import grow_tree
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.static import grow_tree
 from drafthead.heads.trees.tree import Path
 from drafthead.train.data.packing import PackedData
 from drafthead.train.features.reading import read_features
@@ -39,7 +39,7 @@ class Evaluation:
     alpha: tuple[float, ...]  # the same, among the anchors whose earlier guesses were all right
     tau_chain: float
     tau_tree: dict[int, float]  # nodes -> tau of the best static tree of that size
-    path_counts: dict[Path, int]  # see heads.trees.static.grow_tree
+    path_counts: dict[Path, int]  # see heads.growing.static.grow_tree
     # Tau of the tree of CATEGORY_NODES nodes by kind of request, where rows say it.
     categories: dict[str, float] = field(default_factory=dict)
 

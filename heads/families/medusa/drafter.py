@@ -11,6 +11,7 @@ from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
+from drafthead.heads.growing.levels import Guesses, best_guesses
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
@@ -19,7 +20,6 @@ from drafthead.heads.sampling import (
     draw_without_replacement,
 )
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.levels import Guesses, best_guesses
 from drafthead.heads.trees.recipe import Proposal, TokenFiller, TreeRecipe
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
@@ -44,7 +44,7 @@ class MedusaLayout:
 class MedusaDrafter(HeadDrafter[MedusaHeads]):
     """Medusa heads that fill static trees.
 
-    The other families fill theirs level by level, with `trees.levels.filled_tree`. Medusa's heads
+    The other families fill theirs level by level, with `growing.levels.filled_tree`. Medusa's heads
     do not read the tokens drafted before theirs, so all guesses exist before the tree is filled and
     one gather makes the tokens: that is a graph of its own or, as a `TreeRecipe`, a part of the
     step's graph.

@@ -8,8 +8,8 @@ import torch
 
 from drafthead.heads.coupling import NextDraws
 from drafthead.heads.families.parallel.head import ParallelHead
+from drafthead.heads.growing.dynamic import TreeGrowth
 from drafthead.heads.sampling import DRAFT_SUPPORT, arrival_times
-from drafthead.heads.trees.dynamic import TreeGrowth
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
 

@@ -19,13 +19,13 @@ from drafthead.heads.families.parallel.candidates import (
     num_candidates,
 )
 from drafthead.heads.families.parallel.head import ParallelHead
+from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.levels import Guesses, Level, best_guesses, filled_tree
-from drafthead.heads.trees.static import tree_budgets
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 
 # Frontiers of compiled growths, see `best_first_growth`: for trees of up to 16 and 64 nodes. Each

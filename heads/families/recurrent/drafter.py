@@ -9,10 +9,10 @@ from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.head_drafter import register_drafter
 from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.families.recurrent.passes import Grown, Guess, RecurrentPasses
+from drafthead.heads.growing.dynamic import Children, dynamic_tree
+from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.trees.dynamic import Children, dynamic_tree
-from drafthead.heads.trees.levels import Guesses, Level, filled_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 

@@ -13,16 +13,16 @@ from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import at_last
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.families.recurrent.head import RecurrentHead
-from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.dynamic import (
+from drafthead.heads.growing.dynamic import (
     Candidates,
     TreeGrowth,
     num_opened,
     seen_after_opening,
 )
-from drafthead.heads.trees.levels import Level, best_guesses
+from drafthead.heads.growing.levels import Level, best_guesses
+from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
+from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TreeShape, TreeTables
 
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).

@@ -16,7 +16,7 @@ from demo_models.training import (
     pad_batch,
     token_loss,
 )
-from drafthead.infer.engine.results import repeats
+from drafthead.infer.answers.results import repeats
 
 SOURCE = '''
 class Counter:

@@ -8,8 +8,8 @@ from hidden_answers import generated
 
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.drafters.draft_model import DraftModel
-from drafthead.infer.engine.results import repeated_ngram_share
 
 ASSETS = Path(__file__).parents[3] / "assets"
 

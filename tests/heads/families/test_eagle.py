@@ -20,10 +20,10 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.families.recurrent.drafter import DraftReader
 from drafthead.heads.families.recurrent.eagle3 import default_taps
+from drafthead.heads.growing.dynamic import TreeGrowth
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
-from drafthead.heads.trees.dynamic import TreeGrowth
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder

@@ -13,10 +13,10 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.families.sequential.hydra import HydraConfig, HydraHeads
 from drafthead.heads.families.sequential.mlp_speculator import MlpSpeculatorConfig
+from drafthead.heads.growing.levels import levels_of
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.levels import levels_of
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 VARIANTS = {

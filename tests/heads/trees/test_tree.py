@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.trees.static import MEDUSA_PATHS, StaticTrees, grow_tree
+from drafthead.heads.growing.static import MEDUSA_PATHS, StaticTrees, grow_tree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables, ancestor_mask
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0)]

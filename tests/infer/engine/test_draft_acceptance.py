@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from planned import Whole
 
-from drafthead.heads.trees.static import chain_budgets, tree_budgets
+from drafthead.heads.growing.static import chain_budgets, tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Acceptance, Size
 from drafthead.infer.engine.planner import AdaptivePlan, PlannedDecoding

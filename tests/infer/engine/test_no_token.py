@@ -11,9 +11,9 @@ from transformers import LogitsProcessor
 
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.errors import UserError
+from drafthead.heads.growing.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS

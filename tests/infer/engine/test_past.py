@@ -9,7 +9,7 @@ from tiny import byte_tokenizer, random_prompts, tiny_llama
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.engine.past import common_prefix
+from drafthead.infer.past import common_prefix
 from drafthead.infer.serving import ServeRequest
 
 # Those that differ in what they know of a row.

@@ -98,7 +98,7 @@ def test_transformers_own_streamers(speaking, capsys, skip_prompt) -> None:
 def test_answers_end_when_their_time_is_over(decoder, target, limit, monkeypatch) -> None:
     """A pass takes half a minute on this clock."""
     clock = SimpleNamespace(monotonic=itertools.count(step=30).__next__)
-    monkeypatch.setattr("drafthead.infer.engine.emissions.time", clock)
+    monkeypatch.setattr("drafthead.infer.answers.emissions.time", clock)
     whole = Decoder(target).generate(PROMPTS, max_new_tokens=60)
     result = decoder.generate(PROMPTS, max_new_tokens=60, **limit)
     assert result.stats.steps == 3, "after the prompts and three steps there were 120 seconds"

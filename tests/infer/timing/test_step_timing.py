@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from planned import Whole
 
-from drafthead.heads.trees.static import tree_budgets
+from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.engine.step_costs import StepCosts

@@ -17,8 +17,8 @@ import torch
 from conftest import ScriptedRandom
 
 from drafthead.contrib.lossy_rules.lenient import Lenient
+from drafthead.heads.growing.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.sampling import SamplingConfig, draft_distribution
-from drafthead.heads.trees.levels import Guesses, Level, filled_tree, levels_of
 from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer.engine.step import following_tokens
 from drafthead.infer.verifiers import VERIFIERS

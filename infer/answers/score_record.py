@@ -13,8 +13,8 @@ import torch
 from drafthead.heads.sampling import SamplingConfig, warped
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
+from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.engine.prefill import padded, prefill
-from drafthead.infer.engine.results import Logprobs
 from drafthead.infer.request.options import Request, RowKind
 
 SCORED = 256  # positions of a prompt whose logits are computed at a time

@@ -1,10 +1,9 @@
 """Static trees: the sizes worth choosing from, and the best tree of each by measured paths."""
 
 import math
-from functools import cache
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, Path, TreeShape
+from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, Path, TreeShape, free_budget
 
 # The choices that Medusa publishes for Vicuna 7B and Hydra takes over, in their order: ranks of the
 # guesses at depth 1, 2, ... Heads of other targets are served with them, too.
@@ -33,12 +32,6 @@ def shallow_budgets(depth: int) -> tuple[Budget, ...]:
 def chain_budgets(depth: int) -> tuple[Budget, ...]:
     """Budgets of a drafter of chains of up to `depth` tokens."""
     return tuple(Budget(length + 1, length) for length in range(1, depth + 1))
-
-
-@cache
-def free_budget(nodes: int) -> Budget:
-    """The budget of a draft that costs no pass; made once, as it is asked for at every step."""
-    return Budget(nodes, 0)
 
 
 def free_budgets(nodes: int) -> tuple[Budget, ...]:

@@ -9,9 +9,9 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import decode, read_prompts
-from drafthead.infer.engine.past import Memory, Past
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.past import Memory, Past
 from drafthead.infer.verifiers import Verifier
 
 

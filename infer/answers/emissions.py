@@ -9,9 +9,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
+from drafthead.infer.answers.results import DecodeResult
+from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.results import DecodeResult
-from drafthead.infer.engine.score_record import LogprobRecord
 from drafthead.infer.request.options import Request
 from drafthead.infer.request.text_pieces import texts_of
 

@@ -1,0 +1,1 @@
+"""drafthead.heads.growing: how drafters grow token trees."""
