@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
@@ -65,7 +65,7 @@ def main(
     output: Path = Path("benchmarks/distillation.json"),
 ) -> None:
     """Time both ways in alternating rounds, after one that is not counted."""
-    loaded = Target.from_pretrained(target, dtype)
+    loaded = load_decoder_only(target, dtype)
     conversations = read_conversations(prompts, limit=limit)
     ids = [encode_one(each.messages[:1], loaded.tokenizer) for each in conversations]
     ids.sort(key=len, reverse=True)

@@ -23,9 +23,10 @@ from drafthead.heads.target.any_target import target_of
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.answers.results import DecodeStats, summed
+from drafthead.infer.answers.results import summed
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.lab.speedup_model import chain_speedup, predict_chain

@@ -22,6 +22,7 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.loading import device_named
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
@@ -118,7 +119,7 @@ def main(
     large: Annotated[str, typer.Option(help="Size of the random Llama: 91M or 8B.")] = "91M",
 ) -> None:
     """Race scripted drafters, and write what they gained."""
-    demo = Target.from_pretrained(target, device=device)
+    demo = load_decoder_only(target, device=device)
     llama = random_llama(large, device_named(device))
     how = batch_size, tokens, rounds
     report = {

@@ -29,6 +29,7 @@ from scripted import Scripted
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.masks import LayerKind
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
@@ -546,7 +547,7 @@ def static(bench: Bench) -> None:
 
 def real(bench: Bench) -> None:
     """A real model with its head, on real prompts: tokens/s, tau, and texts beside plain ones."""
-    target = Target.from_pretrained(bench.target, device=str(bench.device))
+    target = load_decoder_only(bench.target, device=str(bench.device))
     count, tokens = bench.size(24, 2), bench.size(128, 8)
     conversations = list(read_conversations(bench.prompts, limit=400))
     step = max(1, len(conversations) // count)

@@ -23,7 +23,7 @@ from drafthead.heads.base import head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.lab.reports.report import Table, number
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.features.reading import check_row_length
@@ -208,7 +208,7 @@ def check_board(board: Board) -> dict[str, int]:
 
     Returns the number of trained parameters of each entry; heads are made without memory.
     """
-    target = Target.from_pretrained(board.target.name, board.target.dtype)
+    target = load_decoder_only(board.target.name, board.target.dtype)
     sources = {board.race.prompts}
     parameters = {}
     for entry in board.entries:

@@ -16,6 +16,7 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
@@ -52,7 +53,7 @@ def main(
     found, rows = {}, []
     first = None
     for name in types.split(","):
-        model = Target.from_pretrained(target, name)
+        model = load_decoder_only(target, name)
         assert model.tokenizer is not None
         table = token_table(Reading(data, prompt_column, ROW, limit), model.tokenizer)
         log_probs, best = judged(model, table)

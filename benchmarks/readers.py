@@ -27,6 +27,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.storage.files import write_text
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
@@ -53,7 +54,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
 ) -> None:
     """Run heads in servers, one after the other."""
-    model = Target.from_pretrained(target, dtype, "cpu")
+    model = load_decoder_only(target, dtype, "cpu")
     rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else {}
     for run in runs:
         server, _, head = run.partition("=")

@@ -15,7 +15,7 @@ import typer
 from tqdm import tqdm
 
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
@@ -83,7 +83,7 @@ def main(
     output: Path = Path("benchmarks/rules/rules.json"),
 ) -> None:
     """Decode the prompts with every rule and drafter at temperatures 1 and 0.7."""
-    loaded = Target.from_pretrained(target, "float32", "auto", False)
+    loaded = load_decoder_only(target, "float32", "auto", False)
     conversations = read_conversations(str(prompts), limit=limit)
     ids = [encode_one(each.messages[:1], loaded.tokenizer) for each in conversations]
     drafters: dict[str, dict[str, Any]] = {

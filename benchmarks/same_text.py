@@ -18,7 +18,7 @@ from tqdm import trange
 
 from drafthead.backends.cpu.kernels.kernel_set import kernel_set
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.races.record import prompt_ids
@@ -98,7 +98,7 @@ def main(
     """Compare drafted answers with those of plain decoding, token by token."""
     if avx2:
         torch._inductor.config.cpp.simdlen = AVX2_BITS  # type: ignore[attr-defined]
-    made = Target.from_pretrained(target, "bfloat16", "cpu").compiled()
+    made = load_decoder_only(target, "bfloat16", "cpu").compiled()
     plain = Decoder.from_pretrained(made)
     ways = {
         name: Decoder.from_pretrained(made, name.split("+"), tree_nodes=tree_nodes, compile=True)

@@ -5,68 +5,19 @@ decoding, tests and comparison find it in `HEADS`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.registry import Registry
-from drafthead.heads.target.features import Features, FeatureSpec
+from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path
-
-# Guesses beyond this rank are never put into a tree.
-MAX_RANK = 10
-
-
-@dataclass(frozen=True)
-class HeadBatch:
-    """Token sequences with the target's features, for training and for measuring.
-
-    Several conversations may share a row: `segments` numbers them from 1 and is 0 on padding.
-    """
-
-    input_ids: torch.Tensor  # [B, T]
-    segments: torch.Tensor  # [B, T]
-    supervised: torch.Tensor  # [B, T] bool: this token is a training target
-    features: Features  # [B, T, D] of the target at these positions
-    # [B, T] bool: the supervised tokens after which the head drafts; None for all of them.
-    roots: torch.Tensor | None = None
-    seeds: Sequence[int] | None = None  # [B] of what is drawn for each row; None: torch's own
-
-    def uniform(self) -> torch.Tensor:
-        """A random number in [0, 1) for each token [B, T].
-
-        With seeds it depends on the seed of its row alone, not on other rows nor on padding.
-        """
-        ids = self.input_ids
-        if self.seeds is None:
-            return torch.rand(ids.shape, device=ids.device)
-        streams = [torch.Generator().manual_seed(seed) for seed in self.seeds]
-        rows = [torch.rand(ids.shape[1], generator=stream) for stream in streams]
-        return torch.stack(rows).to(ids.device)
-
-    def num_supervised(self) -> torch.Tensor:
-        """Number [] of supervised tokens, by which losses are averaged."""
-        return self.supervised.sum()
-
-
-@dataclass(frozen=True)
-class HeadLoss:
-    """The loss of a batch, in total and by depth.
-
-    Depth k guesses the k-th token after the root. `ranks` are the head's ranks of the true tokens:
-    0 for its best guess, and MAX_RANK for any rank from MAX_RANK on, for a position past the end,
-    and for a depth that this loss does not use.
-    """
-
-    total: torch.Tensor  # scalar, summed over positions and weighted over depths
-    depth_losses: torch.Tensor  # [K], detached sums
-    depth_counts: torch.Tensor  # [K] positions that have a true token at that depth
-    ranks: torch.Tensor  # [A, K] for the A positions that have a root
 
 
 class DraftHead(nn.Module, ABC):

@@ -1,8 +1,9 @@
 """drafthead.infer: decoding with draft heads, draft models, prompt lookup, or nothing."""
 
 from drafthead.heads.target.target import Target
-from drafthead.infer.answers.results import DecodeResult, DecodeStats, Logprobs, TextStream
+from drafthead.infer.answers.results import DecodeResult, Logprobs, TextStream
 from drafthead.infer.decoder import Decoder
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.request.options import DecodeOptions
 from drafthead.infer.serving import Answer, ServeRequest
 

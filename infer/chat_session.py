@@ -100,6 +100,6 @@ class ChatSession:
     ) -> None:
         """Remember the answer to `messages` and what was read for it."""
         prompt, answer = run.request.prompts[0], run.batch.rows[0].tokens
-        self.past = Past([*prompt, *answer], stepper.cache, session)
+        self.past = Past(stepper.cache, session, [*prompt, *answer])
         text = texts_of([answer], self.tokenizer)[0]
         self.messages = [*messages, {"role": "assistant", "content": text}]

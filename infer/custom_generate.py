@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -42,13 +43,12 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.target import Target
 from drafthead.infer.answers.emissions import put_tokens, refuse_batch
-from drafthead.infer.answers.results import BeamAnswer
-from drafthead.infer.answers.score_record import RowRecord
-from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.logits_processing import for_each_prompt
+from drafthead.infer.answers.score_record import RowKind, RowRecord
+from drafthead.infer.engine.batch_run import BatchRun, BeamAnswer, Emitted
 from drafthead.infer.request.generation_config import refuse_unprepared
-from drafthead.infer.request.options import BeamOptions, Request, RowKind
+from drafthead.infer.request.processors import for_each_prompt
 from drafthead.infer.request.prompts import masked, other_inputs, refuse_unknown_tokens
+from drafthead.infer.request.request import BeamOptions, Request
 from drafthead.infer.request.stopping import Stop, token_ids
 
 Output = GenerateBeamDecoderOnlyOutput | GenerateDecoderOnlyOutput | torch.Tensor
@@ -148,7 +148,7 @@ class PreparedCall:
             end_ids=ends,
             processors=for_each_prompt(kept, rows, target),
             stops=[Stop(row, others) for row in rows] if others else [],
-            kept_rows=self.kept_rows,
+            new_record=partial(RowRecord, sampling, kinds) if (kinds := self.kept_rows) else None,
             prefixes=rows,
             beams=self.beams,
         )

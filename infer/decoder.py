@@ -23,7 +23,6 @@ from drafthead.infer.chat_session import ChatSession, Message
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.planner import FixedPlan, Planner
-from drafthead.infer.engine.stepper import steps_in_one_call
 from drafthead.infer.loaded import (
     Draft,
     Fitting,
@@ -34,11 +33,12 @@ from drafthead.infer.loaded import (
     prepared_target,
     read_drafts,
 )
-from drafthead.infer.method import Method
+from drafthead.infer.method import Method, rule_of
 from drafthead.infer.past import Memory
-from drafthead.infer.request.options import DecodeOptions, Options, Request, read_options
+from drafthead.infer.request.options import DecodeOptions, read_options, refuse_in_pieces
 from drafthead.infer.request.other_words import OtherWords, type_of_weights, with_older_drafts
 from drafthead.infer.request.prompts import Prompt
+from drafthead.infer.request.request import Options, Request
 from drafthead.infer.request.text_pieces import text_pieces
 from drafthead.infer.request_of import endless_request, request_of, single
 from drafthead.infer.running_rows import RunningRows
@@ -173,7 +173,7 @@ class Decoder:
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
         settings = read_options(options)
-        settings.refuse_in_pieces()
+        refuse_in_pieces(settings)
         run, emissions = self._begin(prompt, settings)
         if len(run.request.prompts) > 1:
             raise UserError("stream takes one prompt; use generate or steps for a batch")
@@ -189,7 +189,7 @@ class Decoder:
         take turns.
         """
         settings = read_options(options)
-        settings.refuse_in_pieces()
+        refuse_in_pieces(settings)
         run, emissions = self._begin(prompts, settings)
         return Stream(emissions, run.stats, lambda: self.result(run))
 
@@ -222,7 +222,7 @@ class Decoder:
         What was timed earlier is timed again only if `fresh`. Raises what `generate` raises.
         """
         settings = read_options(options)
-        settings.refuse_in_pieces()
+        refuse_in_pieces(settings)
         if self.target.backend.compiles:  # the last row of a batch has graphs of its own
             batch_sizes = list(dict.fromkeys([*batch_sizes, 1]))
         for rows in batch_sizes:
@@ -234,7 +234,7 @@ class Decoder:
 
     def _warm_up(self, run: BatchRun, fresh: bool) -> None:
         """Time the steps of a batch, or make a few of every kind."""
-        rule, plans = self._rule(run), self.plans
+        rule, plans = rule_of(run, self.target, self.drafter), self.plans
         if plans is None or not rule.follows:
             for _ in islice(self.method(run).decode(run), VISIT_STEPS):
                 pass
@@ -337,16 +337,9 @@ class Decoder:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
         return request_of(self.target, prompts, options, self.end_ids, self.draft_temperature)
 
-    def _rule(self, run: BatchRun) -> Verifier:
-        """The acceptance rule that the request names."""
-        in_graphs, request = steps_in_one_call(self.target, run), run.request
-        default = "match" if in_graphs or self.drafter is None else self.drafter.sampling_rule
-        rule = verifier_for(request.verifier, request.sampling.temperature, default)
-        return rule.with_options(request.rule_options)
-
     def method(self, run: BatchRun) -> Method:
         """How this batch is decoded; checks the verifier's name even where none is needed."""
-        rule = self._rule(run)
+        rule = rule_of(run, self.target, self.drafter)
         planner = self._planner(run, rule)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed

@@ -10,9 +10,9 @@ from drafthead.heads.target.target import Target
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import decode, read_prompts
 from drafthead.infer.engine.planner import Planner
-from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.engine.stepper import Stepper, steps_in_one_call
 from drafthead.infer.past import Memory, Past
-from drafthead.infer.verifiers import Verifier
+from drafthead.infer.verifiers import Verifier, verifier_for
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,12 @@ class Method:
         """The past of a batch of one prompt that is read to its end, and not answered."""
         stepper = self.stepper(run)
         session, _ = read_prompts(stepper, self.drafter, self.recall(run))
-        return Past(run.request.prompts[0], stepper.cache, session)
+        return Past(stepper.cache, session, run.request.prompts[0])
+
+
+def rule_of(run: BatchRun, target: Target, drafter: Drafter | None) -> Verifier:
+    """The acceptance rule that a batch's request names."""
+    in_graphs, request = steps_in_one_call(target, run), run.request
+    default = "match" if in_graphs or drafter is None else drafter.sampling_rule
+    rule = verifier_for(request.verifier, request.sampling.temperature, default)
+    return rule.with_options(request.rule_options)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.heads.drafting.drafter import Drafter, DraftSession, NoDraft, NoDrafter
+from drafthead.heads.drafting.drafter import Drafter, NoDraft, NoDrafter
 from drafthead.heads.drafting.row_state import chosen
-from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.target.weight_state import state_of
+from drafthead.infer.engine.loop import Known
 
 # Share of the longest prompt that has to be known: a pass after a cache needs a mask, and takes 10
 # to 15 % longer than one from the beginning (demo target, 600 tokens).
@@ -18,12 +18,10 @@ LEAST_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
-class Past:
+class Past(Known):
     """Tokens that were read, and what the target and the drafter know of them."""
 
     tokens: Sequence[int]  # the last ones may not be in the cache
-    cache: TreeCache
-    session: DraftSession
 
     def reusable(self, prompts: Sequence[Sequence[int]]) -> int:
         """Positions of this past, of one row, that also begin all prompts.
@@ -43,7 +41,7 @@ class Past:
         """A past of its own for each of `rows` rows: the first `length` positions of this one."""
         assert self.cache.lengths is not None
         places = torch.zeros(rows, dtype=torch.long, device=self.cache.lengths.device)
-        copy = Past(self.tokens, chosen(self.cache, places), chosen(self.session, places))
+        copy = Past(chosen(self.cache, places), chosen(self.session, places), self.tokens)
         copy.cut(length)
         return copy
 

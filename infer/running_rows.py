@@ -15,7 +15,7 @@ from drafthead.infer.engine.batch_run import BatchRun, Emitted, Row
 from drafthead.infer.engine.loop import next_step, read_prompts
 from drafthead.infer.method import Method
 from drafthead.infer.past import Memory, Past, longest_of
-from drafthead.infer.request.options import Request
+from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import Stop
 
 MOST_PADDING = 0.25
@@ -125,7 +125,7 @@ class ServedRows:
                 number = run.batch.running[place]
                 tokens = [*self.tickets[number].request.prompts[0], *run.batch.rows[number].tokens]
                 row = torch.tensor([place], device=self.stepper.target.device)
-                memory.keep(Past(tokens, chosen(cache, row), chosen(self.session, row)))
+                memory.keep(Past(chosen(cache, row), chosen(self.session, row), tokens))
 
         self.stepper.before_end = kept
 

@@ -11,14 +11,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 from drafthead.infer.engine.batch_run import no_token_in
-from drafthead.infer.request.options import (
-    OF_ONE_CALL,
-    DecodeOptions,
-    Options,
-    Request,
-    read_options,
-)
+from drafthead.infer.request.options import OF_ONE_CALL, DecodeOptions, read_options
 from drafthead.infer.request.prompts import Prompt
+from drafthead.infer.request.request import Options, Request
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.request.text_pieces import texts_of
 from drafthead.infer.request.values import whole_option

@@ -15,7 +15,7 @@ from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.step import Outcome
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.options import DecodeOptions, read_options
+from drafthead.infer.request.options import DecodeOptions, read_options, refuse_in_pieces
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request_of import single
 
@@ -108,7 +108,7 @@ def trace(
     and UserError for several prompts.
     """
     settings = read_options(options)
-    settings.refuse_in_pieces()
+    refuse_in_pieces(settings)
     run = BatchRun(single(decoder.request(prompt, settings)), decoder.target.device)
     method = decoder.method(run)
     steps: list[TracedStep] = []

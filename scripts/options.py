@@ -178,9 +178,9 @@ class Model:
 
     def load(self) -> "Target":
         """The loaded model, a decoder-only one; raises UserError for any other."""
-        from drafthead.heads.target.target import Target
+        from drafthead.heads.target.any_target import load_decoder_only
 
-        return Target.from_pretrained(self.target, self.dtype, self.device)
+        return load_decoder_only(self.target, self.dtype, self.device)
 
 
 @dataclass(frozen=True, kw_only=True)

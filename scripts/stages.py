@@ -16,9 +16,8 @@ from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.formats.uploading import card
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import tokenizer_named
+from drafthead.heads.target.any_target import load_decoder_only, tokenizer_named
 from drafthead.heads.target.loading import vocabulary_of
-from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup, load_table
 from drafthead.lab.building.answering import Answering
@@ -306,7 +305,7 @@ class Building:
         _, foreign = read_foreign(self.head, TargetFacts())
         target, name = None, self.choices.target
         if foreign.needs_target:
-            target = Target.from_pretrained(name, "float32", "cpu")
+            target = load_decoder_only(name, "float32", "cpu")
         head = build_head(foreign, self.head, target)
         facts = TargetFacts.of(target, name) if target else TargetFacts().completed(foreign.target)
         found, refused = dict[str, str](), list[str]()

@@ -10,8 +10,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.printing import shown, visible
 from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
-from drafthead.infer.answers.results import DecodeStats
 from drafthead.infer.chat_session import ChatSession
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.request.text_pieces import GrowingAnswer
 
 PROMPT = "> "

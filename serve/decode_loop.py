@@ -14,7 +14,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.answers.score_record import prompt_logprobs
 from drafthead.infer.engine.batch_run import no_token_in
-from drafthead.infer.request.options import Request
+from drafthead.infer.request.request import Request
 from drafthead.infer.running_rows import Gain, Ticket
 from drafthead.infer.serving import newcomers_at_least
 from drafthead.serve.answer_text import AnswerText

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "scripts": {"heads", "backends", "infer", "contrib", "train", "lab", "serve"},
 }
 LAYERS = list(MAY_IMPORT)
-# What one step of decoding needs: trees, drafting, cache, sampling, target, engine, rules, options.
+# What one step of decoding needs: trees, drafting, cache, sampling, target, engine, rules, request.
 ONE_STEP = (
     "heads/trees/",
     "heads/drafting/",
@@ -40,7 +40,7 @@ ONE_STEP = (
     "infer/engine/",
     "infer/verifiers/",
     "infer/decoder.py",
-    "infer/request/options.py",
+    "infer/request/request.py",
 )
 # "[B, N, D]", "[V]", "[]"; not `tree[node]` or `list[int]`, where a word comes before the bracket.
 SHAPE = re.compile(r"(?<![\w\])])\[([\w.,+*/() -]*[A-Za-z.][\w.,+*/() -]*)?\]")
@@ -185,6 +185,18 @@ def circles(reached: dict[str, set[str]]) -> list[list[str]]:
     return sorted(list(circle) for circle in found if len(circle) > 1)
 
 
+def reached_from(modules: list[Module], name: str) -> list[Module]:
+    """The module of that name and all that it imports, directly or through others."""
+    by_name = {module.name: module for module in modules}
+    found: dict[str, Module] = {}
+    todo = [name]
+    while todo:
+        if (name := todo.pop()) not in found:
+            found[name] = by_name[name]
+            todo += by_name[name].imported(set(by_name))
+    return list(found.values())
+
+
 def longest_chain(modules: list[Module]) -> list[str]:
     """The names of modules of which each imports the next, as many as there are in a row."""
     names = {module.name for module in modules}
@@ -266,9 +278,11 @@ def main() -> None:
     Console(width=120).print(table)
     print(*long, *circles, *upward_imports(modules), *missing, sep="\n")
     step = [m for m in modules if str(m.path).startswith(ONE_STEP)]
+    loop = reached_from(modules, "drafthead.infer.engine.loop")
     chain, small = longest_chain(modules), small_files(modules)
     print(
         f"one step reads in {sum(len(m.lines) for m in step)} lines, {len(step)} files",
+        f"the loop imports {sum(len(m.lines) for m in loop)} lines, {len(loop)} files",
         f"longest chain of imports: {len(chain)} modules, {' > '.join(chain)}",
         f"under 80 lines with one importer: {len(small)}, {', '.join(str(m.path) for m in small)}",
         sep="\n",

@@ -15,6 +15,7 @@ from code_figures import (
     Module,
     all_modules,
     import_circles,
+    reached_from,
     room_circles,
     upward_imports,
 )
@@ -26,7 +27,7 @@ MODULES = all_modules()
 FILES = [ROOT / module.path for module in MODULES]
 PRIVATE = re.compile(r"torch\.(?:\w+\.)*_[^_]")
 # No public function answers whether a profiler runs.
-PRIVATE_ELSEWHERE = {"infer/answers/results.py: torch.autograd._profiler_enabled"}
+PRIVATE_ELSEWHERE = {"infer/engine/stats.py: torch.autograd._profiler_enabled"}
 
 
 def test_imports_point_down_the_layers() -> None:
@@ -56,6 +57,20 @@ def test_circles_are_found(imports: dict[str, str]) -> None:
     alone = Module(Path("heads/alone.py"), "from drafthead.heads import a")
     assert import_circles([*modules, alone]) == [[f"drafthead.heads.{name}" for name in imports]]
     assert not import_circles(modules[1:])
+
+
+# What no step reads: how models are found and loaded, what options say, what becomes of answers.
+NOT_FOR_STEPS = re.compile(
+    r"heads/(storage|growing|families|formats|layers|objectives)/|heads/target/(loading|gguf|adapt)|"
+    r"infer/(answers|beams|drafters|timing)/|infer/request/(?!request|stopping)|infer/\w+\.py"
+)
+
+
+def test_the_loop_imports_only_what_its_steps_need() -> None:
+    """Records, processors and what was read before come with the request, or by name."""
+    reached = [str(m.path) for m in reached_from(MODULES, "drafthead.infer.engine.loop")]
+    assert "infer/engine/step.py" in reached
+    assert not list(filter(NOT_FOR_STEPS.match, reached))
 
 
 # Rooms that still import each other.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafthead.backends.cpu.recipes import UndescribedError
 from drafthead.heads.base import drafting_fields
 from drafthead.heads.target import weight_state
 from drafthead.heads.target.weight_state import COMMON, PLAIN, weights_of
@@ -31,10 +32,6 @@ OURS = Path(inspect.getfile(weight_state)).parents[2]  # the folder of the packa
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 NAMED = torch.dtype, torch.device, torch.layout, torch.memory_format, Enum
 CODE = type, FunctionType, BuiltinFunctionType
-
-
-class UndescribedError(Exception):
-    """A value of which no other process can tell whether it has the same."""
 
 
 def as_config(thing: Any) -> Any:

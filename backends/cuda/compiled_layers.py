@@ -19,7 +19,7 @@ from torch._inductor.exc import InductorError
 from torch.func import functional_call
 
 from drafthead.backends.compiled import with_own_code
-from drafthead.backends.cpu.fingerprint import UndescribedError, described, digest
+from drafthead.backends.cpu.fingerprint import described, digest
 from drafthead.backends.cpu.layers.layer_stack import without_numbers
 from drafthead.backends.cpu.layers.recorded_calls import (
     Form,
@@ -30,6 +30,7 @@ from drafthead.backends.cpu.layers.recorded_calls import (
     replaced,
     tensors_of,
 )
+from drafthead.backends.cpu.recipes import UndescribedError
 from drafthead.backends.cuda.tree_kernels import KernelCache
 from drafthead.heads.target.tree_cache import StepCache
 

@@ -8,11 +8,9 @@ engine, its answer continues the prompt.
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSeq2SeqLM
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import PreTrainedModel
@@ -45,11 +43,6 @@ class EncoderDecoderTarget(Target):
         """As `Target`. Raises UserError also for a model that names no token to begin with."""
         super().__init__(model, tokenizer)
         self.decoder_prompt = first_tokens(self.model)
-
-    @classmethod
-    def model_class(cls, source: str | Path, trust_code: bool) -> Any:
-        """The class of transformers that loads such models."""
-        return AutoModelForSeq2SeqLM
 
     @classmethod
     def check_kind(cls, name: str, with_encoder: bool) -> None:

@@ -40,7 +40,7 @@ from drafthead.heads.formats.block_parallel import (
     window_keys,
 )
 from drafthead.heads.formats.checkpoint import Checkpoint
-from drafthead.heads.formats.keys import Keys, TargetLayers
+from drafthead.heads.formats.keys import Keys, TargetLayers, our_taps
 from drafthead.heads.formats.layers import SLIDING, layer_keys, num_layers_of, with_output_bias
 
 
@@ -53,11 +53,6 @@ def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_layers - 1)
     return [round(1 + step * index) for index in range(num_layers)]
-
-
-def our_taps(ids: list[int], num_target_layers: int) -> tuple[int, ...]:
-    """Our layers for ids that are read as `hidden_states[id + 1]`: for 4 layers 0 3 are 0 4."""
-    return tuple(num_target_layers if i == num_target_layers - 1 else i for i in ids)
 
 
 class OtherCount(Keys):

@@ -18,7 +18,7 @@ import torch
 from pydantic import ConfigDict, Field, create_model
 from safetensors.torch import save_file
 
-from drafthead.heads.base import MAX_RANK, DraftHead, head_family
+from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import WEIGHTS, Foreign, Format, TargetFacts, register_format
 from drafthead.heads.formats.checkpoint import Checkpoint
@@ -36,6 +36,7 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
 )
 from drafthead.heads.formats.rope import RopeKeys, known_rope
+from drafthead.heads.objectives.batch import MAX_RANK
 from drafthead.heads.storage.files import let_others_read, replacing, write_text
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path as TreePath

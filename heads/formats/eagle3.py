@@ -33,7 +33,6 @@ from drafthead.heads.formats.base import (
     register_format,
 )
 from drafthead.heads.formats.checkpoint import Checkpoint
-from drafthead.heads.formats.dflash import our_taps
 from drafthead.heads.formats.keys import (
     Keys,
     LayerIds,
@@ -44,6 +43,7 @@ from drafthead.heads.formats.keys import (
     TargetLayers,
     Token,
     only,
+    our_taps,
 )
 from drafthead.heads.formats.layers import (
     FullLayerKeys,

@@ -206,3 +206,8 @@ def complaint(error: ValidationError | RecursionError, within: str) -> str:
             return reason
     wanted = reason.removeprefix("Input should be ").removeprefix("Input should ")
     return f"{key} is {shown(first['input'])}, but must be {wanted}"
+
+
+def our_taps(ids: list[int], num_target_layers: int) -> tuple[int, ...]:
+    """Our layers for ids that are read as `hidden_states[id + 1]`: for 4 layers 0 3 are 0 4."""
+    return tuple(num_target_layers if i == num_target_layers - 1 else i for i in ids)

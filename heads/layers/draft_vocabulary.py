@@ -12,7 +12,7 @@ most probable token cannot be guessed, which is the same for greedy answers, and
 import torch
 from torch import nn
 
-from drafthead.heads.base import MAX_RANK
+from drafthead.heads.objectives.batch import MAX_RANK
 from drafthead.heads.objectives.losses import TokenLoss, ranks_of
 from drafthead.heads.target.target import Target
 

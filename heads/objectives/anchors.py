@@ -7,7 +7,7 @@ A the anchor of root B (depth 1 is C).
 
 import torch
 
-from drafthead.heads.base import HeadBatch
+from drafthead.heads.objectives.batch import HeadBatch
 
 
 def is_anchor(batch: HeadBatch) -> torch.Tensor:

@@ -10,8 +10,11 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.registry import Registry
 from drafthead.heads.target.architecture import without_wrapper
 from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.loading import has_encoder
+from drafthead.heads.target.loading import has_encoder, load_model
+from drafthead.heads.target.placement import WHOLE, Placement
+from drafthead.heads.target.seven_bits import round_matrices
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weight_types import INT7, type_name
 
 ENCODER_DECODER = "encoder-decoder"
 # Kinds of model that need another class than `Target`.
@@ -28,10 +31,48 @@ def target_class(with_encoder: bool) -> type[Target]:
 def load_target(
     name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
 ) -> Target:
-    """`Target.from_pretrained` for models with an encoder as well."""
+    """`load_decoder_only` for models with an encoder as well."""
     source = model_folder(name)
     kind = target_class(has_encoder(source, trust_code))
-    return kind.from_source(source, name, dtype, device, trust_code)
+    return loaded(kind, source, name, dtype, device, trust_code)
+
+
+def load_decoder_only(
+    name: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_code: bool = False,
+    placement: Placement = WHOLE,
+) -> Target:
+    """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
+
+    `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or a lossy one, which is
+    another model: `int7` (bfloat16 with matrices of seven bits), `int8` or `int4` (those of
+    bitsandbytes). `device` is `auto` (a GPU if there is one) or a torch device, of the inputs
+    and of all that `placement` does not put elsewhere. Raises UserError naming what could not
+    be loaded or placed, and for a model with an encoder.
+    """
+    source = model_folder(name)
+    Target.check_kind(str(name), has_encoder(source, trust_code))
+    return loaded(Target, source, name, dtype, device, trust_code, placement)
+
+
+def loaded(
+    kind: type[Target],
+    source: str | Path,
+    name: str | Path,
+    dtype: str,
+    device: str,
+    trust_code: bool,
+    placement: Placement = WHOLE,
+) -> Target:
+    """A target of a folder or hub id that has this class of model; `name` is named in errors."""
+    model, tokenizer = load_model(source, name, dtype, device, trust_code, placement)
+    target = kind(model, tokenizer)
+    if type_name(dtype) == INT7:
+        round_matrices(target.model)
+        target.in_bytes = True
+    return target
 
 
 def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Target:

@@ -1,9 +1,7 @@
 """Loading a target's model and tokenizer by name, in a type, onto a device."""
 
 import hashlib
-import importlib.util
 import logging
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
 )
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -23,20 +21,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.errors import UserError, first_line
 from drafthead.heads.target.adapters import add_adapter, base_of_adapter
 from drafthead.heads.target.placement import Placement
+from drafthead.heads.target.weight_types import (
+    BITSANDBYTES,
+    LOSSY,
+    dtype_named,
+    quantisation_of,
+    quantising_options,
+    type_name,
+)
 
 TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
-INT7 = "int7"  # the type of targets whose matrices are rounded, see `heads.target.seven_bits`
-# Types whose matrices bitsandbytes keeps in so few bits, all but the output head's.
-BITSANDBYTES: dict[str, dict[str, Any]] = {
-    "int8": {"load_in_8bit": True},
-    "int4": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-    },
-}
-SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-LOSSY = (INT7, *BITSANDBYTES)  # all of them compute in bfloat16
 
 
 def load_tokenizer(
@@ -113,59 +107,6 @@ def decoder_class(config: PretrainedConfig | None) -> Any:
     return both if kind in both._model_mapping and kind not in texts._model_mapping else texts
 
 
-def type_name(dtype: object) -> str:
-    """The name of a type of weights: a torch type's, or a shorter name's for the same.
-
-    Raises UserError for what is neither.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, str | torch.dtype):
-        raise UserError(f"dtype must be the name of a type or a torch type, got {dtype!r}")
-    return SHORT_NAMES.get(name, name)
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The torch type called `name`; raises UserError for a name that is not a floating type.
-
-    Types that are LOSSY compute in bfloat16, which is returned for them.
-    """
-    dtype = torch.bfloat16 if name in LOSSY else getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(
-            f"unknown dtype {name!r}: use auto, float32, bfloat16, float16, {', '.join(LOSSY)}"
-        )
-    return dtype
-
-
-def quantising_options(dtype: str, device: torch.device) -> dict[str, Any]:
-    """What transformers' `from_pretrained` takes for a type of BITSANDBYTES; nothing for others.
-
-    Raises UserError where bitsandbytes is not installed.
-    """
-    if dtype not in BITSANDBYTES:
-        return {}
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"the type {dtype} needs bitsandbytes, which is not installed: pip install "
-            "'drafthead[quantized]'"
-        )
-    config = BitsAndBytesConfig(**BITSANDBYTES[dtype])
-    return {"quantization_config": config, "device_map": {"": device}}  # they may not be movable
-
-
-def quantisation_of(model: PreTrainedModel) -> str | None:
-    """How the weights of a model are quantised: a type of BITSANDBYTES, another method, or None."""
-    config = getattr(model.config, "quantization_config", None)
-    if config is None:
-        return None
-    settings = config if isinstance(config, dict) else config.to_dict()
-    for name, options in BITSANDBYTES.items():
-        if settings.get(next(iter(options))):
-            return name
-    method = settings["quant_method"]
-    return str(getattr(method, "value", method))
-
-
 def device_named(name: str) -> torch.device:
     """The torch device called `name`; `auto` is a GPU if there is one.
 
@@ -189,11 +130,10 @@ def load_model(
     device: str,
     trust_code: bool,
     placement: Placement,
-    class_of: Callable[[str | Path, bool], Any],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model and the tokenizer of a folder or hub id, or of an adapter with its base model.
 
-    `class_of` is `Target.model_class`; the other arguments are those of `Target.from_pretrained`.
+    The arguments are those of `any_target.load_decoder_only`.
     Raises UserError, with `name`, for what could not be loaded or placed.
     """
     dtype, torch_device = type_name(dtype), device_named(device)
@@ -201,7 +141,9 @@ def load_model(
     if dtype in LOSSY and not placement.is_whole:
         raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
     base = base_of_adapter(source)
-    model_class = class_of(base or source, trust_code)
+    config = configuration_of(base or source, trust_code)
+    encodes = config is not None and config.is_encoder_decoder
+    model_class = AutoModelForSeq2SeqLM if encodes else decoder_class(config)
     try:
         options = quantising_options(dtype, torch_device) or placement.loading_options(
             model_class, base or source, torch_dtype, torch_device, trust_code

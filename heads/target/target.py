@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,18 +33,7 @@ from drafthead.heads.target.architecture import (
 )
 from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.hooks import Place, Taps
-from drafthead.heads.target.loading import (
-    BITSANDBYTES,
-    INT7,
-    configuration_of,
-    decoder_class,
-    has_encoder,
-    load_model,
-    quantisation_of,
-    type_name,
-)
 from drafthead.heads.target.logit_finish import (
     Finish,
     by_rounding,
@@ -61,9 +49,8 @@ from drafthead.heads.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
-from drafthead.heads.target.placement import WHOLE, Placement
-from drafthead.heads.target.seven_bits import round_matrices
 from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.heads.target.weight_types import BITSANDBYTES, INT7, quantisation_of
 
 SAMPLED = 4  # tokens of the pass that shows how a model makes logits
 
@@ -121,11 +108,6 @@ class Target:
         self.functions: dict[Hashable, Any] = {}  # that run its passes, by what they were made for
         self.finish = self.find_finish()
 
-    @classmethod
-    def model_class(cls, source: str | Path, trust_code: bool) -> Any:
-        """The class of transformers that loads the model of a folder or hub id."""
-        return decoder_class(configuration_of(source, trust_code))
-
     def check_decoder(self, decoder: PreTrainedModel) -> None:
         """Raise UserError with the reason when the decoder cannot run a token tree."""
         check_forward(self.model, decoder, self.config)
@@ -182,52 +164,9 @@ class Target:
                 "decoder-only model"
             )
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        dtype: str = "auto",
-        device: str = "auto",
-        trust_code: bool = False,
-        placement: Placement = WHOLE,
-    ) -> Self:
-        """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
-
-        `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or a lossy one, which is
-        another model: `int7` (bfloat16 with matrices of seven bits), `int8` or `int4` (those of
-        bitsandbytes). `device` is `auto` (a GPU if there is one) or a torch device, of the inputs
-        and of all that `placement` does not put elsewhere. Raises UserError naming what could not
-        be loaded or placed.
-        """
-        source = model_folder(name)
-        cls.check_kind(str(name), has_encoder(source, trust_code))
-        return cls.from_source(source, name, dtype, device, trust_code, placement)
-
-    @classmethod
-    def from_source(
-        cls,
-        source: str | Path,
-        name: str | Path,
-        dtype: str,
-        device: str,
-        trust_code: bool,
-        placement: Placement = WHOLE,
-    ) -> Self:
-        """`from_pretrained` for a folder or hub id that has this class of model; `name` is named
-        in errors.
-        """
-        model, tokenizer = load_model(
-            source, name, dtype, device, trust_code, placement, cls.model_class
-        )
-        target = cls(model, tokenizer)
-        if type_name(dtype) == INT7:
-            round_matrices(target.model)
-            target.in_bytes = True
-        return target
-
     @property
     def precision(self) -> str:
-        """The type of the weights, as `from_pretrained` takes it, or how they are quantised."""
+        """The type of the weights, as `load_target` takes it, or how they are quantised."""
         if self.in_bytes:
             return INT7
         return quantisation_of(self.model) or str(self.dtype).removeprefix("torch.")

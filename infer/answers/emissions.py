@@ -12,7 +12,7 @@ from drafthead.heads.errors import UserError
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.request.options import Request
+from drafthead.infer.request.request import Request
 from drafthead.infer.request.text_pieces import texts_of
 
 

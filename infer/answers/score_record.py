@@ -7,6 +7,7 @@ without one pay nothing.
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -15,13 +16,16 @@ from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.engine.prefill import padded, prefill
-from drafthead.infer.request.options import Request, RowKind
 
+# Of `model.generate`'s output: whole rows after and before processors, temperature and filters.
+RowKind = Literal["scores", "logits"]
 SCORED = 256  # positions of a prompt whose logits are computed at a time
 
 
 class ScoreRecord(ABC):
     """The scores of each row's tokens, in the order of the tokens."""
+
+    rows: dict[int, Any]  # by number
 
     def __init__(self, sampling: SamplingConfig):
         self.sampling = sampling
@@ -45,6 +49,12 @@ class ScoreRecord(ABC):
             # NO_TOKEN ends in an error as soon as the batch has it.
             ids = torch.tensor(chosen, device=logits.device).clamp_min(0)
             self.keep(number, row_logits[: len(chosen)].float(), processed, ids)
+
+    def take_rows(self, rows: Sequence[tuple[Any, int]]) -> None:
+        """Go on with rows of records, each the row of that number; they are numbered again."""
+        taken = {place: record.rows[number] for place, (record, number) in enumerate(rows)}
+        self.rows.clear()
+        self.rows.update(taken)
 
     @abstractmethod
     def keep(
@@ -87,12 +97,6 @@ class LogprobRecord(ScoreRecord):
         row, end = self.rows[number], start + count
         return Logprobs(row.processed[start:end], row.raw[start:end], row.top[start:end])
 
-    def take_rows(self, rows: Sequence[tuple["LogprobRecord", int]]) -> None:
-        """Go on with rows of records, each the row of that number; they are numbered again."""
-        taken = {place: record.rows[number] for place, (record, number) in enumerate(rows)}
-        self.rows.clear()
-        self.rows.update(taken)
-
     def of_rows(self, lengths: Sequence[int]) -> list[Logprobs]:
         """The record of each row, cut to the length of its answer."""
         return [self.part(number, 0, length) for number, length in enumerate(lengths)]
@@ -104,8 +108,9 @@ class RowRecord(ScoreRecord):
     def __init__(self, sampling: SamplingConfig, kinds: Collection[RowKind]):
         super().__init__(sampling)
         self.kinds = kinds
-        # Of each kind and row number the [V] of each token.
-        self.rows: dict[tuple[RowKind, int], list[torch.Tensor]] = defaultdict(list)
+        # Of each row number and kind the [V] of each token.
+        self.rows: dict[int, dict[RowKind, list[torch.Tensor]]]
+        self.rows = defaultdict(lambda: defaultdict(list))
 
     def keep(
         self,
@@ -118,24 +123,15 @@ class RowRecord(ScoreRecord):
         for kind in self.kinds:
             rows = scores if kind == "scores" else logits
             # Clones: a view would keep the rest of the batch in memory.
-            self.rows[kind, number].extend(row.clone() for row in rows)
+            self.rows[number][kind].extend(row.clone() for row in rows)
 
     def by_token(self, kind: RowKind, rows: int, length: int) -> tuple[torch.Tensor, ...]:
         """[B, V] for each of the first `length` tokens, of `rows` rows; 0 after a row's end."""
-        first = self.rows[kind, 0][0]
+        first = self.rows[0][kind][0]
         none = torch.zeros_like(first)
-        kept = [self.rows[kind, number][:length] for number in range(rows)]
+        kept = [self.rows[number][kind][:length] for number in range(rows)]
         padded = [[*row, *[none] * (length - len(row))] for row in kept]
         return tuple(torch.stack(column) for column in zip(*padded, strict=True))
-
-
-def record_for(request: Request) -> ScoreRecord | None:
-    """The record that a request asks for, or None."""
-    if request.kept_rows:
-        return RowRecord(request.sampling, request.kept_rows)
-    if request.top_logprobs is not None:
-        return LogprobRecord(request.sampling, request.top_logprobs)
-    return None
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from drafthead.infer.request.options import EarlyStopping
+from drafthead.infer.request.request import EarlyStopping
 
 # Lowers the score of what must not be chosen, as in transformers: where too little else is there,
 # it is chosen all the same, in the order of the scores.

@@ -21,7 +21,6 @@ from drafthead.heads.sampling import NO_TOKEN
 from drafthead.heads.target.features import Features
 from drafthead.heads.trees.recipe import Proposal
 from drafthead.heads.trees.tree import TokenTree
-from drafthead.infer.answers.results import BeamAnswer
 from drafthead.infer.beams.beam_round import (
     BeamRules,
     Beams,
@@ -30,9 +29,9 @@ from drafthead.infer.beams.beam_round import (
     next_round,
 )
 from drafthead.infer.drafters.with_lookup import learns_answers
-from drafthead.infer.engine.batch_run import Batch, BatchRun, Emitted, no_token_in
-from drafthead.infer.engine.logits_processing import PathProcessing, child_lists
+from drafthead.infer.engine.batch_run import Batch, BatchRun, BeamAnswer, Emitted, no_token_in
 from drafthead.infer.engine.loop import next_step
+from drafthead.infer.engine.path_processing import PathProcessing, child_lists
 from drafthead.infer.engine.prefill import padded
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.method import Method

@@ -22,7 +22,7 @@ def load_draft_model(
 ) -> Target:
     """A draft model for a target, on its device.
 
-    `dtype` is as for `Target.from_pretrained`, but `auto` is the target's type: a draft model that
+    `dtype` is as for `load_decoder_only`, but `auto` is the target's type: a draft model that
     computes in another one may be many times slower, and what is accepted is the target's choice.
     """
     own = str(target.dtype).removeprefix("torch.") if dtype == "auto" else dtype

@@ -21,7 +21,7 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.guesses import GrowingTree, GuessTree, token_tree
 from drafthead.heads.trees.recipe import Proposal, known
-from drafthead.heads.trees.tree import PADDING, Budget, TokenTree
+from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, free_budget
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 

@@ -7,9 +7,8 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import NO_TOKEN, RowRandom
-from drafthead.infer.answers.results import BeamAnswer, DecodeStats
-from drafthead.infer.answers.score_record import LogprobRecord, record_for
-from drafthead.infer.request.options import Request
+from drafthead.infer.engine.stats import DecodeStats
+from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
 
 Emitted = dict[int, list[int]]  # row number -> the tokens that it has just gained
@@ -145,6 +144,16 @@ def no_token_in(prompt: str, tokens: Sequence[int]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class BeamAnswer:
+    """One answer that beam search has found."""
+
+    prompt: int  # its number
+    tokens: Sequence[int]
+    score: float
+    finish_reason: FinishReason
+
+
 class BatchRun:
     """A request on its way to its answers: rows, random numbers and statistics."""
 
@@ -157,7 +166,8 @@ class BatchRun:
         self.stats = DecodeStats()
         self._count_rows()
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
-        self.record = record_for(request)
+        # Of the scores of tokens; requests without one pay nothing.
+        self.record = request.new_record() if request.new_record is not None else None
         self.beam_answers: Sequence[BeamAnswer] = ()  # at the end of a beam search
         self.last_lengths: list[int] = []  # tokens that the last step committed in active rows
 
@@ -212,13 +222,8 @@ class BatchRun:
 
     def join(self, other: "BatchRun", order: Sequence[int]) -> None:
         """Go on with running rows of both, numbered again; both have the same sampling."""
-        if isinstance(self.record, LogprobRecord) and isinstance(other.record, LogprobRecord):
-            records = self.record, other.record
-            both = [
-                (record, number)
-                for record, run in zip(records, (self, other), strict=True)
-                for number in run.batch.running
-            ]
+        if self.record is not None and other.record is not None:
+            both = [(run.record, number) for run in (self, other) for number in run.batch.running]
             self.record.take_rows([both[row] for row in order])
         self.batch.join(other.batch, order)
         self._count_rows()

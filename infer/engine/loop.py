@@ -1,21 +1,30 @@
 """The decoding loop: how large a tree, one step, what it taught; until every row has ended."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from drafthead.heads.drafting.drafter import Drafter, DraftSession
+from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import prefill_drafter
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.past import Past
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the target and the drafter know of the beginning of all prompts of a batch."""
+
+    cache: TreeCache
+    session: DraftSession
 
 
 @torch.no_grad()
 def decode(
-    stepper: Stepper, drafter: Drafter, planner: Planner, past: Past | None = None
+    stepper: Stepper, drafter: Drafter, planner: Planner, past: Known | None = None
 ) -> Iterator[Emitted]:
     """Decode a batch; yields what each pass of the target adds to each row.
 
@@ -29,7 +38,7 @@ def decode(
 
 
 def read_prompts(
-    stepper: Stepper, drafter: Drafter, past: Past | None = None
+    stepper: Stepper, drafter: Drafter, past: Known | None = None
 ) -> tuple[DraftSession, Emitted]:
     """The pass over the prompts: the drafter's session, and the first token of each row.
 

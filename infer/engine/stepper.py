@@ -22,7 +22,7 @@ from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.trees.recipe import Proposal, TokenFiller, TreeRecipe, known
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.logits_processing import PathProcessing
+from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.infer.engine.step import Draws, Outcome, StepFunction, settled
 from drafthead.infer.verifiers import Acceptance, Verifier

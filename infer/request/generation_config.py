@@ -11,12 +11,13 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
+from drafthead.infer.request.request import EarlyStopping
 from drafthead.infer.request.values import (
     ARRAYS,
     integer,
@@ -28,7 +29,6 @@ from drafthead.infer.request.values import (
 logger = logging.getLogger(__name__)
 
 Check = Callable[[str, Any], Any]  # reads the value of an option, whose name comes first
-EarlyStopping = bool | Literal["never"]
 
 LONGEST = 40  # letters of a value that are logged
 

@@ -5,31 +5,28 @@
 """
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.chat_template import TemplateArguments
-from drafthead.heads.target.context import Context
 from drafthead.infer.request.generation_config import (
     CONFIG_CHECKS,
     Check,
-    EarlyStopping,
     checked,
     given_options,
     sampling_from,
 )
 from drafthead.infer.request.other_words import refuse_unknown_options
-from drafthead.infer.request.stopping import Stop
+from drafthead.infer.request.request import BeamOptions, EarlyStopping, Options
 from drafthead.infer.request.values import (
     ARRAYS,
     integer,
@@ -39,9 +36,6 @@ from drafthead.infer.request.values import (
 )
 
 DEFAULT_MAX_NEW_TOKENS = 128
-MOST_BEAMS = 8
-# Of `model.generate`'s output: whole rows after and before processors, temperature and filters.
-RowKind = Literal["scores", "logits"]
 TOKENIZED = ("input_ids", "token_type_ids", "mm_token_type_ids")  # of a tokenizer's output
 RULE_OPTIONS = (
     "typical_epsilon", "typical_delta", "lenience", "accept_top", "accept_distance", "min_block",
@@ -144,141 +138,6 @@ class DecodeOptions(TypedDict, total=False):
     stopping_criteria: Sequence[StoppingCriteria]
 
 
-@dataclass(frozen=True)
-class BeamOptions:
-    """The options of beam search, under the names of `GenerationConfig`."""
-
-    num_beams: int  # W, at least 2
-    length_penalty: float = 1.0  # an answer's score is divided by its length to this power
-    # When a prompt's search ends before the limit: with True as soon as there are W answers; with
-    # False when a beam that ended now could not be one of the W best; with "never" when none that
-    # ended later could.
-    early_stopping: EarlyStopping = False
-    num_return_sequences: int = 1  # answers to each prompt, the best ones
-
-    def __post_init__(self) -> None:
-        """Raises UserError for more beams than `MOST_BEAMS`, and for more answers than beams."""
-        if self.num_beams > MOST_BEAMS:
-            raise UserError(f"num_beams must be at most {MOST_BEAMS}, got {self.num_beams}")
-        if not 1 <= self.num_return_sequences <= self.num_beams:
-            raise UserError(
-                f"num_return_sequences must be between 1 and num_beams={self.num_beams}, got "
-                f"{self.num_return_sequences}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of one call, checked, with defaults and the generation config filled in."""
-
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    config: GenerationConfig = field(default_factory=GenerationConfig)  # for logits processors
-    max_new_tokens: int | None = None  # None: max_length alone limits the answer
-    max_length: int | None = None  # of prompt and answer together
-    own_ends: frozenset[int] | None = None  # the call's end tokens; None: the target's
-    stop_strings: tuple[str, ...] = ()
-    stopping_criteria: Sequence[StoppingCriteria] = ()
-    logits_processor: Sequence[LogitsProcessor] = ()
-    verifier: str = "auto"
-    rule_options: Mapping[str, float] = field(default_factory=dict)  # of the verifier, where given
-    seed: int | Sequence[int] = 0  # the first row's seed, or one for each row
-    attention_mask: object = None  # of prompts that are token ids; checked with them
-    tokenized: Mapping[str, Any] = field(default_factory=dict)  # prompts that came by name
-    continue_final_message: bool | None = None
-    prefill_chunk: int | None = None  # positions of each prompt that one pass reads
-    num_return_sequences: int = 1  # of beam search: see `beams`
-    max_seconds: float | None = None  # answers end at the first step after this time
-    top_logprobs: int | None = None  # alternatives to record beside each token; None: no record
-    streamer: BaseStreamer | None = None
-    beams: BeamOptions | None = None  # None: no beam search
-    template_arguments: TemplateArguments = field(default_factory=dict)
-    use_model_defaults: bool = True
-
-    def prompts_of(self, first: Any) -> Any:
-        """The prompts, which came as the first argument or by name.
-
-        Raises UserError for none, and for both.
-        """
-        if first is None and not self.tokenized:
-            raise UserError("there is no prompt to decode: pass it as the first argument")
-        if first is not None and self.tokenized:
-            raise UserError("prompts are given twice: as the first argument and by name")
-        return self.tokenized if first is None else first
-
-    def seeds_of(self, rows: int) -> list[int]:
-        """One seed for each answer; raises UserError when another number of seeds was given."""
-        if isinstance(self.seed, int):
-            return [self.seed + row for row in range(rows)]
-        if len(self.seed) != rows:
-            raise UserError(f"{rows} answers need {rows} seeds or one, got {len(self.seed)}")
-        return list(self.seed)
-
-    def limits_of(self, prompts: Sequence[Sequence[int]], context: Context) -> list[int]:
-        """Most new tokens for each prompt, in the context of a target.
-
-        Raises UserError for a prompt that leaves no room for an answer, see also `Context.room`.
-        """
-        limits = [self.limit(len(prompt)) for prompt in prompts]
-        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            if limit < 1:
-                raise UserError(
-                    f"prompt {number} has {len(prompt)} tokens, but max_length is "
-                    f"{self.max_length}: set max_new_tokens instead"
-                )
-        pairs = enumerate(zip(prompts, limits, strict=True))
-        return [context.room(f"prompt {n}", len(prompt), limit) for n, (prompt, limit) in pairs]
-
-    def limit(self, prompt_length: int) -> int:
-        """Most new tokens in a context without end; below 1 when max_length leaves no room."""
-        if self.max_new_tokens is not None:
-            return self.max_new_tokens
-        assert self.max_length is not None
-        return self.max_length - prompt_length
-
-    def refuse_in_pieces(self) -> None:
-        """Raise UserError for options of `generate` where the caller gets tokens in pieces."""
-        if self.streamer is not None:
-            raise UserError(
-                "streamer is an option of generate; stream and steps give pieces themselves"
-            )
-        if self.beams is not None:
-            raise UserError(
-                "num_beams is an option of generate alone: no token is sure before the search has "
-                "ended"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request(Options):
-    """What to decode, and how: the options of a call with its prompts as token ids."""
-
-    prompts: Sequence[Sequence[int]]
-    limits: Sequence[int]  # most new tokens, for each prompt
-    seeds: Sequence[int]  # one for each prompt
-    end_ids: frozenset[int] = frozenset()
-    processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
-    stops: Sequence[Stop] = ()  # one for each prompt, or none at all
-    draft_temperature: float | None = None  # at which children are drawn; None: as the target's
-    kept_rows: Collection[RowKind] = ()  # which whole rows [V] are recorded for each token
-    # What processors read before an answer where it is not the prompt: the prompt with padding.
-    prefixes: Sequence[Sequence[int]] | None = None
-
-    @property
-    def draft_sampling(self) -> SamplingConfig:
-        """How the draft's logits become the distribution that children are drawn from.
-
-        Any distribution that is known before the draw keeps the output exact.
-        """
-        if self.draft_temperature is None or self.sampling.greedy:
-            return self.sampling
-        return replace(self.sampling, temperature=self.draft_temperature)
-
-    @property
-    def samples_in_graphs(self) -> bool:
-        """Whether a step's graph can compute the target's law: no processors, no `typical_p`."""
-        return self.sampling.typical_p == 1 and not self.processors
-
-
 def read_options(options: DecodeOptions) -> Options:
     """Check the options of a call and join them with its generation config.
 
@@ -327,6 +186,18 @@ def read_options(options: DecodeOptions) -> Options:
         template_arguments=merged.get("chat_template_kwargs", {}),
         use_model_defaults=merged.get("use_model_defaults") is not False,
     )
+
+
+def refuse_in_pieces(options: Options) -> None:
+    """Raise UserError for options of `generate` where the caller gets tokens in pieces."""
+    if options.streamer is not None:
+        raise UserError(
+            "streamer is an option of generate; stream and steps give pieces themselves"
+        )
+    if options.beams is not None:
+        raise UserError(
+            "num_beams is an option of generate alone: no token is sure before the search has ended"
+        )
 
 
 def read_beams(merged: Mapping[str, Any], sampling: SamplingConfig) -> BeamOptions | None:

@@ -22,7 +22,7 @@ from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.planner import Planner, Propose
 from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.options import Request
+from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import Verifier
 
 # Random tokens before the first timed step. Short, as most prompts are: attention over a long text

@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.infer import Decoder
 from drafthead.lab.building.budget import AT_ONCE, Speeds, division
 from drafthead.lab.building.folder import BuildFolder, Choices, Facts
@@ -45,7 +45,7 @@ class Answering:
         """The target, loaded once for all that it answers."""
         if self.loaded is None:
             chosen = self.choices
-            target = Target.from_pretrained(chosen.target, chosen.dtype, chosen.device)
+            target = load_decoder_only(chosen.target, chosen.dtype, chosen.device)
             self.loaded = Decoder.from_pretrained(target, compile=chosen.compile)
         return self.loaded
 

@@ -5,7 +5,6 @@ seen, whether that is a fault, and what to do about it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +13,12 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
-from drafthead.heads.target.loading import LOSSY
+from drafthead.heads.target.weight_types import LOSSY
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter
 from drafthead.lab.diagnosis.examination import Authorship, Examination, Patient
+from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.profiling.plan_table import measured_plan
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
@@ -37,24 +37,6 @@ LEAST_OTHER = 1.1  # tau with other taps: of a head that guesses nothing either 
 MOST_LOST = 0.25  # of the accepted tokens that the training's own evaluation had
 FEW_TOKENS = 1_000_000  # supervised in training
 FALL = 0.6  # of alpha at the depth before
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check has seen, and what to do if it is a fault; else `remedy` is None."""
-
-    evidence: str
-    remedy: str | None = None
-
-    @property
-    def is_fault(self) -> bool:
-        """Whether there is something to do."""
-        return self.remedy is not None
-
-
-def faults_first(findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings in the order in which they are shown."""
-    return dict(sorted(findings.items(), key=lambda item: not item[1].is_fault))
 
 
 Check = Callable[[Examination], Finding | None]  # None where there is nothing to look at

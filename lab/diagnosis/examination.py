@@ -8,10 +8,11 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from drafthead.heads.base import DraftHead, HeadBatch
+from drafthead.heads.base import DraftHead
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target

@@ -21,7 +21,7 @@ from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.options import Request
+from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS
 
 COMMITTED = 256  # cache columns before a pass

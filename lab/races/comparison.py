@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from drafthead.heads.target.target import Target
-from drafthead.infer.answers.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.answers.results import repeated_ngram_share
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.divergence import Divergence, divergence
 from drafthead.lab.races.race import GENERATE, PLAIN, Record
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from drafthead.heads.errors import UserError
-from drafthead.infer.answers.results import DecodeStats
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.speedup_model import StepParts
 
 STEP_PHASES = ("draft", "verify", "accept", "commit")

@@ -22,7 +22,8 @@ from drafthead.backends.compiled import Compiled
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.storage.files import write_text
-from drafthead.infer.answers.results import DecodeStats, summed
+from drafthead.infer.answers.results import summed
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.ledger import StepLedger, ledger_of
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.infer.verifiers import VERIFIERS
-from drafthead.lab.diagnosis.checks import Finding, faults_first
+from drafthead.lab.diagnosis.findings import Finding, faults_first
 from drafthead.lab.learning_curve import what_more_would_bring
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.race import PLAIN

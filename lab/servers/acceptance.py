@@ -11,7 +11,7 @@ from scipy.stats import fisher_exact
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats.loading import load_head
-from drafthead.lab.diagnosis.checks import Finding
+from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.servers.asked import Counted
 from drafthead.lab.servers.audit import FALSE_ALARM, Audit, check
 from drafthead.lab.theory.chains import head_chains

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.request.prompts import encode_one
-from drafthead.lab.diagnosis.checks import Finding
+from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable, fit
 from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text
 from drafthead.lab.races.divergence import rounding_step

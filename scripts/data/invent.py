@@ -83,7 +83,7 @@ def main(
         return
     if inventor.target is None:
         raise UserError("--target is the model that invents prompts: give it, or --about DATA")
-    from drafthead.heads.target.target import Target
+    from drafthead.heads.target.any_target import load_decoder_only
     from drafthead.infer import Decoder
     from drafthead.train.data.conversations import read_conversations
     from drafthead.train.prompts.invention import check_settings, invent, log_report
@@ -98,7 +98,7 @@ def main(
         check_settings(output, settings)
     beginnings = inventor.beginnings
     first = first_messages(read_conversations(beginnings)) if beginnings else []
-    loaded = Target.from_pretrained(inventor.target, inventor.dtype, inventor.device)
+    loaded = load_decoder_only(inventor.target, inventor.dtype, inventor.device)
     decoder = Decoder.from_pretrained(loaded, compile=inventor.compile)
     source = MessageSource(decoder, settings, first)
     log_report(invent(source, output, number, overwrite), output)

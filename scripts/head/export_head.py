@@ -40,7 +40,7 @@ def main(
     from drafthead.heads.formats import build_head, read_foreign
     from drafthead.heads.formats.base import TargetFacts
     from drafthead.heads.formats.exporting import export_head
-    from drafthead.heads.target.target import Target
+    from drafthead.heads.target.any_target import load_decoder_only
     from drafthead.lab.servers import launch as launching
     from drafthead.lab.servers.export_for import SCRIPT, export_for
 
@@ -48,7 +48,7 @@ def main(
         raise UserError("name a server with --for, or a layout with --format")
     if launch and server is None:
         raise UserError("--launch starts the server that --for names")
-    loaded = Target.from_pretrained(target, "float32", "cpu") if target else None
+    loaded = load_decoder_only(target, "float32", "cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()
     _, foreign = read_foreign(head, facts)
     ours = build_head(foreign, head, loaded)

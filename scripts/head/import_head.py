@@ -32,9 +32,9 @@ def main(
     from drafthead.heads.formats.drafthead import save_head
     from drafthead.heads.formats.printing import printable
     from drafthead.heads.storage.files import fresh_folder
-    from drafthead.heads.target.target import Target
+    from drafthead.heads.target.any_target import load_decoder_only
 
-    loaded = Target.from_pretrained(target, device="cpu") if target else None
+    loaded = load_decoder_only(target, device="cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()
     known, foreign = read_foreign(path, facts)
     head = build_head(foreign, path, loaded)

@@ -10,6 +10,7 @@ from tiny import HIDDEN, VOCAB, byte_tokenizer, llama_config
 from transformers import PreTrainedModel
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import other_inputs
@@ -97,5 +98,5 @@ def test_a_folder_keeps_its_tokenizer(tmp_path) -> None:
     model = llava()
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    assert Target.from_pretrained(tmp_path, "float32", "cpu").tokenizer is not None
+    assert load_decoder_only(tmp_path, "float32", "cpu").tokenizer is not None
     assert model.config.text_config.vocab_size == VOCAB

@@ -11,7 +11,8 @@ from matplotlib import pyplot as plt
 from drafthead.backends.compiled import Compiled
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
-from drafthead.infer.answers.results import DecodeStats, repeated_ngram_share
+from drafthead.infer.answers.results import repeated_ngram_share
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.comparison import ComparisonRow, divergences, rows_of
 from drafthead.lab.races.contestants import Ours, Transformers, up_to_end
 from drafthead.lab.races.divergence import Divergence

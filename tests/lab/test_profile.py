@@ -13,8 +13,8 @@ from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
-from drafthead.infer.answers.results import DecodeStats
 from drafthead.infer.engine.planner import AdaptivePlan
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.lab.profiling import bandwidth
 from drafthead.lab.profiling.bandwidth import (

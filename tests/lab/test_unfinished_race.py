@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.infer.answers.results import DecodeStats
+from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.race import Answers, Place, Turn, UnfinishedRace
 
 MADE_OF = {"command": "compare", "prompts": [([1, 2], None)]}

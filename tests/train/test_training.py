@@ -26,11 +26,13 @@ from runs import evaluations, run, write_inputs, write_run
 from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
+from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.loading import load_head
 from drafthead.heads.layers import tiled_attention
 from drafthead.heads.layers.segments import positions_in_segments
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import RowOrder, TokenBatch, collate, pack, pack_sequences
@@ -63,7 +65,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(files: Path) -> Target:
-    return Target.from_pretrained(files / "target", "float32", "cpu")
+    return load_decoder_only(files / "target", "float32", "cpu")
 
 
 @pytest.fixture

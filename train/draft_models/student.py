@@ -18,14 +18,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from drafthead.heads.base import MAX_RANK, DraftHead, HeadBatch, HeadLoss
+from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary, tables_of
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
 from drafthead.heads.storage.files import let_others_read, write_text
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder, keep_layers
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
@@ -263,7 +265,7 @@ def draft_model_weights(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises UserError when no model can be loaded from it.
     """
-    trained = Target.from_pretrained(folder, "float32", "cpu")
+    trained = load_decoder_only(folder, "float32", "cpu")
     weights = {f"model.{name}": tensor for name, tensor in trained.model.state_dict().items()}
     guesses = read_draft_vocabulary(trained)
     if guesses is not None:

@@ -23,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
-from drafthead.heads.base import HeadBatch
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.layers.tiled_attention import TiledAttention
+from drafthead.heads.objectives.batch import HeadBatch
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.placement import WHOLE, Placement, whole_weight
 from drafthead.heads.target.target import Target
@@ -73,7 +74,7 @@ def load_target(
     """
     dtype = dtype_for(config, mixed_precision)
     placement = placement_of(config, processes)
-    target = Target.from_pretrained(config.name, dtype, str(device), config.trust_code, placement)
+    target = load_decoder_only(config.name, dtype, str(device), config.trust_code, placement)
     check_row_length(target, config.name, max_length)
     if config.placement == "fsdp":
         shard_layers(target, device)

@@ -16,9 +16,10 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.base import DraftHead, HeadBatch
+from drafthead.heads.base import DraftHead
 from drafthead.heads.growing.static import grow_tree
 from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Path
 from drafthead.train.data.packing import PackedData

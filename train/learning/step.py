@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from drafthead.heads.base import DraftHead, HeadBatch, HeadLoss
+from drafthead.heads.base import DraftHead
 from drafthead.heads.layers.tiled_attention import TiledAttention
+from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.training_rows import Sources

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.fingerprint import UndescribedError, described, digest
+from drafthead.backends.cpu.fingerprint import described, digest
 from drafthead.backends.cpu.graph_record import GraphRecord, has_gap
 from drafthead.backends.cpu.layers.layer_code import LayerCode, LayerTable
 from drafthead.backends.cpu.layers.recorded_calls import (
@@ -27,6 +27,7 @@ from drafthead.backends.cpu.layers.recorded_calls import (
     replaced,
     tensors_of,
 )
+from drafthead.backends.cpu.recipes import UndescribedError
 from drafthead.heads.errors import UserError
 
 FEWEST = 8  # layers; fewer are compiled as quickly with the pass

@@ -5,13 +5,13 @@ from functools import cached_property, partial
 
 import torch
 
-from drafthead.heads.base import MAX_RANK
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.growing.levels import Guesses, best_guesses
+from drafthead.heads.objectives.batch import MAX_RANK
 from drafthead.heads.sampling import (
     DRAFT_SUPPORT,
     RowRandom,

@@ -15,14 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from drafthead.heads.base import (
-    MAX_RANK,
-    DraftHead,
-    ForTraining,
-    HeadBatch,
-    HeadLoss,
-    register_head,
-)
+from drafthead.heads.base import DraftHead, ForTraining, register_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel.correction import Correction
 from drafthead.heads.families.parallel.transformer import (
@@ -33,6 +26,7 @@ from drafthead.heads.families.parallel.transformer import (
 )
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.heads.base import ForTraining, HeadBatch, HeadLoss
+from drafthead.heads.base import ForTraining
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
 from drafthead.heads.layers.segments import seen_in_segments
 from drafthead.heads.objectives.anchors import is_anchor
+from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.objectives.losses import (
     check_depth_decay,
     check_token_loss,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hidden_answers import generated
 
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import repeated_ngram_share
@@ -17,7 +18,7 @@ ASSETS = Path(__file__).parents[3] / "assets"
 @pytest.fixture(scope="module")
 def demo_target() -> Target:
     """In float32, where greedy equality is exact."""
-    return Target.from_pretrained(ASSETS / "demo_target", dtype="float32", device="cpu")
+    return load_decoder_only(ASSETS / "demo_target", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def prompts() -> list[list[dict[str, str]]]:
 def test_greedy_answers_with_the_draft_model_equal_those_of_transformers(
     demo_target, prompts
 ) -> None:
-    small = Target.from_pretrained(ASSETS / "demo_draft", dtype="float32", device="cpu")
+    small = load_decoder_only(ASSETS / "demo_draft", dtype="float32", device="cpu")
     decoder = Decoder(demo_target, DraftModel(small, demo_target, depth=4))
     answers = decoder.generate(prompts[:8], max_new_tokens=48)
     assert answers.stats.tau > 1.5 and any(answers.finished)

@@ -2,9 +2,9 @@
 
 import torch
 
-from drafthead.heads.base import HeadBatch
 from drafthead.heads.families.by_depth import guessed_tokens
 from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.heads.target.features import Features
 
 

@@ -13,7 +13,7 @@ from laws import law_of_three_tokens, p_value
 from tiny import VOCAB, random_prompts
 from torch.nn.functional import smooth_l1_loss
 
-from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
+from drafthead.heads.base import HEADS
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
@@ -22,6 +22,7 @@ from drafthead.heads.families.recurrent.drafter import DraftReader
 from drafthead.heads.families.recurrent.eagle3 import default_taps
 from drafthead.heads.growing.dynamic import TreeGrowth
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape

@@ -14,12 +14,13 @@ from alone import Alone
 from conftest import NO_HEADS
 from tiny import VOCAB
 
-from drafthead.heads.base import HEADS, MAX_RANK, DraftHead, HeadBatch
+from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.drafting.drafter import Committed, Drafter, Ends
 from drafthead.heads.families.head_drafter import drafter_for, register_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features

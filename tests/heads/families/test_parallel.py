@@ -8,7 +8,6 @@ import torch
 from tiny import BUSHY, HIDDEN, VOCAB
 from torch.nn.functional import softplus
 
-from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
@@ -23,6 +22,7 @@ from drafthead.heads.families.parallel.drafter import Growing, ParallelSession
 from drafthead.heads.families.parallel.head import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel.transformer import spread_taps
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny import BUSHY
 
-from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
@@ -14,6 +13,7 @@ from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.families.sequential.hydra import HydraConfig, HydraHeads
 from drafthead.heads.families.sequential.mlp_speculator import MlpSpeculatorConfig
 from drafthead.heads.growing.levels import levels_of
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target

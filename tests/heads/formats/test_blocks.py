@@ -18,8 +18,9 @@ from drafthead.heads.families.parallel.drafter import ParallelSession
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.dflash import default_ids, our_taps
+from drafthead.heads.formats.dflash import default_ids
 from drafthead.heads.formats.exporting import export_head
+from drafthead.heads.formats.keys import our_taps
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import TreeShape

@@ -9,7 +9,6 @@ from golden import Case, cases, name_of
 from tiny import HIDDEN, VOCAB
 from written import EAGLE3, TARGET, Outputs, random_head
 
-from drafthead.heads.base import HeadBatch
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
@@ -22,6 +21,7 @@ from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
+from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target

@@ -6,8 +6,9 @@ import pytest
 import torch
 from peak_memory import PeakMemory
 
-from drafthead.heads.base import HEADS, MAX_RANK, HeadBatch
+from drafthead.heads.base import HEADS
 from drafthead.heads.families.medusa.head import MedusaConfig
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
     depth_weights,

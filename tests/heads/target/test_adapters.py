@@ -11,7 +11,7 @@ from tiny import VOCAB, tiny_llama
 from transformers import AutoModelForCausalLM
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.infer import Decoder
 
 ADDED = [VOCAB, VOCAB + 1]
@@ -41,7 +41,7 @@ def adapted(folder: Path, tied: bool = False, **settings: Any) -> PeftModel:
 def test_an_adapters_folder_may_add_tokens(kind, tmp_path) -> None:
     wrapped = adapted(tmp_path / "base", **KINDS[kind])
     wrapped.save_pretrained(tmp_path / "adapter")
-    target = Target.from_pretrained(tmp_path / "adapter", dtype="float32", device="cpu")
+    target = load_decoder_only(tmp_path / "adapter", dtype="float32", device="cpu")
     assert target.vocab_size == VOCAB + 2
     answer = Decoder(target).generate(PROMPT, max_new_tokens=12).sequences[0]
     assert answer == generated(wrapped, PROMPT, 12)
@@ -50,7 +50,7 @@ def test_an_adapters_folder_may_add_tokens(kind, tmp_path) -> None:
 def test_rows_of_tied_tables_are_enough(tmp_path) -> None:
     wrapped = adapted(tmp_path / "base", tied=True, **KINDS["rows of tables"])
     wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    target = Target.from_pretrained(tmp_path / "adapter", dtype="float32", device="cpu")
+    target = load_decoder_only(tmp_path / "adapter", dtype="float32", device="cpu")
     answer = Decoder(target).generate(PROMPT, max_new_tokens=12).sequences[0]
     assert answer == generated(wrapped, PROMPT, 12)
 
@@ -59,11 +59,11 @@ def test_rows_of_tied_tables_are_enough(tmp_path) -> None:
 def test_an_adapter_without_a_base_model_is_refused(tmp_path, text) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(UserError, match="adapter_config.json"):
-        Target.from_pretrained(tmp_path)
+        load_decoder_only(tmp_path)
 
 
 def test_tokens_without_rows_of_the_output_head_are_refused(tmp_path) -> None:
     wrapped = adapted(tmp_path / "base", **KINDS["rows of tables"])
     wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     with pytest.raises(UserError, match="adds tokens 64 to 65, but holds no rows of lm_head"):
-        Target.from_pretrained(tmp_path / "adapter", dtype="float32", device="cpu")
+        load_decoder_only(tmp_path / "adapter", dtype="float32", device="cpu")

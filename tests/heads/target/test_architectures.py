@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.logit_finish import Finish
 from drafthead.heads.target.masks import LayerKind, key_positions, masks_by_kind
@@ -45,9 +46,9 @@ def test_greedy_answers_equal_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_layers_on_disk_give_the_states_of_layers_in_memory(name: str, tmp_path: Path) -> None:
     tiny_model(name, ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
-    whole = Target.from_pretrained(tmp_path / "model", "float32", "cpu")
+    whole = load_decoder_only(tmp_path / "model", "float32", "cpu")
     placement = Placement("disk", offload_folder=str(tmp_path / "off"))
-    elsewhere = Target.from_pretrained(tmp_path / "model", "float32", "cpu", placement=placement)
+    elsewhere = load_decoder_only(tmp_path / "model", "float32", "cpu", placement=placement)
     assert all(next(layer.parameters()).is_meta for layer in elsewhere.layers.children())
     ids = torch.randint(1, VOCAB, (2, 11))
     positions = torch.arange(11).expand_as(ids)
@@ -235,7 +236,7 @@ def test_an_adapters_folder_is_a_target(tmp_path) -> None:
     base = Path(__file__).parents[3] / "assets" / "demo_target"
     adapted = with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     adapted.save_pretrained(tmp_path)
-    target = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")
+    target = load_decoder_only(tmp_path, dtype="float32", device="cpu")
     assert target.tokenizer is not None
     check_against_generate(target, adapted, PromptLookup(depth=3))
 

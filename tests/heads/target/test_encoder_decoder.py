@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from drafthead.contrib.encoder_decoder.decoder_positions import DecoderPositions
 from drafthead.contrib.encoder_decoder.encoder_decoder import EncoderDecoderTarget
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.any_target import load_target, target_of
+from drafthead.heads.target.any_target import load_decoder_only, load_target, target_of
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 
@@ -83,7 +83,7 @@ def test_each_class_refuses_models_of_the_other(make_target, tmp_path) -> None:
         EncoderDecoderTarget(make_target().model)
     tiny_encoder_decoder("bart").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} is an encoder-decoder model"):
-        Target.from_pretrained(tmp_path)
+        load_decoder_only(tmp_path)
     assert isinstance(load_target(tmp_path), EncoderDecoderTarget)
 
 

@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import gguf_files
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.gguf_account import COMPARED
 from drafthead.heads.target.gguf_files import model_folder
 from drafthead.heads.target.target import Target
@@ -106,7 +107,7 @@ def model_of(name: str, settings: Mapping[str, object]) -> PreTrainedModel:
 
 def check_equal(path: Path, model: PreTrainedModel) -> Target:
     """The file's copy computes the model's logits."""
-    target = Target.from_pretrained(path, "float32", "cpu")
+    target = load_decoder_only(path, "float32", "cpu")
     ids = torch.randint(4, TOKENS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found, wanted = target.model(ids).logits, model(ids).logits
@@ -216,7 +217,7 @@ def test_the_ends_of_texts_turns_and_messages_end_answers(tmp_path) -> None:
 
     path = tmp_path / "small.gguf"
     write_gguf(path, llama_with({}), "llama", LLAMA_KEYS, others=others)
-    assert Target.from_pretrained(path).end_ids == {1, 2, 3}
+    assert load_decoder_only(path).end_ids == {1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target import gguf_files
-from drafthead.heads.target.any_target import tokenizer_named
+from drafthead.heads.target.any_target import load_decoder_only, tokenizer_named
 from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.target import Target
 from drafthead.scripts.head import info
 
 TEXT = "Größe <|user|> of 12 abacus"
@@ -48,10 +47,10 @@ def write_small(
 def test_a_file_loads_as_the_model_that_it_holds(tmp_path, kind) -> None:
     path = tmp_path / "small.gguf"
     expected = write_small(path, gguf.GGMLQuantizationType[kind])
-    target = Target.from_pretrained(path, "float32", "cpu")
+    target = load_decoder_only(path, "float32", "cpu")
     ids = torch.arange(40)[None] % target.vocab_size
     assert torch.equal(target.model(ids).logits, expected(ids).logits)
-    assert Target.from_pretrained(tmp_path).dtype == torch.bfloat16  # the folder means its file
+    assert load_decoder_only(tmp_path).dtype == torch.bfloat16  # the folder means its file
 
 
 def test_tokens_control_tokens_and_chat_format_come_from_the_file(tmp_path) -> None:
@@ -150,7 +149,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, damage, p
     write_small(path)
     damage(path)
     with pytest.raises(UserError, match=problem) as error:
-        Target.from_pretrained(path)
+        load_decoder_only(path)
     assert str(path) in str(error.value)
 
 
@@ -171,7 +170,7 @@ def test_several_files_in_a_folder_are_refused_and_listed(tmp_path) -> None:
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=r"holds 2 GGUF files: name one of a\.gguf, b\.gguf"):
-        Target.from_pretrained(tmp_path)
+        load_decoder_only(tmp_path)
 
 
 def test_without_the_package_the_command_is_named(tmp_path, monkeypatch) -> None:

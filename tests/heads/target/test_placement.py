@@ -8,9 +8,10 @@ import torch
 from tiny import tiny_llama, write_target
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import LOSSY
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.placement import Placement, whole_weight
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weight_types import LOSSY
 from drafthead.infer import Decoder
 
 LAYERS = 3
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def placed(folder: Path, placement: Placement) -> Target:
-    return Target.from_pretrained(folder, "float32", "cpu", placement=placement)
+    return load_decoder_only(folder, "float32", "cpu", placement=placement)
 
 
 def on_disk(target: Target) -> list[bool]:
@@ -74,7 +75,7 @@ def test_answers_of_layers_on_disk_are_those_of_layers_in_memory(folder: Path) -
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files")
 def test_weights_in_their_stored_type_stay_in_their_file(folder: Path) -> None:
     """So that all processes of a machine share their memory: nothing copies what it maps."""
-    target = Target.from_pretrained(folder, "auto", "cpu")
+    target = load_decoder_only(folder, "auto", "cpu")
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [line.split()[0].split("-") for line in lines if str(folder) in line]
     mapped = [range(int(first, 16), int(last, 16)) for first, last in ranges]
@@ -109,7 +110,7 @@ def test_what_cannot_be_placed_is_named(folder: Path, placement: Placement, word
 @pytest.mark.parametrize("dtype", LOSSY)
 def test_rounded_targets_are_not_placed(folder: Path, dtype: str) -> None:
     with pytest.raises(UserError, match=f"type {dtype} cannot be placed"):
-        Target.from_pretrained(folder, dtype, "cpu", placement=Placement("disk"))
+        load_decoder_only(folder, dtype, "cpu", placement=Placement("disk"))
 
 
 def test_stored_quantised_targets_are_not_placed(folder: Path, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from tiny import write_target
 
 from drafthead.heads.base import HEADS
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.features import NO_FEATURES
-from drafthead.heads.target.loading import BITSANDBYTES
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weight_types import BITSANDBYTES
 from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
@@ -42,13 +43,13 @@ def logits_of(target: Target) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", BITSANDBYTES)
 def test_bitsandbytes_that_is_not_installed_is_one_sentence(folder: Path, dtype: str) -> None:
     with pytest.raises(UserError, match=rf"{dtype} needs bitsandbytes.*drafthead\[quantized\]"):
-        Target.from_pretrained(folder, dtype, "cpu")
+        load_decoder_only(folder, dtype, "cpu")
 
 
 @needs_bitsandbytes
 @pytest.mark.parametrize(("dtype", "error"), [("int8", 0.05), ("int4", 0.5)])
 def test_rounded_targets_are_near_and_not_the_same(folder: Path, dtype: str, error: float) -> None:
-    stored, rounded = (Target.from_pretrained(folder, d, "cpu") for d in ("bfloat16", dtype))
+    stored, rounded = (load_decoder_only(folder, d, "cpu") for d in ("bfloat16", dtype))
     assert (rounded.precision, rounded.dtype) == (dtype, torch.bfloat16)
     expected, found = logits_of(stored), logits_of(rounded)
     assert 0 < (found - expected).norm() / expected.norm() < error
@@ -62,9 +63,9 @@ def test_rounded_targets_are_near_and_not_the_same(folder: Path, dtype: str, err
 def test_a_model_that_is_stored_rounded_is_loaded_as_it_is(
     folder: Path, tmp_path: Path, dtype: str
 ) -> None:
-    rounded = Target.from_pretrained(folder, dtype, "cpu")
+    rounded = load_decoder_only(folder, dtype, "cpu")
     rounded.model.save_pretrained(tmp_path)
-    stored = Target.from_pretrained(tmp_path, "auto", "cpu")
+    stored = load_decoder_only(tmp_path, "auto", "cpu")
     assert stored.precision == dtype
     assert logits_of(stored).equal(logits_of(rounded))
     assert weights_fingerprint(stored) == weights_fingerprint(rounded)

@@ -7,6 +7,7 @@ from torch import nn
 
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.seven_bits import can_be_rounded, round_matrices, rounded
 from drafthead.heads.target.target import Target
@@ -52,24 +53,24 @@ def test_only_matrices_are_rounded() -> None:
 
 
 def test_int7_is_a_type_of_targets(folder) -> None:
-    target = Target.from_pretrained(folder, "int7", "cpu")
-    stored = Target.from_pretrained(folder, "bfloat16", "cpu")
+    target = load_decoder_only(folder, "int7", "cpu")
+    stored = load_decoder_only(folder, "bfloat16", "cpu")
     assert (target.precision, target.dtype) == ("int7", torch.bfloat16)
     assert stored.precision == "bfloat16"
     theirs, found = stored.model.state_dict(), target.model.state_dict()
     assert any(not torch.equal(found[name], theirs[name]) for name in found)
     with pytest.raises(UserError, match="int7"):
-        Target.from_pretrained(folder, "int6", "cpu")
+        load_decoder_only(folder, "int6", "cpu")
 
 
 def test_greedy_answers_are_those_of_the_rounded_model(folder, make_drafter) -> None:
     """In float32, where no two tokens are nearly equal."""
-    target = Target.from_pretrained(folder, "int7", "cpu")
+    target = load_decoder_only(folder, "int7", "cpu")
     target = Target(target.model.float(), target.tokenizer)
     expected = OracleDecoder(target).generate(PROMPTS, max_new_tokens=30).sequences
     decoder = Decoder(target, make_drafter("medusa:tree", target))
     assert decoder.generate(PROMPTS, max_new_tokens=30).sequences == expected
-    stored = OracleDecoder(Target.from_pretrained(folder, "float32", "cpu"))
+    stored = OracleDecoder(load_decoder_only(folder, "float32", "cpu"))
     assert stored.generate(PROMPTS, max_new_tokens=30).sequences != expected
 
 
@@ -77,7 +78,7 @@ def test_greedy_answers_are_those_of_the_rounded_model(folder, make_drafter) -> 
 def test_compiled_passes_read_bytes_and_compute_the_same(make_target, tmp_path) -> None:
     make_target(layers=1, vocab=260).model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    target = Target.from_pretrained(tmp_path, "int7", "cpu")
+    target = load_decoder_only(tmp_path, "int7", "cpu")
     compiled = CompiledTarget(target)
     if not compiled.reads_bytes:
         pytest.skip("there are no kernels for this processor")

@@ -13,8 +13,9 @@ from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import Batch
-from drafthead.infer.engine.logits_processing import AnswerPenalty, PathProcessing, processors_for
+from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.request.options import read_options
+from drafthead.infer.request.processors import AnswerPenalty, processors_for
 
 MAX_NEW = 20
 PROMPTS = random_prompts(3)  # of different lengths

@@ -9,6 +9,7 @@ from hidden_answers import generated
 from tiny import byte_tokenizer, tiny_llama, write_target
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.infer import DecodeOptions, Decoder, Target
 from drafthead.infer.request.other_words import OF_CALLS
 from drafthead.lab.tracing import trace
@@ -86,7 +87,7 @@ def test_types_have_several_names(tmp_path, given) -> None:
     for words in (given, {"torch_dtype": given["dtype"]}):
         decoder = Decoder.from_pretrained(tmp_path, device=torch.device("cpu"), **words)
         assert decoder.target.dtype == torch.bfloat16
-    assert Target.from_pretrained(tmp_path, **given).dtype == torch.bfloat16
+    assert load_decoder_only(tmp_path, **given).dtype == torch.bfloat16
 
 
 # ---- prompts ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from written import EAGLE3, random_head
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import encode_one
-from drafthead.lab.diagnosis.checks import Finding
+from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.servers.acceptance import by_position, misread, rebuilt, same
 from drafthead.lab.servers.asked import AskedServer, Counted, counted
 from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit

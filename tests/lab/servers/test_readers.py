@@ -10,7 +10,7 @@ import pytest
 from readers import DRAFTS, TEXT, audited
 
 from drafthead.heads.storage.disk_cache import cache_folder
-from drafthead.heads.target.target import Target
+from drafthead.heads.target.any_target import load_decoder_only
 
 SHIPPED = Path(__file__).parents[3] / "assets" / "smollm2_eagle3"
 # What the environment must name.
@@ -24,7 +24,7 @@ def test_a_server_reads_the_head_as_we_do(server: str) -> None:
     if missing or not (cache_folder("models") / "smollm2").exists():
         pytest.skip(f"{server} needs {', '.join(missing) or 'drafthead fetch smollm2'}")
     head = Path(os.environ["PORTABLE_HEAD"]) if server == "llamacpp" else SHIPPED
-    target = Target.from_pretrained("smollm2", "bfloat16", "cpu")
+    target = load_decoder_only("smollm2", "bfloat16", "cpu")
     row = audited(server, head, "smollm2", target, 48)
     assert row["findings"][TEXT]["remedy"] is None, row
     assert row["findings"][DRAFTS]["remedy"] is None, row

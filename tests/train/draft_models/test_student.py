@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.loading import load_head
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
@@ -155,7 +156,7 @@ def test_what_is_written_drafts_here_and_loads_in_transformers(configure, tmp_pa
     assert (model.config.num_hidden_layers, model.dtype) == (2, torch.bfloat16)
     target = tmp_path / "target"
     with pytest.raises(UserError, match=r"no draft head .* is it a draft model\?"):
-        load_head(folder, Target.from_pretrained(target, "float32", "cpu"))
+        load_head(folder, load_decoder_only(target, "float32", "cpu"))
     decoder = Decoder.from_pretrained(target, draft=folder)
     assert decoder.drafter.model.dtype == decoder.target.dtype == torch.float32
     assert type(decoder.drafter) is (FrequentTokens if few else DraftModel)
@@ -222,7 +223,7 @@ def test_a_model_with_adapters_cannot_be_cut():
 def test_a_damaged_draft_vocabulary_is_named(tmp_path: Path, tokens: str):
     tiny_llama().save_pretrained(tmp_path)
     (tmp_path / DRAFT_IDS_FILE).write_text(tokens)
-    model = Target.from_pretrained(tmp_path, "float32", "cpu")
+    model = load_decoder_only(tmp_path, "float32", "cpu")
     with pytest.raises(UserError, match=DRAFT_IDS_FILE):
         model_drafter(model, model, depth=2)
 

@@ -7,6 +7,7 @@ import torch
 from tiny import write_conversations, write_target
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
@@ -28,7 +29,7 @@ SOURCE = FeatureSource(target="a", rows="b", dtype="torch.float32", mixed_precis
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = tmp_path_factory.mktemp("target")
     write_target(folder, max_position_embeddings=128, initializer_range=0.02)
-    return Target.from_pretrained(folder, "float32", "cpu")
+    return load_decoder_only(folder, "float32", "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny import VOCAB
 
-from drafthead.heads.base import MAX_RANK, HeadBatch
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.anchors import anchor_positions
+from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate

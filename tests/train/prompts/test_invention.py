@@ -8,6 +8,7 @@ import pytest
 from tiny import byte_tokenizer, write_target
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.train.data.conversations import read_conversations
@@ -188,7 +189,7 @@ def test_a_target_that_brings_nothing_new_ends_the_run(tmp_path) -> None:
 def target(tmp_path_factory) -> Target:
     folder = tmp_path_factory.mktemp("target")
     write_target(folder, initializer_range=0.05)
-    return Target.from_pretrained(folder, "float32", "cpu")
+    return load_decoder_only(folder, "float32", "cpu")
 
 
 def test_a_message_depends_on_its_number_alone(target) -> None:
