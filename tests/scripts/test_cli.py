@@ -288,6 +288,7 @@ def test_compare_writes_its_three_files(run, tmp_path) -> None:
         "compare", "--target", "@target", "--draft", "@head", "--draft", "@draft",
         "--prompts", "@prompts.jsonl", "--output", str(tmp_path / "race"), "--rounds", "1",
         "--max-new-tokens", "6", "--limit", "1", "--temperature", "0", "--temperature", "1",
+        "--tree-nodes", "4",
     )  # fmt: skip
     assert status == 0 and "speedup" in out
     content = json.loads((tmp_path / "race" / "comparison.json").read_text())

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Barrier
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny_llama
+from traced import graphs_are_traced
 from transformers import BloomConfig, BloomForCausalLM
 
 from drafthead.backends.compiled_target import CompiledTarget
@@ -86,9 +88,17 @@ def test_eager_answers_do_not_depend_on_other_threads(target, make_drafter, name
     check([answer] * THREADS, greedy(OracleDecoder(target)), PROMPTS[lengths])
 
 
+@pytest.mark.parametrize("code", ["traced", "compiled"])
 @pytest.mark.parametrize("name", ["plain", "draft-model", "medusa:tree"])
-def test_compiled_answers_do_not_depend_on_other_threads(make_target, make_drafter, name) -> None:
-    """From the first answers on, while the graphs are made."""
+def test_compiled_answers_do_not_depend_on_other_threads(
+    make_target, make_drafter, name, code
+) -> None:
+    """From the first answers on, while the graphs are made: as torch traces them, or all of it."""
+    with graphs_are_traced() if code == "traced" else nullcontext():
+        check_compiled(make_target, make_drafter, name)
+
+
+def check_compiled(make_target, make_drafter, name: str) -> None:
     target = make_target(seed=0, layers=1)
     compiled = CompiledTarget(target)
     drafter = None if name == "plain" else make_drafter(name, compiled)
@@ -96,7 +106,7 @@ def test_compiled_answers_do_not_depend_on_other_threads(make_target, make_draft
         drafter.compile()
     answer = greedy(Decoder(compiled, drafter))
     for prompts in PROMPTS.values():
-        check([answer] * THREADS, greedy(OracleDecoder(target)), prompts)
+        check([answer] * THREADS, greedy(OracleDecoder(target)), prompts, rounds=2)
 
 
 def test_decoders_over_one_model_do_not_depend_on_each_other(make_drafter) -> None:
