@@ -1,7 +1,8 @@
 """What compiles functions for a CPU and records them for a GPU, as `heads/backend.py` asks."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -50,7 +51,11 @@ class CompilingBackend(Backend):
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function under `torch.compile`, where parts of recordings are compiled."""
-        return Fused(function) if self.fuses else function
+        if not self.fuses:
+            return function
+        with suppress(ImportError):  # without Triton there is nothing to compile with
+            import_module("drafthead.backends.cuda.largest")  # makes the operation known
+        return Fused(function)
 
     @property
     def seconds(self) -> float:

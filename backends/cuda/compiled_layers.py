@@ -31,13 +31,16 @@ from drafthead.backends.cpu.layers.recorded_calls import (
     tensors_of,
 )
 from drafthead.backends.cpu.recipes import UndescribedError
+from drafthead.backends.cuda.merged_products import MergedProducts
 from drafthead.backends.cuda.tree_kernels import KernelCache
+from drafthead.heads.substitution import Substituting, Substitution
 from drafthead.heads.target.tree_cache import StepCache
 
 # At one row inductor then makes matrix products its own, with norms and residuals fused into them.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
 # One or several rows, one or several nodes, by masks and windows of layers.
 MOST_VARIANTS = 64
+MOST_LARGEST, LONG = 64, 1024  # what our kernel finds, and of how many numbers at least
 # Why a layer stays uncompiled: what it is, torch's ways, or our reading of these.
 OBSTACLES = (
     UnlikeError, UndescribedError, TorchDynamoException, FailOnRecompileLimitHit, InductorError,
@@ -62,6 +65,7 @@ class CompiledLayers:
                 if kind not in known:
                     known[kind] = LayerCode(layer, chosen)
                 self.codes.append(known[kind])
+                known[kind].products.weights_of(layer)  # which moves them before any pass
         except (UndescribedError, RuntimeError, NotImplementedError, TypeError) as error:
             self._give_up(error)  # unknown parts, or weights without a form of their own
 
@@ -100,6 +104,7 @@ class LayerCode:
     def __init__(self, layer: nn.Module, options: dict[str, Any]):
         """The layer gives its form alone; weights come with each call."""
         self.form_alone = without_weights(layer)
+        self.products = MergedProducts(self.form_alone)
         self.by_form: dict[str, Callable[..., Any]] = {}
         self.options = options
 
@@ -114,7 +119,7 @@ class LayerCode:
         key = repr((form, cache.pending))
         if key not in self.by_form:
             self.by_form[key] = self._compiled(form, cache.pending)
-        weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        weights = self.products.weights_of(layer)
         # As many elements as a pass sees columns: a size may change, a number would be a constant.
         end = torch.empty(cache.end, device="meta")
         with small_graphs():
@@ -140,10 +145,26 @@ class LayerCode:
             if pending is not None:
                 cache = OneKernelLayer([keys], [values], pending)
             args, kwargs = filled(form, iter((hidden, *others)), cache)
-            return functional_call(self.form_alone, weights, args, kwargs)
+            output = functional_call(self.form_alone, weights, args, kwargs)
+            self.products.forget()
+            return output
 
         own = with_own_code(run)  # torch counts variants by code
         return torch.compile(own, fullgraph=True, dynamic=True, options=self.options)
+
+
+def has_kernel(x: torch.Tensor, k: int, dim: int = -1) -> bool:
+    """Whether there is a kernel for the k largest of x [..., V]; rows that are short need none."""
+    return x.device.type == "cuda" and dim == -1 and k <= MOST_LARGEST < LONG < x.shape[-1]
+
+
+def largest(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of x [..., V] and their places, both [..., k], by our kernel."""
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.drafthead.largest(x, k)
+    return found
+
+
+LARGEST = Substituting([Substitution(torch.Tensor.topk, largest, has_kernel)])
 
 
 class Fused:
@@ -152,7 +173,13 @@ class Fused:
     def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None):
         """`options` are those of torch's code generator."""
         self.function = self.__wrapped__ = function  # which has the signature
-        own = with_own_code(function)
+
+        def with_kernels(*arguments: Any) -> Any:
+            """The function, with our kernel in place of torch's."""
+            with LARGEST:
+                return function(*arguments)
+
+        own = with_own_code(with_kernels)
         self.code = torch.compile(own, fullgraph=True, dynamic=True, options=options or {})
 
     def __call__(self, *arguments: Any) -> Any:

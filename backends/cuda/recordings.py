@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,8 @@ def cuda_graph(
     """Record one call; see `Capture`. Calls the function `WARM_UPS` times before."""
     device = device_of(arguments)
     assert device is not None
-    current, (aside, pool) = torch.cuda.current_stream(device), capturing_on(device)
-    graph = torch.cuda.CUDAGraph()
+    current, capturing = torch.cuda.current_stream(device), capturing_on(device)
+    graph, aside = torch.cuda.CUDAGraph(), capturing.stream
     aside.wait_stream(current)
     try:
         # The device need not be the current one. The stream is entered here as well, because
@@ -54,23 +54,36 @@ def cuda_graph(
         with torch.cuda.device(device), torch.cuda.stream(aside):
             for _ in range(WARM_UPS):
                 function(*arguments)
-            value = captured(graph, pool, aside, function, arguments)
+            value = captured(graph, capturing, function, arguments)
     finally:
         current.wait_stream(aside)  # which may have written into what is held
     return graph.replay, value
 
 
+class Capturing(NamedTuple):
+    """Where a device's calls are captured, and the memory of what they compute on their way.
+
+    Recordings share that memory, their results too, since they never run at the same time; see
+    `Turn`. A stream for each would keep a workspace for each.
+    """
+
+    stream: torch.cuda.Stream
+    pool: Any
+    keeper: torch.cuda.CUDAGraph  # uses the memory, so that it outlives the recordings in it
+
+
 def captured(
     graph: torch.cuda.CUDAGraph,
-    pool: Any,
-    stream: torch.cuda.Stream,
+    capturing: Capturing,
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> Any:
     """The value of the call that becomes the graph; raises CaptureError where it cannot."""
+    # What other threads allocate meanwhile is no error of this one's capture.
+    capture = torch.cuda.graph(
+        graph, capturing.pool, capturing.stream, capture_error_mode="thread_local"
+    )
     try:
-        # What other threads allocate meanwhile is no error of this one's capture.
-        capture = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
         with no_collection(), capture:
             return function(*arguments)
     except torch.OutOfMemoryError:
@@ -93,13 +106,17 @@ def no_collection() -> Iterator[None]:
 
 
 @cache
-def capturing_on(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """The stream of all captures on a device, and the memory of what they compute on their way.
-
-    Recordings share that memory, their results too, since they never run at the same time; see
-    `Turn`. A stream for each would keep a workspace for each.
-    """
-    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+def capturing_on(device: torch.device) -> Capturing:
+    """Where all calls on a device are captured."""
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    # When the last graph of a pool goes, torch closes the pool, and as long as a result of such a
+    # graph is held it refuses to open it again: the next recording would fail.
+    keeper = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), no_collection():
+        capture = torch.cuda.graph(keeper, pool, stream, capture_error_mode="thread_local")
+        with capture:
+            torch.zeros(1, device=device)
+    return Capturing(stream, pool, keeper)
 
 
 class Turn:
@@ -265,17 +282,32 @@ class Recording:
         """The value of the call with other numbers in the arguments that are not held."""
         self._fill(leaves)
         self.replay()
-        return rebuilt(self.value, torch.Tensor.clone)
+        return copied(self.value)
 
     def _fill(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy the arguments to their places, those that are not there already."""
+        places, new = [], []
         for number, leaf in enumerate(leaves):
             known = self.filled[number]
             if known is not None and is_unchanged(*known, leaf):
                 continue
-            self.places[number].copy_(stored(leaf), non_blocking=True)
+            places.append(self.places[number])
+            new.append(stored(leaf))
             # Held, so that no other tensor can come to lie there.
             self.filled[number] = (leaf, leaf._version) if is_known_again(leaf) else None
+        if places:
+            torch._foreach_copy_(places, new, non_blocking=True)
+
+
+def copied(value: Any) -> Any:
+    """The value with its tensors copied: in a launch or two, where a clone each is one each."""
+    tensors: list[torch.Tensor] = []
+    flatten(value, tensors, [])
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    if tensors:
+        torch._foreach_copy_(copies, tensors)
+    rest = iter(copies)
+    return rebuilt(value, lambda _: next(rest))
 
 
 def is_known_again(leaf: torch.Tensor) -> bool:

@@ -8,7 +8,15 @@ import torch._dynamo.utils
 from tiny import tiny_llama
 
 from drafthead.backends.cuda import compiled_layers
-from drafthead.backends.cuda.compiled_layers import CompiledLayers, Fused, Together
+from drafthead.backends.cuda.compiled_layers import (
+    LONG,
+    CompiledLayers,
+    Fused,
+    Together,
+    without_weights,
+)
+from drafthead.backends.cuda.merged_products import MergedProducts
+from drafthead.heads.substitution import Substituting, Substitution
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
 from drafthead.heads.target.target import Target
@@ -88,3 +96,48 @@ def test_a_function_of_too_many_kinds_is_called(caplog, monkeypatch) -> None:
         found = [fused(torch.ones(2), name).tolist() for name in ("a", "ab", "abc")]
     assert found == [[2, 2], [3, 3], [4, 4]]
     assert "is recorded as it is" in caplog.text
+
+
+def test_the_largest_of_long_rows_are_found_by_our_kernel(monkeypatch) -> None:
+    found: list[int] = []
+
+    def stand_in(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+        found.append(k)
+        values, places = x.sort(dim, descending=True)
+        return values[..., :k], places[..., :k]
+
+    def is_long(x: torch.Tensor, k: int, dim: int = -1) -> bool:
+        return x.shape[-1] > LONG
+
+    rows = [Substitution(torch.Tensor.topk, stand_in, is_long)]
+    monkeypatch.setattr(compiled_layers, "LARGEST", Substituting(rows))
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return x.topk(3)[0] + (x * 2)[:, :50].topk(3)[0]
+
+    x = torch.randn(2, LONG + 1)
+    torch.testing.assert_close(Fused(both)(x), both(x))
+    assert found == [3]
+
+
+def test_products_of_the_same_rows_lie_side_by_side_and_stay_parameters(target: Target) -> None:
+    layer = target.layers[0]
+    before = {name: weight.clone() for name, weight in layer.named_parameters()}
+    merged = MergedProducts(without_weights(layer))
+    attention, size = layer.self_attn, target.config.hidden_size
+
+    def merged_now() -> torch.Tensor:
+        """The weights of queries, keys and values as one."""
+        weights = merged.weights_of(layer)
+        assert "self_attn.k_proj.weight" not in weights and "mlp.up_proj.weight" not in weights
+        return weights["self_attn.q_proj.weight"]
+
+    for name, weight in layer.named_parameters():
+        assert weight.equal(before[name]), name
+    assert merged_now()[:size].equal(before["self_attn.q_proj.weight"])
+    assert merged_now().data_ptr() == attention.q_proj.weight.data_ptr()
+    kept = attention.k_proj.weight
+    attention.k_proj.weight = torch.nn.Parameter(torch.ones_like(kept))  # another model's, say
+    assert merged_now()[size : size + len(kept)].eq(1).all()
+    attention.k_proj.weight = kept
+    assert merged_now()[size : size + len(kept)].equal(kept)

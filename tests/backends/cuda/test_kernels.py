@@ -13,9 +13,11 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("device", "names"),
     [
-        ("cpu", ["tree_attention", "commit", "registration", "decoding"]),
+        ("cpu", ["tree_attention", "commit", "largest", "registration", "decoding"]),
         ("none", ["compiled"]),
-        pytest.param("cuda", ["tree_attention", "commit", "registration"], marks=pytest.mark.gpu),
+        pytest.param(
+            "cuda", ["tree_attention", "commit", "largest", "registration"], marks=pytest.mark.gpu
+        ),
     ],
     ids=["interpreted", "compiled", "on a GPU"],
 )

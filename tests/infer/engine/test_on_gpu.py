@@ -9,7 +9,7 @@ import torch
 from tiny import placed, random_prompts, tiny_llama
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.backends.cuda.recordings import Recording
+from drafthead.backends.cuda.recordings import Recording, Recordings
 from drafthead.heads import host
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
@@ -91,3 +91,16 @@ def test_a_second_answer_makes_no_recording(gpu_target: Target, monkeypatch) -> 
     monkeypatch.setattr(Recording, "__init__", noted)
     second = decoder.generate(prompts, max_new_tokens=64)
     assert (made, second.sequences) == ([], first.sequences)
+
+
+def test_recordings_can_be_made_while_only_a_result_of_older_ones_is_left() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    for size in range(3, 6):
+        calls = Recordings(double, held=[])
+        found = calls(torch.ones(size, device="cuda"))
+        assert calls.reason_against is None and found.tolist() == [2.0] * size
+        kept = next(iter(calls.recordings.values())).value  # in the recordings' memory
+        del calls
+    assert kept.shape == (5,)

@@ -1,0 +1,118 @@
+"""Products that read the same rows, as one: queries, keys and values, or gate and up.
+
+A small product takes as long as a kernel takes to start. The weights of a layer's products are laid
+side by side, each still the parameter that it was, and compiled layers multiply by all of them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from drafthead.backends.cpu.layers.recorded_calls import UnlikeError
+
+# Names of what reads the same rows, in the models of transformers.
+GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+def groups_in(layer: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """The parts of a layer that have such products, by name, and the names of these."""
+    for name, part in layer.named_modules():
+        for group in GROUPS:
+            products = [getattr(part, each, None) for each in group]
+            # Adapters and quantised weights are products of other classes.
+            if all(type(each) is nn.Linear for each in products):
+                kinds = {(p.in_features, p.weight.dtype, p.bias is None) for p in products}
+                if len(kinds) == 1:
+                    yield name, list(group)
+
+
+def side_by_side(products: Sequence[nn.Linear], name: str) -> torch.Tensor | None:
+    """The weights [sum of outputs, inputs] or biases of products as one tensor, which they share.
+
+    They are moved where they do not lie so yet; None where the products have none.
+    """
+    parts = [getattr(each, name) for each in products]
+    if parts[0] is None:
+        return None
+    first, sizes = parts[0], [len(part) for part in parts]
+    ends = [first.data_ptr() + sum(sizes[:n]) * first[0].nbytes for n in range(len(parts))]
+    if ends != [part.data_ptr() for part in parts] or not all(p.is_contiguous() for p in parts):
+        together = torch.cat([part.detach() for part in parts])
+        for part, moved in zip(parts, together.split(sizes), strict=True):
+            part.data = moved
+    shape = sum(sizes), *first.shape[1:]
+    return first.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
+
+
+class FirstOfGroup(nn.Module):
+    """The first product of a group, which makes those of all."""
+
+    def __init__(self, products: Sequence[nn.Linear]):
+        """For products without numbers, on the meta device."""
+        super().__init__()
+        self.sizes = [each.out_features for each in products]
+        for name in ("weight", "bias"):
+            parts = [getattr(each, name) for each in products]
+            made = None if parts[0] is None else nn.Parameter(torch.cat(parts), requires_grad=False)
+            self.register_parameter(name, made)
+        self.read: torch.Tensor | None = None
+        self.made: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
+        """The first product; the others are kept until `forget`."""
+        self.read, self.made = x, linear(x, self.weight, self.bias).split(self.sizes, -1)
+        return self.made[0]
+
+    def forget(self) -> None:
+        """Keep nothing: what stays would be a result of the compiled function."""
+        self.read, self.made = None, ()
+
+
+class LaterOfGroup(nn.Module):
+    """Another product of a group."""
+
+    def __init__(self, first: FirstOfGroup, place: int):
+        super().__init__()
+        self.group, self.place = [first], place  # in a list: it is no part of this one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
+        """What the first has made; raises UnlikeError where it has read something else."""
+        if x is not self.group[0].read:
+            raise UnlikeError("products of one group read different rows")
+        return self.group[0].made[self.place]
+
+
+class MergedProducts:
+    """The groups of one kind of layer, in a copy without numbers that is to be compiled."""
+
+    def __init__(self, form_alone: nn.Module):
+        """Replaces the products of the copy."""
+        self.groups = list(groups_in(form_alone))
+        self.firsts: list[FirstOfGroup] = []
+        for name, group in self.groups:
+            part = form_alone.get_submodule(name)
+            first = FirstOfGroup([getattr(part, each) for each in group])
+            self.firsts.append(first)
+            setattr(part, group[0], first)
+            for place, each in enumerate(group[1:], start=1):
+                setattr(part, each, LaterOfGroup(first, place))
+
+    def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of a layer of this kind, under the names in the copy."""
+        weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        for name, group in self.groups:
+            part, path = layer.get_submodule(name), f"{name}." if name else ""
+            for kind in ("weight", "bias"):
+                merged = side_by_side([getattr(part, each) for each in group], kind)
+                for each in group:
+                    weights.pop(f"{path}{each}.{kind}", None)
+                if merged is not None:
+                    weights[f"{path}{group[0]}.{kind}"] = merged
+        return weights
+
+    def forget(self) -> None:
+        """Let go of what a call has made."""
+        for first in self.firsts:
+            first.forget()
