@@ -295,19 +295,28 @@ class Recording:
             new.append(stored(leaf))
             # Held, so that no other tensor can come to lie there.
             self.filled[number] = (leaf, leaf._version) if is_known_again(leaf) else None
-        if places:
-            torch._foreach_copy_(places, new, non_blocking=True)
+        copy_all(places, new)
 
 
 def copied(value: Any) -> Any:
-    """The value with its tensors copied: in a launch or two, where a clone each is one each."""
+    """The value with its tensors copied."""
     tensors: list[torch.Tensor] = []
     flatten(value, tensors, [])
     copies = [torch.empty_like(tensor) for tensor in tensors]
-    if tensors:
-        torch._foreach_copy_(copies, tensors)
+    copy_all(copies, tensors)
     rest = iter(copies)
     return rebuilt(value, lambda _: next(rest))
+
+
+def copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors [...] to places of the same layout, those of a number type in one launch."""
+    by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for place, tensor in zip(places, tensors, strict=True):
+        of_type = by_type.setdefault(tensor.dtype, ([], []))
+        of_type[0].append(place)
+        of_type[1].append(tensor)
+    for to, given in by_type.values():
+        torch._foreach_copy_(to, given, non_blocking=True)
 
 
 def is_known_again(leaf: torch.Tensor) -> bool:
