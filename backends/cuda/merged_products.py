@@ -20,12 +20,12 @@ def groups_in(layer: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """The parts of a layer that have such products, by name, and the names of these."""
     for name, part in layer.named_modules():
         for group in GROUPS:
-            products = [getattr(part, each, None) for each in group]
+            parts = [getattr(part, each, None) for each in group]
             # Adapters and quantised weights are products of other classes.
-            if all(type(each) is nn.Linear for each in products):
-                kinds = {(p.in_features, p.weight.dtype, p.bias is None) for p in products}
-                if len(kinds) == 1:
-                    yield name, list(group)
+            products = [each for each in parts if type(each) is nn.Linear]
+            kinds = {(p.in_features, p.weight.dtype, p.bias is None) for p in products}
+            if len(products) == len(group) and len(kinds) == 1:
+                yield name, list(group)
 
 
 def side_by_side(products: Sequence[nn.Linear], name: str) -> torch.Tensor | None:
@@ -37,12 +37,15 @@ def side_by_side(products: Sequence[nn.Linear], name: str) -> torch.Tensor | Non
     if parts[0] is None:
         return None
     first, sizes = parts[0], [len(part) for part in parts]
-    ends = [first.data_ptr() + sum(sizes[:n]) * first[0].nbytes for n in range(len(parts))]
-    if ends != [part.data_ptr() for part in parts] or not all(p.is_contiguous() for p in parts):
+    shape = sum(sizes), *first.shape[1:]
+    # Neighbours in memory may still be of different allocations, which no tensor reaches across.
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    wanted = [(storage, start + sum(sizes[:n]) * first[0].numel()) for n in range(len(parts))]
+    found = [(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts]
+    if found != wanted or not all(part.is_contiguous() for part in parts):
         together = torch.cat([part.detach() for part in parts])
         for part, moved in zip(parts, together.split(sizes), strict=True):
             part.data = moved
-    shape = sum(sizes), *first.shape[1:]
     return first.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
@@ -53,10 +56,11 @@ class FirstOfGroup(nn.Module):
         """For products without numbers, on the meta device."""
         super().__init__()
         self.sizes = [each.out_features for each in products]
-        for name in ("weight", "bias"):
-            parts = [getattr(each, name) for each in products]
-            made = None if parts[0] is None else nn.Parameter(torch.cat(parts), requires_grad=False)
-            self.register_parameter(name, made)
+        self.weight = nn.Parameter(
+            torch.cat(tuple(p.weight for p in products)), requires_grad=False
+        )
+        biases = tuple(each.bias for each in products if each.bias is not None)
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         self.read: torch.Tensor | None = None
         self.made: tuple[torch.Tensor, ...] = ()
 

@@ -15,7 +15,7 @@ from drafthead.backends.cuda.compiled_layers import (
     Together,
     without_weights,
 )
-from drafthead.backends.cuda.merged_products import MergedProducts
+from drafthead.backends.cuda.merged_products import MergedProducts, side_by_side
 from drafthead.heads.substitution import Substituting, Substitution
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
@@ -141,3 +141,13 @@ def test_products_of_the_same_rows_lie_side_by_side_and_stay_parameters(target: 
     assert merged_now()[size : size + len(kept)].eq(1).all()
     attention.k_proj.weight = kept
     assert merged_now()[size : size + len(kept)].equal(kept)
+
+
+def test_neighbours_in_memory_of_two_allocations_are_moved() -> None:
+    numbers = torch.arange(8.0).view(4, 2)
+    products = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+    for product, half in zip(products, numbers.numpy().reshape(2, 2, 2), strict=True):
+        product.weight.data = torch.from_numpy(half)  # a storage of its own, next to the other
+    merged = side_by_side(products, "weight")
+    assert merged is not None and merged.equal(numbers)
+    assert side_by_side(products, "bias") is None
