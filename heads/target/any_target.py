@@ -10,11 +10,11 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.registry import Registry
 from drafthead.heads.target.architecture import without_wrapper
 from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.loading import has_encoder, load_model
+from drafthead.heads.target.loading import has_encoder, load_model, type_name
 from drafthead.heads.target.placement import WHOLE, Placement
 from drafthead.heads.target.seven_bits import round_matrices
 from drafthead.heads.target.target import Target
-from drafthead.heads.target.weight_types import INT7, type_name
+from drafthead.heads.target.weight_types import INT7
 
 ENCODER_DECODER = "encoder-decoder"
 # Kinds of model that need another class than `Target`.

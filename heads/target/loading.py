@@ -1,6 +1,7 @@
 """Loading a target's model and tokenizer by name, in a type, onto a device."""
 
 import hashlib
+import importlib.util
 import logging
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
 )
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -24,12 +26,10 @@ from drafthead.heads.target.placement import Placement
 from drafthead.heads.target.weight_types import (
     BITSANDBYTES,
     LOSSY,
-    dtype_named,
     quantisation_of,
-    quantising_options,
-    type_name,
 )
 
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
@@ -105,6 +105,46 @@ def decoder_class(config: PretrainedConfig | None) -> Any:
     texts, both = AutoModelForCausalLM, AutoModelForImageTextToText
     kind = type(config)
     return both if kind in both._model_mapping and kind not in texts._model_mapping else texts
+
+
+def type_name(dtype: object) -> str:
+    """The name of a type of weights: a torch type's, or a shorter name's for the same.
+
+    Raises UserError for what is neither.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str | torch.dtype):
+        raise UserError(f"dtype must be the name of a type or a torch type, got {dtype!r}")
+    return SHORT_NAMES.get(name, name)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch type called `name`; raises UserError for a name that is not a floating type.
+
+    Types that are LOSSY compute in bfloat16, which is returned for them.
+    """
+    dtype = torch.bfloat16 if name in LOSSY else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(
+            f"unknown dtype {name!r}: use auto, float32, bfloat16, float16, {', '.join(LOSSY)}"
+        )
+    return dtype
+
+
+def quantising_options(dtype: str, device: torch.device) -> dict[str, Any]:
+    """What transformers' `from_pretrained` takes for a type of BITSANDBYTES; nothing for others.
+
+    Raises UserError where bitsandbytes is not installed.
+    """
+    if dtype not in BITSANDBYTES:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"the type {dtype} needs bitsandbytes, which is not installed: pip install "
+            "'drafthead[quantized]'"
+        )
+    config = BitsAndBytesConfig(**BITSANDBYTES[dtype])
+    return {"quantization_config": config, "device_map": {"": device}}  # they may not be movable
 
 
 def device_named(name: str) -> torch.device:

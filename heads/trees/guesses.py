@@ -1,29 +1,12 @@
-"""Trees that the host knows, and the most promising tree of what may follow."""
+"""Trees that the host knows: free drafts, of which the planner keeps the best nodes."""
 
-import heapq
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from drafthead.heads.trees.tree import PADDING, TokenTree
-
-
-class Following(Protocol):
-    """A token, and what may follow it."""
-
-    @property
-    def weight(self) -> float:
-        """How much speaks for it; never more than for its parent."""
-        ...
-
-    @property
-    def children(self) -> Mapping[int, "Following"]:
-        """What may follow, by token."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,75 +48,6 @@ class GuessTree:
             [self.depths[node] for node in kept],
             [self.scores[node] for node in kept],
         )
-
-
-class GrowingTree:
-    """A tree that nodes are added to, and the best of them."""
-
-    def __init__(self) -> None:
-        self.tree = GuessTree([], [], [], [])
-        self.known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-
-    def __len__(self) -> int:
-        """The number of nodes, without the root."""
-        return len(self.tree.tokens)
-
-    def depth(self, node: int) -> int:
-        """The depth of a node; 0 for the root, which is node 0."""
-        return self.tree.depths[node - 1] if node else 0
-
-    def add(self, parent: int, token: int, score: float) -> int:
-        """The child of a node with a token. One that is there keeps the better of both scores."""
-        tree = self.tree
-        # A child above its parent could be chosen without it.
-        if parent:
-            score = min(score, tree.scores[parent - 1])
-        node = self.known.get((parent, token))
-        if node is not None:
-            tree.scores[node - 1] = max(score, tree.scores[node - 1])
-            return node
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.depths.append(self.depth(parent) + 1)
-        tree.scores.append(score)
-        node = self.known[parent, token] = len(tree.tokens)
-        return node
-
-    def add_tree(self, tree: GuessTree) -> None:
-        """Add all nodes of another tree with the same root."""
-        nodes = [0]
-        for parent, token, score in zip(tree.parents, tree.tokens, tree.scores, strict=True):
-            nodes.append(self.add(nodes[parent], token, score))
-
-    def add_heaviest(
-        self, root: Following, reached: Sequence[float], nodes: int, depth: int
-    ) -> None:
-        """Add the heaviest texts until there are `nodes` nodes, to a depth.
-
-        `reached[d]` is the chance that one of the texts is right to depth d + 1. A node has its
-        share of it by weight, so a child never more than its parent. Of texts ``b c`` with weight 2
-        and ``b d`` and ``e`` with weight 1, three nodes are b, c under it, and d or e.
-        """
-        heap: list[tuple[float, int, int, int, Following]] = []
-        order = 0  # of equal weights the first goes first
-
-        def open_children(parent: int, above: Following) -> None:
-            nonlocal order
-            for token, child in above.children.items():
-                order += 1
-                heapq.heappush(heap, (-child.weight, order, parent, token, child))
-
-        open_children(0, root)
-        while heap and len(self) < nodes:
-            _, _, parent, token, child = heapq.heappop(heap)
-            chance = child.weight / root.weight * reached[self.depth(parent)]
-            node = self.add(parent, token, math.log(chance) if chance > 0 else -math.inf)
-            if self.depth(node) < depth:
-                open_children(node, child)
-
-    def best(self, nodes: int) -> GuessTree:
-        """The tree of the `nodes` best nodes, see `GuessTree.best`."""
-        return self.tree.best(nodes)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.chat_template import TemplateArguments
 from drafthead.infer.request.stopping import Stop
 
 MOST_BEAMS = 8
@@ -82,7 +81,7 @@ class Options:
     top_logprobs: int | None = None  # alternatives to record beside each token; None: no record
     streamer: BaseStreamer | None = None
     beams: BeamOptions | None = None  # None: no beam search
-    template_arguments: TemplateArguments = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
     use_model_defaults: bool = True
 
 
