@@ -20,12 +20,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev,serve]'
 	touch $(READY)
 
-demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 5 minutes.
+demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 8 minutes.
 	$(BIN)/drafthead fetch smollm2
 	$(BIN)/drafthead generate --target smollm2 --draft assets/smollm2_eagle3 --draft lookup --max-new-tokens 128 \
 		--prompt "How do I write a good commit message? Give me an example."
 	$(BIN)/drafthead build --target smollm2 --prompts assets/smollm2_prompts/train.jsonl --max-new-tokens 128 \
-		--minutes 5 --compile --output runs/smollm2
+		--minutes 8 --compile --output runs/smollm2
 
 demo-offline: $(READY)  ## A build of 5 minutes on the small model of the tests, without a network.
 	$(BIN)/drafthead build --target assets/demo_target --prompts assets/demo_prompts/train.jsonl --family parallel \

@@ -152,11 +152,6 @@ class CompiledTarget(Target):
         """Whether passes read bytes: there is a kernel for it."""
         return self.in_bytes and self.backend.has_kernels
 
-    @property
-    def compile_seconds(self) -> float:
-        """Time spent on compiling so far."""
-        return self.backend.seconds
-
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other.
 

@@ -71,6 +71,11 @@ class Backend:
     has_kernels = False  # whether kernels of ours take the place of operations
     memory: CacheMemory | None = None  # for caches, where calls are recorded: they want few sizes
 
+    @property
+    def seconds(self) -> float:
+        """Time spent on compiling so far."""
+        return 0.0
+
     def compile(
         self,
         function: Callable[..., Any],

@@ -64,6 +64,7 @@ class Building:
         )
         self.config, self.trained = self.path / "train.yaml", self.path / "head"
         self.ngrams, self.raced = self.path / "ngrams", self.path / "race"
+        self.to_compile = float(self.fact("plan", "compiling") or 0)
         self.view = View(self.path, {name: stage.words for name, stage in STAGES.items()}, self.tau)
 
     def first_plan(self) -> str:
@@ -115,9 +116,20 @@ class Building:
         """Seconds of the build's time that are not used."""
         return 60 * self.choices.minutes - self.folder.seconds - self.view.seconds
 
+    def compiling(self, *names: str) -> float:
+        """Seconds in which stages compile, by what plain decoding of a row took to compile."""
+        return sum(STAGES[name].compiles for name in names) * self.to_compile
+
     def to_learn(self) -> float:
         """Seconds for answers and learning."""
-        return max(0.0, self.left() - measuring_seconds(self.choices.minutes))
+        measuring = measuring_seconds(self.choices.minutes) + self.compiling(*STAGES)
+        return max(0.0, self.left() - measuring)
+
+    def expect(self) -> None:
+        """How long the stages will take, as far as that is known."""
+        for name, stage in STAGES.items():
+            own = 60 * stage.share * self.choices.minutes
+            self.view.expected[name] = own + self.compiling(name)
 
     def run(self) -> None:
         """Do what is not done."""
@@ -127,8 +139,8 @@ class Building:
             "ngrams": self.count, "train": self.train, "evaluate": self.evaluate,
             "race": self.race, "export": self.export, "report": self.report,
         }  # fmt: skip
-        for name, stage in STAGES.items():
-            self.view.expected[name] = 60 * stage.share * self.choices.minutes
+        self.expect()
+        for name in STAGES:
             if name in self.folder.stages:
                 self.view.taken[name] = self.fact(name, "seconds")
         with self.view:
@@ -137,6 +149,8 @@ class Building:
                     with self.view.stage(name):
                         facts = works[name]()
                         self.folder.finish(name, self.view.seconds, facts)
+                    if name == "plan":
+                        self.expect()
                     for sentence in facts.get("said", ()):
                         self.view.say(f"    {sentence}")
 
@@ -152,9 +166,11 @@ class Building:
         decoder = self.source.decoder()
         prompt = read_conversations(self.source.files.test, None, 1)[0]
         text = next(m["content"] for m in prompt.messages if m["role"] == "user")
+        compiled = decoder.target.backend.seconds
         began = time.monotonic()
         steps = decoder.generate([text], max_new_tokens=24).stats.steps
-        alone = (time.monotonic() - began) / max(1, steps)
+        self.to_compile = decoder.target.backend.seconds - compiled
+        alone = (time.monotonic() - began - self.to_compile) / max(1, steps)
         self.source.forget()
         if self.trained.exists():  # of an earlier plan: with other settings it does not go on
             rmtree(self.path / "head_before", ignore_errors=True)
@@ -174,8 +190,8 @@ class Building:
         if speed * self.to_learn() / 2 < FEWEST_STEPS * 2 * a_row:
             self.settings += ["train.batch_rows=1", "train.micro_batch_rows=1"]
         return {
-            "learning": speed, "seconds_a_token": alone, "settings": self.settings,
-            "trains": trains, "said": said,
+            "learning": speed, "seconds_a_token": alone, "compiling": self.to_compile,
+            "settings": self.settings, "trains": trains, "said": said,
         }  # fmt: skip
 
     def count(self) -> Facts:
@@ -271,7 +287,8 @@ class Building:
         ways = 7 if self.head else 4
         length = min(tokens, self.fact("held out", "length"))
         there = len(read_rows(prompts))
-        limit = int(self.left() / 2 / (self.fact("plan", "seconds_a_token") * length * ways))
+        racing = (self.left() - self.compiling("race")) / 2
+        limit = int(racing / (self.fact("plan", "seconds_a_token") * length * ways))
         limit = max(min(4, there), min(there, limit))
         terms = compare.Race(limit=limit, rounds=1, max_new_tokens=tokens, seed=self.choices.seed)
         compare.run_race(

@@ -52,6 +52,9 @@ class Stage(NamedTuple):
 
     words: str
     share: float  # of the time, before anything is known
+    compiles: bool = (
+        False  # a way of decoding of its own, as long as plain decoding took to compile
+    )
 
 
 STAGES = {
@@ -61,8 +64,8 @@ STAGES = {
     "answers": Stage("answers to learn from", 0.2),
     "ngrams": Stage("table of n-grams, which needs no training", 0.01),
     "train": Stage("training of the head", 0.35),
-    "evaluate": Stage("evaluation, calibration of the trees", 0.05),
-    "race": Stage("race on prompts that nothing has seen", 0.2),
+    "evaluate": Stage("evaluation, calibration of the trees", 0.05, compiles=True),
+    "race": Stage("race on prompts that nothing has seen", 0.2, compiles=True),
     "export": Stage("export check", 0.03),
     "report": Stage("report and model card", 0.02),
 }

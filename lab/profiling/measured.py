@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer.decoder import Decoder
 from drafthead.lab.profiling.bandwidth import BandwidthBound, bandwidth_bound, weight_bytes
@@ -63,6 +62,6 @@ def measured_profile(
         {n: weight_bytes(target, round(batch * ledger.nodes)) for n, ledger in ledgers.items()},
         warm_up_seconds,
         # Compiling the target's passes, which warming up includes.
-        target.compile_seconds if isinstance(target, CompiledTarget) else 0.0,
+        target.backend.seconds,
         on_gpu=target.device.type == "cuda",
     )

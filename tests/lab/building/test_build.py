@@ -138,3 +138,16 @@ def test_a_head_behind_the_table_is_told_what_it_needs(tmp_path, table, words) -
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = Building(CHOICES, folder).against_the_table()
     assert words in "".join(said) and bool(said) == bool(words)
+
+
+def test_time_for_compiling_is_kept_and_shown(tmp_path) -> None:
+    choices = replace(CHOICES, minutes=30.0, compile=True)
+    plain = Building(choices, begun(tmp_path / "plain", choices))
+    folder = begun(tmp_path / "compiled", choices)
+    folder.finish("plan", 0.0, {"compiling": 100.0})
+    compiled = Building(choices, folder)
+    assert compiled.to_learn() == pytest.approx(plain.to_learn() - 200, abs=1)
+    for building in (plain, compiled):
+        building.expect()
+    longer = {n for n in STAGES if compiled.view.expected[n] > plain.view.expected[n] + 99}
+    assert longer == {"evaluate", "race"}
