@@ -8,7 +8,7 @@ from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.head_drafter import register_drafter
 from drafthead.heads.families.recurrent.head import RecurrentHead
-from drafthead.heads.families.recurrent.passes import Grown, Guess, RecurrentPasses
+from drafthead.heads.families.recurrent.passes import Guess, RecurrentPasses
 from drafthead.heads.growing.dynamic import Children, dynamic_tree
 from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.layers.cache import DraftCache
@@ -43,16 +43,6 @@ class DraftReader(RowState):
         cache.keep_pending(tokens.shape[1])
         cache.commit_first(committed.lengths, committed.counts)
         return guess
-
-    def grow(self, grown: Grown, count: int, draws: NextDraws | None) -> Grown:
-        """One level more of a dynamic tree: `count` nodes get children, and stay pending."""
-        cache, slots = self.cache, self.drafter.slots(count)
-        seen, columns = cache.make_room(count)
-        above = grown.candidates, grown.outputs, grown.visible, grown.places
-        own = cache.lengths, slots, seen, columns, cache.keys, cache.values
-        deeper = self.drafter.grow(*above, *own, draws)
-        cache.keep_pending(count)
-        return deeper
 
     def draft(
         self,
@@ -119,24 +109,29 @@ class RecurrentSession(LateReader):
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then draft level by level."""
-        drafter, blindly = self.drafter, self.drafter.head.drafts_blindly
-        is_filled = isinstance(random, RowRandom) or drafter.fixed is not None
-        if not (is_filled or blindly) and drafter.memory is not None:
-            assert not isinstance(random, RowRandom)
-            return self._grown_at_once(budget, random)
-        self.catch_up()
-        if is_filled:
+        drafter = self.drafter
+        if isinstance(random, RowRandom) or drafter.fixed is not None:
+            self.catch_up()
             tree = self._filled(drafter.shape(budget, random), sampling, random)
+        elif drafter.head.drafts_blindly:
+            self.catch_up()
+            tree = self._grown_blindly(budget, random)
         else:
-            assert not isinstance(random, RowRandom)
-            tree = (self._grown_blindly if blindly else self._grown)(budget, random)
+            return self._grown(budget, random)
         self.reader.cache.discard()
         return tree
 
-    def _grown_at_once(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
-        """`_grown`, and reading before it, as one recorded call."""
-        drafter, cache = self.drafter, self.reader.cache
-        count, last = sum(drafter.opened(budget)), self.read_to_last_part()
+    def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """A dynamic tree: it grows where the head is most certain, with `draws` of these.
+
+        Where calls are recorded, what is new is read within the same one.
+        """
+        drafter, cache, last = self.drafter, self.reader.cache, None
+        if drafter.memory is None:
+            self.catch_up()
+        else:
+            last = self.read_to_last_part()
+        count = sum(drafter.opened(budget))
         if last is None:
             assert self.root_guess is not None
             seen, drafted = cache.make_room(count)
@@ -152,20 +147,6 @@ class RecurrentSession(LateReader):
             self.root_guess, tables = drafter.read_and_grow_all(*given, *room, *after)
             assert cache.lengths is not None
             cache.advance(cache.lengths + last.lengths, last.counts)
-        return tables.tree(budget.depth, drafter.width)
-
-    def _grown(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
-        """A dynamic tree: it grows where the head is most certain, with `draws` of these."""
-        assert self.roots is not None and self.root_guess is not None
-        drafter, reader, lengths = self.drafter, self.reader, self.reader.cache.lengths
-        assert lengths is not None
-        at = (lambda depth: None) if draws is None else draws.at
-        first = drafter.start_growth(self.root_guess, self.roots, at(0))
-        grown = Grown(*first, self.root_guess.outputs, None, lengths)
-        for depth, count in enumerate(drafter.opened(budget), start=1):
-            grown = reader.grow(grown, count, at(depth))
-        nodes = min(budget.nodes, grown.scores.shape[1])
-        tables = drafter.finish(grown.candidates, drafter.slots(nodes))
         return tables.tree(budget.depth, drafter.width)
 
     def _grown_blindly(self, budget: Budget, draws: NextDraws | None) -> TokenTree:

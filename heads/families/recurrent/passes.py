@@ -128,7 +128,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.start_growth: Callable[..., Candidates] = self._start_growth
         self.grow: Callable[..., Grown] = self._grow
         self.finish: Callable[..., TreeTables] = self._finish
-        self.level, self.reading = self.grow, self.read  # within recordings
+        self.reading = self.read  # within recordings
         self.grow_all: Callable[..., TreeTables] = self._grow_all
         self.read_and_grow_all: Callable[..., tuple[Guess, TreeTables]] = self._read_and_grow_all
 
@@ -261,21 +261,22 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         draws: NextDraws | None,
         budget: Budget,
     ) -> TreeTables:
-        """A whole dynamic tree: what is recorded as one graph, whose calls cost more than its work
-        on a GPU.
+        """A whole dynamic tree, in calls of its parts, or recorded as one graph: on a GPU the calls
+        cost more than their work.
         """
         at: Callable[[int], NextDraws | None]
         at = (lambda depth: None) if draws is None else draws.at
-        first = self._start_growth(guess, roots, at(0))
+        first = self.start_growth(guess, roots, at(0))
         grown = Grown(*first, guess.outputs, None, lengths)
+        # Made here: what a recording makes belongs to it.
         slots = torch.arange(max(budget.nodes, len(columns)), device=roots.device)
         written = 0
         for depth, count in enumerate(self.opened(budget), start=1):
             above = grown.candidates, grown.outputs, grown.visible, grown.places
             own = columns[written : written + count], keys, values, at(depth)
-            grown = self.level(*above, lengths, slots[:count], seen, *own)
+            grown = self.grow(*above, lengths, slots[:count], seen, *own)
             written += count
-        return self._finish(grown.candidates, slots[: min(budget.nodes, grown.scores.shape[1])])
+        return self.finish(grown.candidates, slots[: min(budget.nodes, grown.scores.shape[1])])
 
     def _read_and_grow_all(
         self,
@@ -311,11 +312,13 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.prepare(target)
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
-        self.start_growth = self.compiled(self._start_growth, STARTING)
-        self.grow = self.compiled(self._grow, GROWING)
-        self.finish = self.compiled(self._finish, FINISHING)
+        if self.memory is None:
+            self.start_growth = self.compiled(self._start_growth, STARTING)
+            self.grow = self.compiled(self._grow, GROWING)
+            self.finish = self.compiled(self._finish, FINISHING)
+            return
         fused = self.backend.fused
-        self.level, self.reading = fused(self._grow), fused(self.read_eagerly)
+        self.grow, self.reading = fused(self._grow), fused(self.read_eagerly)
         self.grow_all = self.compiled(self._grow_all, ALL_LEVELS)
         self.read_and_grow_all = self.compiled(self._read_and_grow_all, READ_AND_ALL_LEVELS)
 
