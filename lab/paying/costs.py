@@ -137,7 +137,12 @@ def gpu_points(named: Mapping[str, Any], model: str | None, family: str) -> list
     }
     if model not in steps:
         known = sorted(name for name in steps if re.search(r" (as it is|recorded|layers)$", name))
-        raise UserError(f"--model {model} was not measured there; it has {', '.join(known)}")
+        if not known:
+            raise UserError(
+                "no file of --cost holds steps: give what explain tree or explain profile wrote "
+                'with --output, or {"steps": [{"nodes": 1, "ms": 9.9}, ...]}'
+            )
+        raise UserError(f"--model {model or ''} must be one of {', '.join(known)}")
     plain, passes = steps[model], named.get(f"{model} ms", {})
     if not passes or passes["1"] > IMPOSSIBLE * plain:
         passes = {"1": plain}

@@ -112,8 +112,10 @@ def test_costs_are_read_from_what_the_verbs_and_the_gpu_benchmark_write(tmp_path
     assert StepTime(1, 1.367) in gpu  # the later phase, and not the seconds that measuring took
     assert StepTime(16, 5.567, 6) in gpu
     assert StepTime(1, 2.766, batch=64, columns=1024) in gpu
-    with pytest.raises(UserError, match="it has 8B as it is, 8B compiled layers"):
+    with pytest.raises(UserError, match="--model 9B must be one of 8B as it is, 8B compiled"):
         read_costs([RECORDED], "9B", "eagle3")
+    with pytest.raises(UserError, match="no file of --cost holds steps"):
+        read_costs([SMOLLM2 / "comparison.json"], None, "eagle3")
 
 
 def test_the_verb_prints_and_writes_and_refuses_what_is_no_trace(
