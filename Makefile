@@ -28,7 +28,7 @@ demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build 
 		--minutes 8 --compile --output runs/smollm2
 
 demo-offline: $(READY)  ## A build of 5 minutes on the small model of the tests, without a network.
-	$(BIN)/drafthead build --target assets/demo_target --prompts assets/demo_prompts/train.jsonl --family parallel \
+	$(BIN)/drafthead build --target assets/demo_target --prompts assets/demo_prompts/train.jsonl \
 		--minutes 5 --output runs/demo
 
 test: $(READY)  ## Prove each claim once: eleven minutes on 2 cores, at most four are used.

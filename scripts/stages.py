@@ -8,6 +8,7 @@ from shlex import join, quote
 from shutil import disk_usage, rmtree
 from tempfile import TemporaryDirectory
 
+import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from drafthead.heads.errors import UserError
@@ -64,6 +65,7 @@ class Building:
         )
         self.config, self.trained = self.path / "train.yaml", self.path / "head"
         self.ngrams, self.raced = self.path / "ngrams", self.path / "race"
+        self.features = self.path / "features"  # of the answers, while a head learns
         self.to_compile = float(self.fact("plan", "compiling") or 0)
         self.view = View(self.path, {name: stage.words for name, stage in STAGES.items()}, self.tau)
 
@@ -97,6 +99,11 @@ class Building:
             f"training: {verdict}; {disk / 1e6:.0f} MB of disk"
         )
 
+    @property
+    def keeps(self) -> bool:
+        """Whether features are kept: on a processor the target's pass is half of a step."""
+        return not torch.accelerator.is_available()
+
     def usual(self) -> list[str]:
         """The settings of training that do not depend on what is found."""
         found = [
@@ -107,6 +114,9 @@ class Building:
             f"train.max_minutes={self.choices.minutes:g}", f"train.seed={self.choices.seed}",
             f"train.cpu={self.choices.device == 'cpu'}".lower(),
         ]  # fmt: skip
+        if self.keeps:
+            room = disk_usage(self.path).free / 4e9
+            found += [f"data.feature_folder={self.features}", f"data.feature_budget_gb={room:.3g}"]
         if self.choices.minutes < 60:  # a few small steps teach more than fewer large ones
             found += ["train.batch_rows=2", "train.micro_batch_rows=2"]
             found += ["head.ttt_steps=3"] if self.choices.family.startswith("eagle3") else []
@@ -172,6 +182,7 @@ class Building:
         self.to_compile = decoder.target.backend.seconds - compiled
         alone = (time.monotonic() - began - self.to_compile) / max(1, steps)
         self.source.forget()
+        rmtree(self.features, ignore_errors=True)
         if self.trained.exists():  # of an earlier plan: with other settings it does not go on
             rmtree(self.path / "head_before", ignore_errors=True)
             self.trained.rename(self.path / "head_before")
@@ -190,8 +201,9 @@ class Building:
         if speed * self.to_learn() / 2 < FEWEST_STEPS * 2 * a_row:
             self.settings += ["train.batch_rows=1", "train.micro_batch_rows=1"]
         return {
-            "learning": speed, "seconds_a_token": alone, "compiling": self.to_compile,
-            "settings": self.settings, "trains": trains, "said": said,
+            "learning": speed, "rereading": trial.tokens_per_s_kept if self.keeps else speed,
+            "seconds_a_token": alone, "compiling": self.to_compile, "settings": self.settings,
+            "trains": trains, "said": said,
         }  # fmt: skip
 
     def count(self) -> Facts:
@@ -225,6 +237,7 @@ class Building:
         if not train(load_run_config(self.config, settings)):
             raise KeyboardInterrupt
         forget_accelerate()
+        rmtree(self.features, ignore_errors=True)
         summary, answers = summarize(self.trained), self.fact("answers", "answers")
         writing = self.fact("answers", "tokens") / answers / self.fact("answers", "tokens_per_s")
         said = what_more_would_bring(self.trained, writing + summary.seconds / answers)

@@ -121,7 +121,10 @@ class Answering:
         """Answers, window after window, for as long as more of them teach more than learning."""
         # Without a head all of the time is for the table of n-grams.
         trains = self.folder.fact("plan", "trains")
-        learning = self.folder.fact("plan", "learning") if trains else AT_ONCE
+        learning, rereading = [
+            self.folder.fact("plan", name) if trains else AT_ONCE
+            for name in ("learning", "rereading")
+        ]
         answering = self.folder.fact("held out", "tokens_per_s")
         length = self.folder.fact("held out", "length")
         while True:
@@ -136,9 +139,11 @@ class Answering:
                 break
             answering = report.tokens / (time.monotonic() - began)
             tokens = sum(report.statistics.lengths)
-            best = division(seconds_left(), Speeds(answering, learning), tokens)
+            best = division(seconds_left(), Speeds(answering, learning, rereading), tokens)
             view.expected["answers"] = view.seconds + (best.answers - tokens) / answering
-            view.expected["train"] = best.learnt / learning if trains else 0
+            again = max(0.0, best.learnt - best.answers)
+            first = (best.learnt - again) / learning
+            view.expected["train"] = first + again / rereading if trains else 0
             if best.answers - tokens < length * report.written / 2:
                 break
         rows = read_rows(self.answers)

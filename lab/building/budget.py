@@ -20,6 +20,7 @@ class Speeds:
 
     answering: float
     learning: float
+    rereading: float  # learning from tokens whose features are kept
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ def division(seconds: float, speeds: Speeds, answered: float = 0.0) -> Division:
     token read once; four times as fast answers are read twice.
     """
     left = max(0.0, seconds)
-    shares = np.linspace(0, 1, 201)
-    choices = [
-        Division(answered + share * left * speeds.answering, (1 - share) * left * speeds.learning)
-        for share in shares
-    ]
+    choices = []
+    for share in np.linspace(0, 1, 201):
+        answers = answered + share * left * speeds.answering
+        again = (1 - share) * left - answers / speeds.learning  # seconds after the first epoch
+        learnt = answers + again * (speeds.rereading if again > 0 else speeds.learning)
+        choices.append(Division(answers, learnt))
     return max((c for c in choices if c.answers), key=lambda c: c.worth)
 
 

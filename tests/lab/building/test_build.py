@@ -17,16 +17,24 @@ CHOICES = Choices("model", "auto", "cpu", (), 64, 0, "eagle3", 5.0, False)
 
 
 def test_time_goes_to_answers_where_they_are_dear_and_to_learning_where_that_is() -> None:
-    dear_answers = division(1000, Speeds(answering=100, learning=1000))
-    dear_learning = division(1000, Speeds(answering=1000, learning=100))
+    dear_answers = division(1000, Speeds(100, 1000, 1000))
+    dear_learning = division(1000, Speeds(1000, 100, 100))
     assert dear_answers.learnt / dear_answers.answers > 3
     assert 1 < dear_learning.learnt / dear_learning.answers < 2.5
     spent = dear_learning.answers / 1000 + dear_learning.learnt / 100
     assert spent == pytest.approx(1000)
 
 
+def test_kept_features_are_read_more_often() -> None:
+    once, kept = (division(1000, Speeds(200, 200, again)) for again in (200, 400))
+    assert kept.worth > 1.15 * once.worth
+    assert kept.learnt / kept.answers > 1.3 * once.learnt / once.answers
+    seconds = kept.answers / 200 * 2 + (kept.learnt - kept.answers) / 400
+    assert seconds == pytest.approx(1000)
+
+
 def test_no_more_answers_are_made_once_there_are_enough() -> None:
-    speeds = Speeds(answering=1000, learning=100)
+    speeds = Speeds(1000, 100, 100)
     best = division(1000, speeds)
     left = 1000 - best.answers / speeds.answering
     again = division(left, speeds, answered=best.answers)
@@ -35,9 +43,7 @@ def test_no_more_answers_are_made_once_there_are_enough() -> None:
 
 
 def test_without_a_head_all_time_is_for_answers() -> None:
-    assert division(100, Speeds(answering=10, learning=AT_ONCE)).answers == pytest.approx(
-        1000, rel=0.01
-    )
+    assert division(100, Speeds(10, AT_ONCE, AT_ONCE)).answers == pytest.approx(1000, rel=0.01)
 
 
 def test_measuring_leaves_most_of_the_time_to_the_head() -> None:
