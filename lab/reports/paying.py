@@ -44,7 +44,10 @@ def paying_report(trace: AcceptanceTrace, curve: CostCurve) -> Report:
         "trees are static ones: heads that grow theirs by confidence accept somewhat more; the "
         "intervals are those of the acceptance alone",
     ]
-    content = {name: [asdict(f) | asdict(f.speedup) for f in rows] for name, rows in named.items()}
+    content = {
+        name: [asdict(f) | {"speedup": asdict(f.speedup)} for f in rows]
+        for name, rows in named.items()
+    }
     return Report(tables, notes, {"target": trace.target, "head": trace.head, **content})
 
 

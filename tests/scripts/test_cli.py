@@ -415,6 +415,7 @@ def test_evaluate_measures_the_tau_of_decoding(run, answers, models_folder, tmp_
     chain = max(i for i, (nodes, depth) in enumerate(trace["trees"]) if nodes == depth + 1)
     lengths = [n for answer in trace["answers"] for n in answer["lengths"][chain]]
     assert sum(lengths) / len(lengths) == pytest.approx(found["tau_chain"])
+    assert {answer["temperature"] for answer in trace["answers"]} == {0.0}
     decoder = Decoder.from_pretrained(str(models_folder / "target"))
     head = load_head(models_folder / "head", decoder.target)
     chains = drafter_for(head, decoder.target, TreeShape.chain(head.depth))
