@@ -110,6 +110,7 @@ class Acceptance:
         for number, ladder in enumerate(self.ladders):
             if size in ladder:
                 levels = stops.index(made) + 1
+                # One level more than it had was tried too, and refused by the draft itself.
                 for level in range(1, min(levels + 1, len(stops))):
                     self.tried[number][level] = keep * self.tried[number][level] + 1
                     self.had[number][level] = keep * self.had[number][level] + (level < levels)
@@ -200,6 +201,7 @@ class Weighed:
             hoped[place] += math.exp(scores[node])
             first = min(first, place)
         self.nodes = max(self.nodes, nodes)
+        # Depths above the first that changed keep what was found for them.
         del self.guesses[first:], self.found[first:]
         before, product = (hoped[first - 1], self.found[-1]) if first else (1.0, 1.0)
         for chance in hoped[first:]:

@@ -176,6 +176,7 @@ class AdaptivePlan:
     def best(self) -> Size:
         """The smallest size that promises nearly as many tokens per second as the best."""
         with self.costs.lock:
+            # Free sizes are no choice beside others: `cut` weighs them at each step.
             rates = np.where(self.compared, self.log_rates(), -math.inf)
             return self.sizes[self._smallest_good(rates)]
 
@@ -226,6 +227,7 @@ class AdaptivePlan:
         for_drafts = prices.for_drafts - run.lost
         for_trials = min(prices.for_trials, for_drafts)
         best, kept, most, tried = 0.0, None, 0.0, None  # rates: as known, and as scores promise
+        # From small to large, and the weighed trees grow along: nothing is added up twice.
         for size, cost, dearest in zip(self.free, prices.free, prices.dearest, strict=True):
             for row in rows:
                 row.grow(size.nodes - 1)
@@ -257,10 +259,12 @@ class AdaptivePlan:
         """Learn from a run, which the end of an answer may have cut short."""
         with self.costs.lock:
             for made, lengths in zip(run.made, run.accept_lengths, strict=True):
+                # Free drafts (depth 0) are judged by their scores, in `record_free`.
                 if made is not None and made.depth:
                     self.acceptance.add(run.size, made, lengths)
             # After a change of size the processor's caches hold what the other size read.
             first = 0 if run.continued else self.settings.settling_steps
+            # Drafts that stop early, and free ones, make steps of several sizes in one run.
             settled: dict[Size, list[float]] = {}
             for made, seconds in zip(run.made[first:], run.seconds[first:], strict=True):
                 settled.setdefault(made, []).append(seconds)
@@ -303,7 +307,7 @@ class AdaptivePlan:
         dearest = ratios * np.exp(settings.caution * self.costs.deviations_from(None))
         # A run loses as much if its steps are that dear and half as much is accepted.
         can_be_paid = settings.run_steps * (dearest - (1 + tokens) / 2) <= self.draft_account
-        can_be_paid[0] = True
+        can_be_paid[0] = True  # plain decoding, whatever was lost
         can_be_paid &= self.asked_for
         best = self._smallest_good(np.where(can_be_paid, rates, -math.inf))
         lost = np.maximum(1 - np.exp(rates - rates[best]), settings.least_loss)
@@ -315,6 +319,7 @@ class AdaptivePlan:
     def _worth_a_trial(self, rates: Table, best: int, can_be_paid: Marks) -> int | None:
         """The place of a size that may well be better than the best; None if there is none."""
         settings = self.settings
+        # A size of which nothing new would be learnt is no better for being uncertain.
         hoped = rates + settings.optimism * self.costs.lessons(self.sizes[best])
         worth = can_be_paid
         if best > 0:  # while plain decoding is best, any draft is of interest
@@ -389,6 +394,7 @@ class PlannedDecoding(Planner):
         if run.size is None:
             return None
         proposal = propose(run.size)
+        # The host knows form and not tokens: what was drafted is told by nodes and depth.
         for stop in self.plan.acceptance.stops(run.size):
             if stop is not None and (stop.nodes, stop.depth) == size_of(proposal):
                 self.made = stop, run.is_trial
@@ -410,6 +416,7 @@ class PlannedDecoding(Planner):
                 self.free_nodes = max(FEWEST_FREE_NODES, self.free_nodes // 2)
             return None
         self.unused = 0
+        # All that were found have paid: look for more next time.
         if size.nodes >= self.free_nodes:
             self.free_nodes = min(2 * self.free_nodes, most)
         self.made = size, is_trial

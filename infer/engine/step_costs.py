@@ -78,16 +78,20 @@ class StepCosts:
         place = self.places[size]
         # Of two steps the quicker one: what else the machine does only makes steps longer.
         took = math.log(max(median_low(seconds), 1e-9))
+        # The first run of a process forgets more: what was kept is of another hour.
         self._fade(DEAR_MEMORY if self.speed_known else INHERITED)
         if not self.speed_known:
+            # Ratios were inherited or guessed, so one run gives the seconds of all sizes.
             self.mean = self.mean + (took - self.mean[place])
         surprise, noise = took - self.mean[place], RUN_DEVIATION**2
+        # After another size the surprise would also be that of the ratio.
         if continued:
             self._learn_drift(surprise**2 - noise)
         # The longer ago, the less is known: at last no more than at first.
         kept = MEMORY * self.covariance + (self.fading + self.drift)
         variance = kept[place, place] + noise
         most = MOST_SURPRISE * math.sqrt(variance)
+        # Kalman's gain for all sizes at once: what varies with this one follows it.
         gain = kept[place] / variance
         self.mean = self.mean + gain * min(max(surprise, -most), most)
         self.covariance = kept - np.outer(gain, kept[place])
