@@ -15,6 +15,24 @@ def to_host(numbers: torch.Tensor) -> list[Any]:
     return numbers.tolist()
 
 
+class Arriving:
+    """Numbers of a tensor on their way to the host, which may ask the device for more meanwhile."""
+
+    def __init__(self, numbers: torch.Tensor):
+        self.numbers, self.done = numbers, None
+        if numbers.device.type == "cuda":
+            self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record(torch.cuda.current_stream(numbers.device))
+
+    def read(self) -> list[Any]:
+        """The numbers as nested lists; waits for the work before them alone."""
+        if self.done is not None:
+            self.done.synchronize()
+        return to_host(self.numbers)
+
+
 def to_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
     """The tensor [...] of nested lists of numbers, on a device, without waiting for it.
 

@@ -28,4 +28,4 @@ def size_of(planner: Planner, free: GuessTree = NOTHING) -> Size:
         return Guesses([0], [free.best(budget.nodes - 1)], torch.device("cpu"))
 
     planner.draft(propose)
-    return planner.made[0]
+    return planner.made[0][0]

@@ -1,7 +1,7 @@
 """The interface of drafters: they propose token trees and learn what the target committed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -38,6 +38,20 @@ class Ends(NamedTuple):
     hidden: torch.Tensor | None  # [B, D] the target's final hidden states, where they are kept
 
 
+@dataclass
+class Told:
+    """What the host is told of a commit's tokens: nothing until it has waited for their step."""
+
+    wait: Callable[[], list[list[int]]]
+    tokens: list[list[int]] | None = None  # of each row, once they are known
+
+    def now(self) -> list[list[int]]:
+        """The tokens, which the host waits for if it has to."""
+        if self.tokens is None:
+            self.tokens = self.wait()
+        return self.tokens
+
+
 @dataclass(frozen=True)
 class Committed:
     """What the target committed in one pass, as a drafter needs it to go on.
@@ -57,6 +71,7 @@ class Committed:
     # The target's cache of the whole batch, for drafters that read it. A proposal may write nodes
     # into it, which it discards.
     cache: TreeCache | None = None
+    told: Told | None = None  # where the host has the tokens later
 
     @cached_property
     def ends(self) -> Ends:
@@ -70,6 +85,8 @@ class Committed:
     @cached_property
     def new_tokens(self) -> list[list[int]]:
         """Each row's tokens as lists; waits for the device only where the host has none."""
+        if self.told is not None:
+            return self.told.now()
         if self.host_tokens is not None:
             return self.host_tokens
         pairs = zip(to_host(self.tokens), to_host(self.lengths), strict=True)
@@ -79,6 +96,13 @@ class Committed:
     def counts(self) -> list[int]:
         """`lengths` as the host knows them."""
         return [len(tokens) for tokens in self.new_tokens]
+
+    @property
+    def bounds(self) -> list[int]:
+        """`counts`, or the most that they can be where the host would have to wait for them."""
+        if self.told is not None and self.told.tokens is None:
+            return [self.tokens.shape[1]] * len(self.tokens)
+        return self.counts
 
     def of_rows(self, rows: Sequence[int]) -> "Committed":
         """What was committed in some rows, in that order."""
@@ -174,6 +198,13 @@ class DraftSession(RowState, ABC):
         """
 
 
+class OnDevice(DraftSession):
+    """A session that drafts after a commit whose tokens the device alone knows.
+
+    It may propose again when rows have left meanwhile.
+    """
+
+
 class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
@@ -216,7 +247,7 @@ class NoDrafter(Drafter):
         return NoDraft()
 
 
-class NoDraft(DraftSession):
+class NoDraft(OnDevice):
     """A session without a memory."""
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:

@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from drafthead.heads.drafting.drafter import Told
 from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import ColumnCache
@@ -28,11 +29,22 @@ class DraftCache(ColumnCache):
                 stores.append(weight.new_zeros(rows, weight.shape[0] // size, 0, size))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=self.keys[0].device)
         self.host_lengths = [0] * rows
+        # What of these is a bound yet: the lengths before, and what the host is told later.
+        self.open: tuple[list[int], Told] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been committed."""
         return self.longest == 0
+
+    def settle(self) -> None:
+        """Take over what the host has been told of the last commit."""
+        if self.open is None:
+            return
+        before, told = self.open
+        if told.tokens is not None:
+            self.host_lengths = [n + len(new) for n, new in zip(before, told.tokens, strict=True)]
+            self.longest, self.open = max(self.host_lengths), None
 
     def commit_first(self, counts: torch.Tensor, host_counts: Sequence[int]) -> None:
         """Keep the first `counts` [B] pending nodes of each row and forget the others.
@@ -66,15 +78,25 @@ class DraftCache(ColumnCache):
         return numbers[start : start + positions], numbers[after : after + drafted], seen
 
     def advance(
-        self, lengths: torch.Tensor, host_counts: Sequence[int], path: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor,
+        host_counts: Sequence[int],
+        path: torch.Tensor | None = None,
+        told: Told | None = None,
     ) -> None:
-        """Take over what a pass has committed, with the new lengths [B]; `path` as for `commit`."""
+        """Take over what a pass has committed, with the new lengths [B]; `path` as for `commit`.
+
+        With `told`, `host_counts` are bounds until the host is told the numbers, see `settle`.
+        """
+        if told is not None and told.tokens is None:
+            self.open = self.host_lengths, told
         pairs = zip(self.host_lengths, host_counts, strict=True)
         self.host_lengths = [length + count for length, count in pairs]
         self.commit(path, lengths, max(self.host_lengths))
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
         """Continue with the rows [R] of the batch only, in that order."""
+        self.settle()
         self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
         super().keep_rows(rows, longest or max(self.host_lengths))
 
@@ -82,11 +104,13 @@ class DraftCache(ColumnCache):
         self, other: ColumnCache, order: Sequence[int], longest: int | None = None
     ) -> None:
         """Continue with rows of both; `other` is a cache of the same layers."""
+        self.settle()
         both = self.host_lengths + cast(DraftCache, other).host_lengths
         self.host_lengths = [both[row] for row in order]
         super().join_rows(other, order, longest or max(self.host_lengths))
 
     def cut(self, length: int) -> None:
         """Forget what was committed after the first `length` positions of each row."""
+        self.settle()
         super().cut(length)
         self.host_lengths = [min(count, length) for count in self.host_lengths]

@@ -133,6 +133,7 @@ class BeamStepper(Stepper):
 
     def begin(self, drafter: Drafter, past: Past | None) -> DraftSession:
         """Read the prompts and make the first round; returns the drafter's session of all beams."""
+        self.in_one_call = False  # rounds read the logits
         if past is not None:
             self.cache = past.cache
         read = self.pass_over_prompts()

@@ -62,12 +62,22 @@ def read_prompts(
 
 def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emitted:
     """One step, which verifies what the planner keeps of the drafts that it asks for."""
-    run = stepper.run
-    run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
+    run, propose = stepper.run, partial(stepper.propose, session)
     with run.stats.step() as elapsed:
-        # The clock starts before the draft: a size is judged by all that it costs.
-        proposal = planner.draft(partial(stepper.propose, session))
-        emitted = stepper.step(session, proposal)
+        launched, stepper.ahead = stepper.ahead, None
+        if launched is None:
+            run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
+            # The clock has started before the draft: a size is judged by all that it costs.
+            proposal = planner.draft(propose)
+        if not stepper.in_one_call:
+            emitted = stepper.step(session, proposal)
+        else:
+            launched = launched or stepper.launch(proposal)
+            # Before the tokens are read: the device has work while the host thinks.
+            if planner.knows_next and stepper.leads_on(session, launched):
+                stepper.lead_on(session, launched)
+                stepper.ahead = stepper.launch(planner.draft(propose, ahead=True))
+            emitted = stepper.finish(session, launched)
         planner.learn(run.last_lengths, elapsed())
         # Only at the end of a batch is anything written to the disk.
         if not run.batch.running:

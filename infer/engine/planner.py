@@ -98,12 +98,20 @@ class Planner(ABC):
     """Chooses what each step of one decoding verifies, and learns from the step's result."""
 
     @abstractmethod
-    def draft(self, propose: Propose) -> Proposal | None:
-        """What the next step verifies, of what `propose` makes; None for a step without a draft."""
+    def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
+        """What the next step verifies, of what `propose` makes; None for a step without a draft.
+
+        `ahead` where a step before it is not learnt from yet; see `knows_next`.
+        """
 
     @abstractmethod
     def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record the step that was drafted for: tokens committed in each active row, its time."""
+
+    @property
+    def knows_next(self) -> bool:
+        """Whether what is drafted next does not depend on the step that is not learnt from yet."""
+        return False
 
     def finish(self) -> None:  # noqa: B027  (nothing to do is a good default)
         """Called after the last step."""
@@ -115,9 +123,14 @@ class FixedPlan(Planner):
     def __init__(self, budget: Budget | None):
         self.budget = budget
 
-    def draft(self, propose: Propose) -> Proposal | None:
+    def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
         """Whatever the drafter makes within the budget."""
         return None if self.budget is None else propose(self.budget)
+
+    @property
+    def knows_next(self) -> bool:
+        """Always."""
+        return True
 
     def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
@@ -378,11 +391,14 @@ class PlannedDecoding(Planner):
         self.run: Run | None = None  # the current one
         self.free_nodes = FIRST_FREE_NODES
         self.unused = 0  # free drafts in a row that did not pay
-        self.made: tuple[Size, bool] = None, False  # of the current step, and whether on trial
+        # Of the steps that are not learnt from yet, and whether they are on trial.
+        self.made: list[tuple[Size, bool]] = []
         self.kept: Guesses | None = None  # of a free draft, for the current step
 
-    def draft(self, propose: Propose) -> Proposal | None:
+    def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
         """The nodes of a free draft that pay, or else a draft of the current run's size."""
+        if not ahead:
+            self.made = []  # a step that was drafted for and not made is forgotten
         if self.run is None:
             self.run = self.plan.next_run(None)
         run, self.kept = self.run, None
@@ -390,15 +406,23 @@ class PlannedDecoding(Planner):
             self.kept = self._free_draft(propose, run, run.prices)
             if self.kept is not None:
                 return self.kept
-        self.made = run.size, run.is_trial
+        self.made.append((run.size, run.is_trial))
         if run.size is None:
             return None
         proposal = propose(run.size)
         # The host knows form and not tokens: what was drafted is told by nodes and depth.
         for stop in self.plan.acceptance.stops(run.size):
             if stop is not None and (stop.nodes, stop.depth) == size_of(proposal):
-                self.made = stop, run.is_trial
+                self.made[-1] = stop, run.is_trial
         return proposal
+
+    @property
+    def knows_next(self) -> bool:
+        """Within a run of drafts that are all of one size."""
+        run = self.run
+        if run is None or run.prices is not None:
+            return False
+        return len(run.seconds) + len(self.made) < self.plan.settings.run_steps
 
     def _free_draft(self, propose: Propose, run: Run, prices: Prices) -> Guesses | None:
         """The nodes of a free draft that pay, if any."""
@@ -419,7 +443,7 @@ class PlannedDecoding(Planner):
         # All that were found have paid: look for more next time.
         if size.nodes >= self.free_nodes:
             self.free_nodes = min(2 * self.free_nodes, most)
-        self.made = size, is_trial
+        self.made.append((size, is_trial))
         run.lost += prices.free[self.plan.free.index(size)]
         return free.best(size.nodes)
 
@@ -430,8 +454,9 @@ class PlannedDecoding(Planner):
         if self.kept is not None:
             self.plan.record_free(self.kept, accept_lengths)
             run.lost -= fmean(accept_lengths) if accept_lengths else 0.0
-        run.made.append(self.made[0])
-        run.trials.append(self.made[1])
+        made, is_trial = self.made.pop(0)
+        run.made.append(made)
+        run.trials.append(is_trial)
         run.seconds.append(seconds)
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:

@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Committed, Ends
-from drafthead.heads.host import to_host
+from drafthead.heads.drafting.drafter import Committed, Ends, Told
+from drafthead.heads.host import Arriving
 from drafthead.heads.kv_cache.cache_memory import power_of_two
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
 from drafthead.heads.sampling import NO_TOKEN, draw, most_probable
@@ -56,9 +56,11 @@ class Outcome:
     in_place: bool  # whether the path's cache columns already follow the committed ones
 
     @classmethod
-    def of(cls, result: StepResult, is_moved: bool) -> "Outcome":
-        """Read a step's result; `is_moved` where the step has moved the path in the cache."""
-        new_tokens, paths = read_table(result.table)
+    def of(cls, result: StepResult, table: list[list[int]], is_moved: bool) -> "Outcome":
+        """A step's result with its `table` as lists; `is_moved` where the step has moved the path
+        in the cache.
+        """
+        new_tokens, paths = read_table(table)
         # One row and the first nodes, in order: their columns already follow the committed ones.
         is_straight = len(paths) == 1 and paths[0] == list(range(len(paths[0])))
         return cls(
@@ -92,6 +94,34 @@ class Outcome:
         ends = Ends(accepted.bonus, self.hidden)
         length, new_tokens = accepted.length, self.new_tokens
         return Committed(self.tokens, self.features, length, self.width, ends, new_tokens, cache)
+
+
+@dataclass
+class Launched:
+    """A step that the device has been asked for; its tokens are read once they are needed."""
+
+    result: StepResult
+    table: Arriving  # of the result
+    num_nodes: int  # of its tree, as it was filled up
+    recipe_nodes: int  # and as it was proposed
+    told: Told | None = None  # by `read`, where the step was committed before
+    outcome: Outcome | None = None  # once it was read
+
+    def committed(self, cache: TreeCache) -> Committed:
+        """What drafters receive of it while the device alone knows its tokens."""
+        self.told, result = Told(lambda: self.read().new_tokens), self.result
+        # No model can read NO_TOKEN; a row that has it ends when the host reads it.
+        ends = Ends(result.bonus.clamp_min(0), result.hidden)
+        tokens, features = result.tokens.clamp_min(0), Features(result.last, result.taps)
+        return Committed(tokens, features, result.length, None, ends, told=self.told, cache=cache)
+
+    def read(self) -> Outcome:
+        """What the step commits. This is the step's one synchronisation."""
+        if self.outcome is None:
+            self.outcome = Outcome.of(self.result, self.table.read(), is_moved=True)
+            if self.told is not None:
+                self.told.tokens = self.outcome.new_tokens
+        return self.outcome
 
 
 def settled(
@@ -140,13 +170,9 @@ def in_one_table(
     return torch.cat([acceptance.length[:, None], tokens, acceptance.path], dim=1)
 
 
-def read_table(table: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """Of the table [B, 1 + 2P] each row's tokens and path, as lists of its accept length.
-
-    This is the step's one synchronisation.
-    """
-    width = table.shape[1] // 2
-    rows = to_host(table)
+def read_table(rows: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Of each row of a table [B, 1 + 2P] its tokens and its path, as lists of its accept length."""
+    width = len(rows[0]) // 2
     new_tokens = [row[1 : 1 + row[0]] for row in rows]
     paths = [row[1 + width : 1 + width + row[0]] for row in rows]
     return new_tokens, paths
@@ -189,13 +215,14 @@ class StepFunction:
 
     def __call__(
         self, recipe: TreeRecipe, cache: TreeCache, draws: Draws | None, whole: bool
-    ) -> Outcome:
+    ) -> "Launched":
         """Verify the tree after the committed tokens, and move the accepted path next to them.
 
         The target's own tokens are its most probable ones, or draws with `draws`, which are `whole`
         where the settings are no more than a temperature. The caller still has to tell the cache
         how long the path is.
         """
+        proposed = recipe.num_nodes
         if self.few_sizes:
             recipe = recipe.padded(power_of_two(recipe.num_nodes))
         seen, columns = cache.make_room(recipe.num_nodes)
@@ -220,7 +247,7 @@ class StepFunction:
             draws,
             filtered,
         )
-        return Outcome.of(result, is_moved=True)
+        return Launched(result, Arriving(result.table), recipe.num_nodes, proposed)
 
     def _step(
         self,

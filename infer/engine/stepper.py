@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from drafthead.heads.coupling import NextDraws
-from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
+from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, OnDevice
 from drafthead.heads.drafting.row_state import joined
 from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.cache_memory import power_of_two
@@ -24,7 +24,7 @@ from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.engine.prefill import padded, prefill
-from drafthead.infer.engine.step import Draws, Outcome, StepFunction, settled
+from drafthead.infer.engine.step import Draws, Launched, Outcome, StepFunction, settled
 from drafthead.infer.verifiers import Acceptance, Verifier
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
@@ -102,6 +102,7 @@ class Stepper:
         """
         self.target, self.run, self.verifier, self.max_nodes = target, run, verifier, max_nodes
         self.watch = watch
+        self.ahead: Launched | None = None  # the next step, where the device was asked for it
         # Called with the places of rows that a step ends, while the caches still hold them.
         self.before_end: Callable[[Sequence[int]], None] | None = None
         # A step in one call hands out no logits. The rule stays, so a record changes no text.
@@ -169,11 +170,59 @@ class Stepper:
 
     def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
         """Verify what the session has proposed, if anything, and commit."""
-        outcome = self.verified(proposal).readable()
+        if self.in_one_call:
+            return self.finish(session, self.launch(proposal))
+        return self.take(session, self.verified(proposal))
+
+    def launch(self, proposal: Proposal | None) -> Launched:
+        """Ask the device for a step in one call, over a proposal or a tree of the root alone."""
+        if isinstance(proposal, TreeRecipe):
+            recipe = proposal
+        else:
+            recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
+        with self.run.stats.phase("verify"):
+            verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
+            return verify(recipe, self.cache, draws, self.run.request.sampling.whole)
+
+    def leads_on(self, session: DraftSession, launched: Launched) -> bool:
+        """Whether the next step can be asked for while the host does not know this one's tokens.
+
+        That is so where calls are recorded. Drawing needs to know how long each answer is: known
+        after a step without a draft.
+        """
+        if self.target.memory is None or not isinstance(session, OnDevice):
+            return False
+        is_known = self.run.random is None or launched.recipe_nodes == 1
+        rows = self.run.batch.running_rows()
+        return is_known and any(row.active and len(row.tokens) + 1 < row.limit for row in rows)
+
+    def lead_on(self, session: DraftSession, launched: Launched) -> None:
+        """Commit a step on the device; what the host counts by is the most that it can commit."""
+        most = max(self.lengths) + launched.num_nodes
+        self.cache.commit(None, launched.result.committed, most)
+        committed = launched.committed(self.cache)
+        self.roots = committed.ends.roots
+        session.commit(committed)
+        self.run.begin_random_step(ahead=1)
+
+    def finish(self, session: DraftSession, launched: Launched) -> Emitted:
+        """Read what a step has brought, and commit it unless that was done."""
+        with self.run.stats.phase("verify"):
+            outcome = launched.read()
+        self.run.stats.verified_nodes += launched.recipe_nodes
+        return self.take(session, outcome, is_committed=launched.told is not None)
+
+    def take(self, session: DraftSession, outcome: Outcome, is_committed: bool = False) -> Emitted:
+        """Give rows what a step has brought; what had been committed is now known to the host."""
+        outcome = outcome.readable()
         with self.run.stats.phase("commit"):
-            self.commit(outcome)
-            # After the cache: drafters with the target's own layers read it as it is now.
-            session.commit(outcome.committed(self.cache))
+            self.count(outcome)
+            if is_committed:
+                self.cache.longest = max(self.lengths)
+            else:
+                self.commit(outcome)
+                # After the cache: drafters with the target's own layers read it as it is now.
+                session.commit(outcome.committed(self.cache))
             # Before idle rows leave: the tokens stand in the order of the batch as it ran.
             emitted = self.run.take_step(outcome.new_tokens)
             if self.before_end is not None:
@@ -186,22 +235,13 @@ class Stepper:
 
     def verified(self, proposal: Proposal | None) -> Outcome:
         """What a pass of the target accepts of a proposal; of none, a tree of the root alone."""
-        if not self.in_one_call:
-            tree, output = self.scored(proposal)
-            with self.run.stats.phase("accept"):
-                accept = self.accept_nothing if proposal is None else self.accept
-                outcome = accept(tree, output)
-            if self.watch is not None:
-                self.watch(tree, output, outcome)
-            return outcome
-        if isinstance(proposal, TreeRecipe):
-            recipe = proposal
-        else:
-            recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
-        self.run.stats.verified_nodes += recipe.num_nodes
-        with self.run.stats.phase("verify"):
-            verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
-            return verify(recipe, self.cache, draws, self.run.request.sampling.whole)
+        tree, output = self.scored(proposal)
+        with self.run.stats.phase("accept"):
+            accept = self.accept_nothing if proposal is None else self.accept
+            outcome = accept(tree, output)
+        if self.watch is not None:
+            self.watch(tree, output, outcome)
+        return outcome
 
     def function_for(self, filler: TokenFiller) -> StepFunction:
         """The target's step for trees that are filled like this, made once."""
@@ -272,7 +312,7 @@ class Stepper:
         read = probabilities(scores, run.request.sampling) if reads_probs else scores
         accepted = verifier.rule(tree, read, run.random)
         result = settled(tree, accepted, output.features, self.cache.lengths)
-        outcome = Outcome.of(result, is_moved=False)
+        outcome = Outcome.of(result, to_host(result.table), is_moved=False)
         if run.record is not None:
             rows = torch.arange(len(scores), device=scores.device)[:, None]
             on_path = rows, accepted.path[:, : outcome.width]  # [B, P]
@@ -286,14 +326,17 @@ class Stepper:
         alone = Acceptance(torch.zeros_like(tokens)[:, None], torch.ones_like(tokens), tokens)
         assert self.cache.lengths is not None
         result = settled(tree, alone, output.features, self.cache.lengths)
-        return Outcome.of(result, is_moved=False)
+        return Outcome.of(result, to_host(result.table), is_moved=False)
 
-    def commit(self, outcome: Outcome) -> None:
-        """Keep the accepted path in the cache; the token after it is the next root."""
+    def count(self, outcome: Outcome) -> None:
+        """Add what a step has brought to the lengths of rows."""
         pairs = zip(self.lengths, outcome.new_tokens, strict=True)
         # A step commits the root and the accepted nodes; its bonus is the next root, not yet read.
         # So the number of new tokens is also that of new positions.
         self.lengths = [old + len(new) for old, new in pairs]
+
+    def commit(self, outcome: Outcome) -> None:
+        """Keep the accepted path in the cache; the token after it is the next root."""
         path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
         self.cache.commit(path, outcome.committed_lengths, max(self.lengths))
         self.roots = outcome.acceptance.bonus
@@ -304,6 +347,9 @@ class Stepper:
         Where passes are recorded a power of two stays.
         """
         places = self.run.drop_idle(int if self.target.memory is None else power_of_two)
+        if places is None:
+            return
+        self.ahead = None  # the next step is another one, or there is none
         if not places:
             return
         # All that is kept by place goes through the same choice, or rows would mix.
@@ -318,6 +364,7 @@ class Stepper:
 
         `other` has read its prompts and must not step again.
         """
+        self.ahead = None
         self.lengths = joined(self.lengths, other.lengths, order)
         self.cache.join_rows(other.cache, order, max(self.lengths))
         self.roots = joined(self.roots, other.roots, order)

@@ -49,7 +49,7 @@ class Visits(Planner):
         self.sizes = [size for size in sizes for _ in range(steps)]
         self.seconds: list[float] = []
 
-    def draft(self, propose: Propose) -> Proposal | None:
+    def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
         """A draft of the size whose turn it is."""
         size = self.sizes[len(self.seconds)]
         return None if size is None else propose(size)

@@ -7,7 +7,7 @@ import torch
 
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.growing.levels import Guesses, best_guesses
@@ -124,7 +124,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         return MedusaSession(self)
 
 
-class MedusaSession(DraftSession):
+class MedusaSession(OnDevice):
     """Medusa heads at work: the state is one hidden state for each row."""
 
     row_state = ("hidden", "roots")

@@ -8,7 +8,7 @@ import torch
 
 from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
+from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice, at_last
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.parallel.candidates import (
@@ -222,7 +222,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         return ParallelSession(self, rows=len(lengths))
 
 
-class ParallelSession(LateReader):
+class ParallelSession(LateReader, OnDevice):
     """A block-parallel head at work: the state is the context's keys and values."""
 
     row_state = (*LateReader.row_state, "cache", "before")
@@ -247,6 +247,7 @@ class ParallelSession(LateReader):
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """One pass over the block, then a tree of its guesses."""
+        self.cache.settle()
         if isinstance(random, RowRandom) or self.drafter.fixed is not None:
             return self._filled(budget, sampling, random)
         return self._grown(budget, random)
@@ -281,7 +282,7 @@ class ParallelSession(LateReader):
         if drafter.is_compiled:
             unread = unread.padded(2)  # one position would be a graph of its own
         size = drafter.head.config.block_size
-        reading, drafting, seen = cache.room_after(unread.counts, unread.tokens.shape[1], size)
+        reading, drafting, seen = cache.room_after(unread.bounds, unread.tokens.shape[1], size)
         drafted = drafter.draft(
             unread.features.taps,
             unread.lengths,
@@ -297,7 +298,7 @@ class ParallelSession(LateReader):
             draws,
             growing,
         )
-        cache.advance(drafted.lengths, unread.counts)
+        cache.advance(drafted.lengths, unread.bounds, told=unread.told)
         self.before = drafted.before
         return drafted.tables
 

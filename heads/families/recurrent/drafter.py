@@ -3,7 +3,7 @@
 import torch
 
 from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice
 from drafthead.heads.drafting.late_reader import LateReader
 from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.head_drafter import register_drafter
@@ -90,7 +90,7 @@ class DraftReader(RowState):
         return guess
 
 
-class RecurrentSession(LateReader):
+class RecurrentSession(LateReader, OnDevice):
     """A recurrent head at work on one batch."""
 
     row_state = (*LateReader.row_state, "reader", "root_guess")
@@ -110,6 +110,7 @@ class RecurrentSession(LateReader):
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
         """Read what is new, then draft level by level."""
         drafter = self.drafter
+        self.reader.cache.settle()
         if isinstance(random, RowRandom) or drafter.fixed is not None:
             self.catch_up()
             tree = self._filled(drafter.shape(budget, random), sampling, random)
@@ -139,14 +140,14 @@ class RecurrentSession(LateReader):
             tables = drafter.grow_all(self.root_guess, self.roots, *room, draws, budget)
         else:
             width = last.tokens.shape[1]
-            _, drafted, seen_by_drafted = cache.room_after(last.counts, width, count)
+            _, drafted, seen_by_drafted = cache.room_after(last.bounds, width, count)
             given = last.features.last, last.features.taps, last.tokens, last.lengths
             seen, columns = cache.make_room(width)
             room = cache.lengths, drafter.told(seen, width), columns, cache.keys, cache.values
             after = drafted, drafter.told(seen_by_drafted, count), draws, budget
             self.root_guess, tables = drafter.read_and_grow_all(*given, *room, *after)
             assert cache.lengths is not None
-            cache.advance(cache.lengths + last.lengths, last.counts)
+            cache.advance(cache.lengths + last.lengths, last.bounds, told=last.told)
         return tables.tree(budget.depth, drafter.width)
 
     def _grown_blindly(self, budget: Budget, draws: NextDraws | None) -> TokenTree:

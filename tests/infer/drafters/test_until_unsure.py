@@ -187,7 +187,7 @@ def test_the_planner_is_told_what_was_drafted(target, make_drafter, temperature)
     """Where drafts stop, steps are smaller and the draft model makes fewer passes."""
 
     class Watching(FixedPlan):
-        def draft(self, propose: Propose) -> Proposal | None:
+        def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
             made.append(super().draft(propose))
             return made[-1]
 

@@ -46,7 +46,7 @@ class Alternating(Planner):
     def __init__(self, drafter: Drafter):
         self.budgets, self.step = drafter.budgets, -1
 
-    def draft(self, propose: Propose) -> Proposal | None:
+    def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
         self.step += 1
         place, drafts = divmod(self.step, 2)
         return propose(self.budgets[place % len(self.budgets)]) if drafts else None

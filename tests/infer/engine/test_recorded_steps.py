@@ -5,6 +5,7 @@ A rehearsal stands for CUDA graphs, and the functions are not compiled, so this 
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.drafting.drafter import Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import power_of_two
 from drafthead.heads.sampling import NO_TOKEN
@@ -24,6 +25,8 @@ from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine import stepper
 from drafthead.infer.engine.batch_run import Batch
+from drafthead.infer.engine.step import Launched
+from drafthead.infer.serving import ServeRequest
 from drafthead.infer.verifiers.base import follow
 from drafthead.lab.exactness.oracle import OracleDecoder
 
@@ -81,6 +84,59 @@ def test_the_function_of_a_step_gives_the_same_text_uncompiled(
 
 
 # Of a long mixed run: recordings of the step by rows, widths, capacities and nodes.
+GREEDY: dict[str, Any] = {}
+DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": [3, 4, 5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("name", "law", "goes"),
+    [
+        ("none", GREEDY, True),
+        ("none", DRAWN, True),
+        ("medusa:tree", GREEDY, True),
+        ("medusa:tree", DRAWN, False),  # how many numbers a tree uses the host must know
+        ("eagle:own", GREEDY, True),
+        ("parallel:own", GREEDY, True),
+        ("parallel:own+lookup", GREEDY, False),  # lookup reads the tokens
+    ],
+)
+def test_the_next_step_is_asked_for_before_the_tokens_are_read(
+    name: str,
+    law: dict[str, Any],
+    goes: bool,
+    target: Target,
+    make_drafter: Callable[..., Drafter],
+    rehearsal: Rehearsal,
+    monkeypatch,
+) -> None:
+    """And rows that end early or join change no text."""
+    ahead: list[int] = []
+    lead_on = stepper.Stepper.lead_on
+
+    def noted(self: stepper.Stepper, session: DraftSession, launched: Launched) -> None:
+        ahead.append(launched.num_nodes)
+        lead_on(self, session, launched)
+
+    monkeypatch.setattr(stepper.Stepper, "lead_on", noted)
+    drafter = None if name == "none" else make_drafter(name, target)
+    if drafter is not None:
+        drafter.compile()
+    nodes = None if drafter is None else 8
+    decoder = decoder_for(CompiledTarget(target), drafter, nodes, compile=False)
+    prompts, oracle = random_prompts(4), OracleDecoder(target)
+    expected = oracle.generate(prompts, max_new_tokens=30, **law).sequences
+    assert decoder.generate(prompts, max_new_tokens=30, **law).sequences == expected
+    assert bool(ahead) == goes
+    limits = [30, 4, 9, 17]
+    requests = [
+        ServeRequest(prompt, number, limits[number], law.get("seed", [0] * 4)[number])
+        for number, prompt in enumerate(prompts)
+    ]
+    asked = {key: value for key, value in law.items() if key != "seed"}
+    answers = {each.id: each.tokens for each in decoder.serve(requests, max_rows=2, **asked)}
+    assert [answers[n] for n in range(4)] == [expected[n][: limits[n]] for n in range(4)]
+
+
 MOST_RECORDED = 150
 TREES = (2, 3, 5, 7, 9, 12, 16, 17)
 
