@@ -63,6 +63,11 @@ class CompilingBackend(Backend):
         # A list of them: another thread may add one meanwhile.
         return sum(made.seconds for made in list(self.made))
 
+    @property
+    def longest(self) -> float:
+        """Seconds of the graph that took longest so far."""
+        return max((made.longest for made in list(self.made)), default=0.0)
+
     def forget(self) -> None:
         """Make all graphs again when they are needed: the weights that they hold have changed."""
         for made in list(self.made):

@@ -124,7 +124,7 @@ class Compiled:
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
             }
         self.graphs: dict[Hashable, list[Graph]] = {}
-        self.seconds, self.times_forgotten = 0.0, 0
+        self.seconds, self.longest, self.times_forgotten = 0.0, 0.0, 0
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value; raises UserError for code that cannot be compiled.
@@ -158,7 +158,8 @@ class Compiled:
         started = time.perf_counter()
         made = self.make(arguments)
         graphs.append(made.graph)
-        self.seconds += time.perf_counter() - started
+        taken = time.perf_counter() - started
+        self.seconds, self.longest = self.seconds + taken, max(self.longest, taken)
         Compiled.made += 1
         return made.value
 

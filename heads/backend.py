@@ -76,6 +76,11 @@ class Backend:
         """Time spent on compiling so far."""
         return 0.0
 
+    @property
+    def longest(self) -> float:
+        """Seconds of the graph that took longest so far."""
+        return 0.0
+
     def compile(
         self,
         function: Callable[..., Any],

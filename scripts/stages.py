@@ -66,7 +66,7 @@ class Building:
         self.config, self.trained = self.path / "train.yaml", self.path / "head"
         self.ngrams, self.raced = self.path / "ngrams", self.path / "race"
         self.features = self.path / "features"  # of the answers, while a head learns
-        self.to_compile = float(self.fact("plan", "compiling") or 0)
+        self.a_graph = float(self.fact("plan", "a_graph") or 0)
         self.view = View(self.path, {name: stage.words for name, stage in STAGES.items()}, self.tau)
 
     def first_plan(self) -> str:
@@ -127,8 +127,8 @@ class Building:
         return 60 * self.choices.minutes - self.folder.seconds - self.view.seconds
 
     def compiling(self, *names: str) -> float:
-        """Seconds in which stages compile, by what plain decoding of a row took to compile."""
-        return sum(STAGES[name].compiles for name in names) * self.to_compile
+        """Seconds in which stages compile, by the graph that took longest so far."""
+        return sum(STAGES[name].graphs for name in names) * self.a_graph
 
     def to_learn(self) -> float:
         """Seconds for answers and learning."""
@@ -176,11 +176,11 @@ class Building:
         decoder = self.source.decoder()
         prompt = read_conversations(self.source.files.test, None, 1)[0]
         text = next(m["content"] for m in prompt.messages if m["role"] == "user")
-        compiled = decoder.target.backend.seconds
-        began = time.monotonic()
+        backend = decoder.target.backend
+        compiled, began = backend.seconds, time.monotonic()
         steps = decoder.generate([text], max_new_tokens=24).stats.steps
-        self.to_compile = decoder.target.backend.seconds - compiled
-        alone = (time.monotonic() - began - self.to_compile) / max(1, steps)
+        alone = (time.monotonic() - began - (backend.seconds - compiled)) / max(1, steps)
+        self.a_graph = backend.longest
         self.source.forget()
         rmtree(self.features, ignore_errors=True)
         if self.trained.exists():  # of an earlier plan: with other settings it does not go on
@@ -202,7 +202,7 @@ class Building:
             self.settings += ["train.batch_rows=1", "train.micro_batch_rows=1"]
         return {
             "learning": speed, "rereading": trial.tokens_per_s_kept if self.keeps else speed,
-            "seconds_a_token": alone, "compiling": self.to_compile, "settings": self.settings,
+            "seconds_a_token": alone, "a_graph": self.a_graph, "settings": self.settings,
             "trains": trains, "said": said,
         }  # fmt: skip
 

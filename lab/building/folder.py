@@ -52,9 +52,7 @@ class Stage(NamedTuple):
 
     words: str
     share: float  # of the time, before anything is known
-    compiles: bool = (
-        False  # a way of decoding of its own, as long as plain decoding took to compile
-    )
+    graphs: int = 0  # of the size of the target that it compiles
 
 
 STAGES = {
@@ -64,8 +62,8 @@ STAGES = {
     "answers": Stage("answers to learn from", 0.2),
     "ngrams": Stage("table of n-grams, which needs no training", 0.01),
     "train": Stage("training of the head", 0.35),
-    "evaluate": Stage("evaluation, calibration of the trees", 0.05, compiles=True),
-    "race": Stage("race on prompts that nothing has seen", 0.2, compiles=True),
+    "evaluate": Stage("evaluation, calibration of the trees", 0.05, graphs=2),
+    "race": Stage("race on prompts that nothing has seen", 0.2, graphs=2),
     "export": Stage("export check", 0.03),
     "report": Stage("report and model card", 0.02),
 }

@@ -93,7 +93,7 @@ def test_compiled_answers_equal_eager_ones_and_steady_state_makes_no_graph(
         expected = plain.generate(prompts(rows, length=20), max_new_tokens=tokens).sequences
         assert answers == expected
     assert graphs() == before
-    assert compiled.backend.seconds > 0
+    assert compiled.backend.seconds >= compiled.backend.longest > 0
 
 
 def test_requests_that_come_and_go_get_the_eager_answers(compiled, target, make_drafter) -> None:
