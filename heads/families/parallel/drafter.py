@@ -95,6 +95,8 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.read_prompt = self.read
         self.block: Callable[..., Tensors] = self.block_eagerly
         self.draft: Callable[..., Drafted] = self._draft
+        # What a draft runs of them, which recorded drafts compile.
+        self.reading, self.passing = self.read, self.block
         self.move, self.is_compiled = move_columns, False
 
     @cached_property
@@ -160,15 +162,13 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         for.
         """
         positions = lengths[:, None] + torch.arange(reading.shape[0], device=roots.device)
-        fused = self.read_eagerly(taps, positions, reading, keys, values)
+        fused = self.reading(taps, positions, reading, keys, values)
         if roots.shape[0] > 1:  # the columns of a single row are the right ones
             self.move(keys, values, reading.expand_as(positions), positions)
         before, lengths = at_last(fused, counts), lengths + counts
         mask = visible_columns(inside, lengths, seen, drafting[0])[:, 0]
         mask = self.head.transformer.in_window(mask, lengths[:, None])[:, None]
-        hidden, logits = self.block_eagerly(
-            roots, before, lengths[:, None], mask, drafting, keys, values
-        )
+        hidden, logits = self.passing(roots, before, lengths[:, None], mask, drafting, keys, values)
         tree = self.grown(roots, hidden, logits, slots, draws, growing)
         return Drafted(*tree, before, lengths)
 
@@ -214,7 +214,10 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.is_compiled = True
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.block = self.compiled(self.block_eagerly, PASSING)
-        self.draft = self.compiled(self.backend.fused(self._draft), DRAFTING)
+        # Not the growth of trees: a loop over their nodes, which takes minutes to compile.
+        fused = self.backend.fused
+        self.reading, self.passing = fused(self.read_eagerly), fused(self.block_eagerly)
+        self.draft = self.compiled(self._draft, DRAFTING)
         self.move = self.backend.replacement_of(move_columns)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
