@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from threading import Lock
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -53,7 +52,7 @@ from drafthead.infer.serving import (
     shared_options,
 )
 from drafthead.infer.timing.plans import Plans, StepKind
-from drafthead.infer.timing.step_timing import PROMPT_TOKENS, VISIT_STEPS, make_graphs, time_steps
+from drafthead.infer.timing.step_timing import PROMPT_TOKENS, VISIT_STEPS, time_or_visit
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
@@ -65,9 +64,6 @@ class Decoder:
     Several threads may decode at once, with one decoder or with several over one model: each pass
     over the model belongs to its caller.
     """
-
-    # Held while steps are timed: two timings at once would measure each other.
-    timing: ClassVar[Lock] = Lock()
 
     def __init__(
         self,
@@ -239,15 +235,7 @@ class Decoder:
             for _ in islice(self.method(run).decode(run), VISIT_STEPS):
                 pass
             return
-        kind = StepKind.of(run, rule)
-        costs = plans.costs(kind)
-        steps = self.target, plans.drafter, run.request, rule, costs
-        with Decoder.timing:
-            if fresh or not costs.was_timed:
-                time_steps(*steps)
-                plans.keep_timed(kind)
-            else:
-                make_graphs(*steps)
+        time_or_visit(plans, run, rule, fresh)
 
     def serve(
         self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]

@@ -28,6 +28,7 @@ from drafthead.heads.target.any_target import ENCODER_DECODER, TARGETS
 from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.features import NO_FEATURES, FeatureSpec
 from drafthead.heads.target.hooks import Place, Taps
+from drafthead.heads.target.logit_finish import sample_ids
 from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
@@ -79,7 +80,7 @@ class EncoderDecoderTarget(Target):
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden states [1, T, D] and logits [1, T, V] of an answer that is its source too."""
-        ids = self.sample_ids()
+        ids = sample_ids(self.model)
         with torch.no_grad(), Taps(self, FeatureSpec()) as taps:
             logits = self.model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
         last = taps.features().last

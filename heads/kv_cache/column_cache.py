@@ -233,23 +233,6 @@ class ColumnCache:
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if longest is None else longest
 
-    def copy_rows(self, rows: Sequence[int], first: int, num_nodes: int) -> None:
-        """Row r goes on as a copy of row ``rows[r]``, in place.
-
-        Both have the same in the columns before `first`, which are left alone. The `num_nodes`
-        nodes of the last pass are copied too, so that `commit` can follow. Rows 0 0 2 copy row 0
-        over row 1.
-        """
-        assert self.lengths is not None
-        moved = [(row, place) for place, row in enumerate(rows) if row != place]
-        if not moved:
-            return
-        sources, places = torch.tensor(moved, device=self.lengths.device).T
-        end = self.longest + self.pending + num_nodes
-        for states in self.states:
-            states[places, :, first:end] = states[sources, :, first:end]
-        self.lengths = self.lengths[torch.tensor(rows, device=self.lengths.device)]
-
     def _keep_rows_in(self, memory: CacheMemory, rows: torch.Tensor) -> None:
         """Go on with the rows [R] in memory of that size."""
         old = self.states

@@ -20,7 +20,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.backend import EAGER, Backend, TreeKernels, compiled_target
 from drafthead.heads.dims import Spec
-from drafthead.heads.errors import UserError, first_line
+from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.target.architecture import (
     LAYER_NAMES,
@@ -34,13 +34,7 @@ from drafthead.heads.target.architecture import (
 from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.heads.target.hooks import Place, Taps
-from drafthead.heads.target.logit_finish import (
-    Finish,
-    by_rounding,
-    difference,
-    has_numbers,
-    possible,
-)
+from drafthead.heads.target.logit_finish import Finish, found_finish, sample_ids
 from drafthead.heads.target.masks import (
     AlibiByPosition,
     LayerMasks,
@@ -51,8 +45,6 @@ from drafthead.heads.target.masks import (
 )
 from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.heads.target.weight_types import BITSANDBYTES, INT7, quantisation_of
-
-SAMPLED = 4  # tokens of the pass that shows how a model makes logits
 
 
 @dataclass(frozen=True)
@@ -121,38 +113,16 @@ class Target:
 
         Raises UserError when it is in no way that its configuration explains.
         """
-        ways = list(possible(self.config))
-        if not has_numbers(self.model.get_input_embeddings().weight):
-            return ways[0]
-        name = type(self.model).__name__
-        try:
-            hidden, logits = self.sample_pass()
-        except Exception as error:  # models raise many kinds
-            reason = first_line(error)
-            raise UserError(f"{name} cannot read {SAMPLED} tokens: {reason}") from error
-        self.finish = Finish()
-        outputs = self.project(hidden)
-        best = min(ways, key=lambda way: difference(way(outputs), logits))
-        if difference(best(outputs), logits) <= by_rounding(self.dtype):
-            return best
-        raise UserError(
-            f"{name} is not supported as a target: its logits are not what its output head makes "
-            "of the last hidden state, whatever constants of its configuration scale and cap them"
-        )
+        self.finish = Finish()  # of `project`, until it is found
+        return found_finish(self.model, self.config, self.sample_pass, self.project)
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden states [1, T, D] and the model's own logits [1, T, V] of some tokens."""
-        ids = self.sample_ids()
+        ids = sample_ids(self.model)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         output = self.run(ids, positions, None, FeatureSpec())
         assert output.features.last is not None
         return output.features.last, output.logits
-
-    def sample_ids(self) -> torch.Tensor:
-        """Ids [1, T] of tokens that are likely to be text: neither the first ones nor the last."""
-        count = self.model.get_input_embeddings().weight.shape[0]
-        ids = torch.arange(SAMPLED, device=self.device) + count // 3
-        return (ids % count)[None]
 
     @classmethod
     def check_kind(cls, name: str, with_encoder: bool) -> None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from threading import Lock
 
 from tqdm import trange
 
@@ -23,8 +24,10 @@ from drafthead.infer.engine.planner import Planner, Propose
 from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.request import Request
+from drafthead.infer.timing.plans import Plans, StepKind
 from drafthead.infer.verifiers import Verifier
 
+TIMING = Lock()  # two timings at once would measure each other
 # Random tokens before the first timed step. Short, as most prompts are: attention over a long text
 # would be a larger part of the steps.
 PROMPT_TOKENS = 64
@@ -131,6 +134,22 @@ def make_graphs(
         sizes = contenders(costs)
     turns = [turn for size in sizes for turn in (None, size)]
     make_steps(target, drafter, request, rule, Visits(turns, steps=1))
+
+
+def time_or_visit(plans: Plans, run: BatchRun, rule: Verifier, fresh: bool) -> None:
+    """Time the steps of a batch and keep that, or make a step of each size if they were timed.
+
+    With `fresh` they are timed again.
+    """
+    kind = StepKind.of(run, rule)
+    costs = plans.costs(kind)
+    steps = plans.target, plans.drafter, run.request, rule, costs
+    with TIMING:
+        if fresh or not costs.was_timed:
+            time_steps(*steps)
+            plans.keep_timed(kind)
+        else:
+            make_graphs(*steps)
 
 
 def make_steps(
