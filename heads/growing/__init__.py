@@ -1,1 +1,1 @@
-"""drafthead.heads.growing: how drafters grow token trees."""
+"""drafthead.heads.growing: what drafters share: how they read late, and grow token trees."""

@@ -10,8 +10,8 @@ from typing import Self
 import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
-from drafthead.heads.drafting.late_reader import Unread
 from drafthead.heads.errors import UserError
+from drafthead.heads.growing.late_reader import Unread
 from drafthead.heads.host import to_host
 from drafthead.heads.target.features import NO_FEATURES, Features
 from drafthead.heads.target.target import Target
