@@ -20,6 +20,7 @@ from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.beams.beam_search import search
 from drafthead.infer.chat_session import ChatSession, Message
 from drafthead.infer.custom_generate import CustomGenerate
+from drafthead.infer.engine.agreed_plan import agreed
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.loaded import (
@@ -231,7 +232,7 @@ class Decoder:
     def _warm_up(self, run: BatchRun, fresh: bool) -> None:
         """Time the steps of a batch, or make a few of every kind."""
         rule, plans = rule_of(run, self.target, self.drafter), self.plans
-        if plans is None or not rule.follows:
+        if plans is None or not rule.follows or self.target.is_shared:
             for _ in islice(self.method(run).decode(run), VISIT_STEPS):
                 pass
             return
@@ -329,6 +330,8 @@ class Decoder:
         """How this batch is decoded; checks the verifier's name even where none is needed."""
         rule = rule_of(run, self.target, self.drafter)
         planner = self._planner(run, rule)
+        if self.target.is_shared:
+            planner = agreed(planner, run)
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
             rule = verifier_for("auto", run.request.sampling.temperature)

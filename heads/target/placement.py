@@ -16,8 +16,9 @@ import torch
 from accelerate import infer_auto_device_map
 from accelerate.utils import get_max_memory
 from torch import nn
+from torch.distributed import is_torchelastic_launched
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, DistributedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 
@@ -35,8 +36,9 @@ class Placement:
     """Where decoder layers are to be.
 
     `layers` is `whole` (all of the target on the device of its inputs), `cpu` or `disk` for all,
-    `auto`, or the device of each by its name, as in transformers' device maps; those that a map
-    does not name are on the device of the inputs. `memory` limits what `auto` uses of each device,
+    `auto`, `tensor` (a part of each matrix in each process that torchrun has started), or the
+    device of each by its name, as in transformers' device maps; those that a map does not name are
+    on the device of the inputs. `memory` limits what `auto` uses of each device,
     in bytes or as `20GB`. Layers on disk are read from the model's own files. Where these hold
     other tensors than the model (its experts are joined, or they are not safetensors), the layers
     are first written to `offload_folder`.
@@ -60,6 +62,13 @@ class Placement:
         """
         if self.is_whole:
             return {}
+        if self.layers == "tensor":
+            if not is_torchelastic_launched():
+                raise UserError(
+                    "the placement `tensor` is for processes that share a target: start them with "
+                    "`torchrun --nproc-per-node 2 SCRIPT`"
+                )
+            return {"distributed_config": DistributedConfig(tp_plan="auto")}
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         if getattr(config, "quantization_config", None) is not None:
             raise UserError(f"{source} is quantised, and layers of such targets cannot be placed")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
@@ -195,8 +196,17 @@ class Target:
                 f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
             )
 
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether several processes hold parts of its weights, so that all run all passes."""
+        return any(isinstance(weight, DTensor) for weight in self.model.parameters())
+
     def check_compilable(self) -> None:
-        """Raise UserError when layers are on other devices or on disk, or of bitsandbytes."""
+        """Raise UserError when layers are on other devices or on disk, in other processes, or of
+        bitsandbytes.
+        """
+        if self.is_shared:
+            raise UserError("compile is not for targets that several processes share")
         if len({weight.device for weight in self.model.parameters()}) > 1:
             raise UserError("compile is for targets whose layers are all on one device")
         if self.precision in BITSANDBYTES:
