@@ -92,7 +92,7 @@ class Forecasts:
         """
         columns, answers = SHORTEST, self.trace.answers
         chosen: Chosen = everywhere
-        while columns <= max(self.curve.longest, self.usual):
+        while columns <= max(SHORTEST, self.curve.longest, self.usual):
             here = [a for a in self.trace.answers if tokens_and_steps(a, 0, near(columns))[1]]
             if len(here) >= FEWEST:
                 chosen, answers = near(columns), here

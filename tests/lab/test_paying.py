@@ -84,6 +84,8 @@ def test_drafting_stops_paying_where_tokens_cost_time() -> None:
     assert found[0].speedup.low == pytest.approx(found[0].speedup.value)  # all answers alike
     assert found[2].nodes == 2  # 8 tokens are free
     assert found[-1].speedup.value < 1
+    short = CostCurve([StepTime(1, 8.0, columns=64), StepTime(4, 9.0, 3, columns=64)])
+    assert [f.where for f in Forecasts(trace, short).by_context()] == ["128"]
 
 
 def test_costs_are_read_from_what_the_verbs_and_the_gpu_benchmark_write(tmp_path: Path) -> None:
