@@ -20,7 +20,6 @@ from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.beams.beam_search import search
 from drafthead.infer.chat_session import ChatSession, Message
 from drafthead.infer.custom_generate import CustomGenerate
-from drafthead.infer.engine.agreed_plan import agreed
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.loaded import (
@@ -33,7 +32,7 @@ from drafthead.infer.loaded import (
     prepared_target,
     read_drafts,
 )
-from drafthead.infer.method import Method, rule_of
+from drafthead.infer.method import Method, planner_of, rule_of
 from drafthead.infer.past import Memory
 from drafthead.infer.request.options import DecodeOptions, read_options, refuse_in_pieces
 from drafthead.infer.request.other_words import OtherWords, type_of_weights, with_older_drafts
@@ -329,9 +328,7 @@ class Decoder:
     def method(self, run: BatchRun) -> Method:
         """How this batch is decoded; checks the verifier's name even where none is needed."""
         rule = rule_of(run, self.target, self.drafter)
-        planner = self._planner(run, rule)
-        if self.target.is_shared:
-            planner = agreed(planner, run)
+        planner = planner_of(run, self.target, self._planner(run, rule))
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
             rule = verifier_for("auto", run.request.sampling.temperature)

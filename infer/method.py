@@ -7,6 +7,7 @@ import torch
 
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.target.target import Target
+from drafthead.infer.engine.agreed_plan import agreed
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import decode, read_prompts
 from drafthead.infer.engine.planner import Planner
@@ -48,6 +49,14 @@ class Method:
         stepper = self.stepper(run)
         session, _ = read_prompts(stepper, self.drafter, self.recall(run))
         return Past(stepper.cache, session, run.request.prompts[0])
+
+
+def planner_of(run: BatchRun, target: Target, own: Planner) -> Planner:
+    """A process's `own` planner for a batch, or where several share the target that of all of them.
+
+    Raises UserError for what they cannot agree on.
+    """
+    return agreed(own, run) if target.is_shared else own
 
 
 def rule_of(run: BatchRun, target: Target, drafter: Drafter | None) -> Verifier:
