@@ -2,7 +2,7 @@
 
 Each question is answered by plain decoding of one row, greedily and by seeded draws; then by each
 way of drafting, alone and in batches. In compiled bfloat16 on a CPU with our kernels all must be
-equal. The file is written after each batch: a run that is stopped has the questions before it.
+equal. The file is written after each batch; the same command goes on from there.
 """
 
 import json
@@ -14,30 +14,33 @@ from typing import Annotated
 
 import torch
 import typer
-from tqdm import trange
+from tqdm import tqdm, trange
 
 from drafthead.backends.cpu.kernels.kernel_set import kernel_set
+from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder
+from drafthead.infer.engine.results import DecodeResult
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.races.record import prompt_ids
 from drafthead.lab.reports.report import Table, print_table
 
 AVX2_BITS = 256  # of torch's vectors, where code for AVX2 is asked for
+COUNTED = ("answers", "different", "tokens", "passes")  # passes: steps that a row took part in
 
-Counts = Counter[tuple[str, float, int, str]]  # way, temperature, rows; answers, different, tokens
+Counts = Counter[tuple[str, float, int, str]]  # way, temperature, rows; one of COUNTED
 
 
 def answers(
     decoder: Decoder, prompts: list[list[int]], first: int, temperature: float, tokens: int
-) -> list[list[int]]:
+) -> DecodeResult:
     """Answers to prompts in one batch, drawn with the seeds `first`, `first` + 1, ..."""
     seeds = list(range(first, first + len(prompts)))
     rule = "match" if temperature else "auto"
     return decoder.generate(
         prompts, max_new_tokens=tokens, temperature=temperature, seed=seeds, verifier=rule
-    ).sequences
+    )
 
 
 def compare(
@@ -51,22 +54,27 @@ def compare(
     alone: int,  # so many of the prompts are answered alone as well
 ) -> None:
     """Count, for each way, how many answers to these prompts are not plain decoding's."""
+    parts = [(0, prompts), *((row, [prompt]) for row, prompt in enumerate(prompts[:alone]))]
     for temperature in temperatures:
         expected = [
-            answers(plain, [prompt], first + row, temperature, tokens)[0]
+            answers(plain, [prompt], first + row, temperature, tokens).sequences[0]
             for row, prompt in enumerate(prompts)
         ]
         for name, decoder in ways.items():
-            together = answers(decoder, prompts, first, temperature, tokens)
-            singly = [
-                answers(decoder, [prompts[row]], first + row, temperature, tokens)[0]
-                for row in range(alone)
-            ]
-            for rows, found in ((len(prompts), together), (1, singly)):
-                for answer, right in zip(found, expected, strict=False):
-                    counts[name, temperature, rows, "answers"] += 1
-                    counts[name, temperature, rows, "different"] += answer != right
-                    counts[name, temperature, rows, "tokens"] += len(answer)
+            for start, some in parts:
+                made = answers(decoder, some, first + start, temperature, tokens)
+                pairs = zip(made.sequences, expected[start:], strict=False)
+                differ = [start + row for row, (own, right) in enumerate(pairs) if own != right]
+                for row in differ:
+                    tqdm.write(f"{name}, {temperature=}, {len(some)} rows: {first + row} differs")
+                found = {
+                    "answers": len(some),
+                    "different": len(differ),
+                    "tokens": sum(map(len, made.sequences)),
+                    "passes": sum(map(len, made.stats.accept_lengths)),
+                }
+                for what, number in found.items():
+                    counts[name, temperature, len(some), what] += number
 
 
 def results_of(counts: Counts) -> list[dict[str, object]]:
@@ -74,12 +82,26 @@ def results_of(counts: Counts) -> list[dict[str, object]]:
     kinds = dict.fromkeys(key[:3] for key in counts)
     return [
         {"way": way, "temperature": temperature, "rows": rows}
-        | {
-            what: counts[way, temperature, rows, what]
-            for what in ("answers", "different", "tokens")
-        }
+        | {what: counts[way, temperature, rows, what] for what in COUNTED}
         for way, temperature, rows in kinds
     ]
+
+
+def counted_before(output: Path, about: dict[str, object]) -> tuple[int, Counts]:
+    """Questions that a stopped run of the same command answered, and its counts.
+
+    Raises UserError if the file is of another run.
+    """
+    counts: Counts = Counter()
+    if not output.exists():
+        return 0, counts
+    before = json.loads(output.read_text())
+    if {name: before.get(name) for name in about} != about:
+        raise UserError(f"{output} is of another run: remove it, or name another --output")
+    for row in before["results"]:
+        for what in COUNTED:
+            counts[row["way"], row["temperature"], row["rows"], what] = row[what]
+    return before["questions"], counts
 
 
 def main(
@@ -105,21 +127,21 @@ def main(
         for name in way
     }
     questions = prompt_ids(prompts, limit, plain, tokens)
-    counts: Counts = Counter()
-    about = {
+    about: dict[str, object] = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": describe_machine(),
         "versions": describe_versions(),
         "kernels": kernel_set(),
         "same_bits": made.same_bits,
     }
-    for first in trange(0, len(questions), rows, desc="batches"):
+    done, counts = counted_before(output, about)
+    for first in trange(done, len(questions), rows, desc="batches"):
         batch = questions[first : first + rows]
         compare(plain, ways, batch, first, (0.0, temperature), tokens, counts, alone)
         results = about | {"questions": first + len(batch), "results": results_of(counts)}
         write_text(output, json.dumps(results, indent=2) + "\n")
     table = [[str(value) for value in row.values()] for row in results_of(counts)]
-    columns = ["way", "temperature", "rows", "answers", "different", "tokens"]
+    columns = ["way", "temperature", "rows", *COUNTED]
     print_table(Table("answers that are not plain decoding's", columns, table))
 
 
