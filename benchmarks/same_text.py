@@ -20,8 +20,8 @@ from drafthead.backends.cpu.kernels.kernel_set import kernel_set
 from drafthead.heads.errors import UserError
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.results import DecodeResult
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.races.record import prompt_ids
 from drafthead.lab.reports.report import Table, print_table
