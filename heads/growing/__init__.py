@@ -1,1 +1,1 @@
-"""drafthead.heads.growing: what drafters share: how they read late, and grow token trees."""
+"""drafthead.heads.growing: how token trees are grown, by measured paths, level by level or by weight."""

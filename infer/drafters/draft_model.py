@@ -11,7 +11,7 @@ import torch
 
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.errors import UserError
-from drafthead.heads.growing.late_reader import Unread
+from drafthead.heads.families.late_reader import Unread
 from drafthead.heads.host import to_host
 from drafthead.heads.target.features import NO_FEATURES, Features
 from drafthead.heads.target.target import Target

@@ -10,6 +10,7 @@ from drafthead.heads.coupling import DRAWS, Choice, NextDraws
 from drafthead.heads.dims import Spec
 from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice, at_last
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.parallel.candidates import (
     CANDIDATES,
     Block,
@@ -18,7 +19,6 @@ from drafthead.heads.families.parallel.candidates import (
     num_candidates,
 )
 from drafthead.heads.families.parallel.head import ParallelHead
-from drafthead.heads.growing.late_reader import LateReader
 from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns

@@ -6,10 +6,10 @@ from drafthead.heads.coupling import Choice, NextDraws
 from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice
 from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.head_drafter import register_drafter
+from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.families.recurrent.passes import Guess, RecurrentPasses
 from drafthead.heads.growing.dynamic import Children, dynamic_tree
-from drafthead.heads.growing.late_reader import LateReader
 from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig

@@ -8,8 +8,8 @@ import torch
 from drafthead.heads.coupling import Choice
 from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.sequential.head import SequentialHead
-from drafthead.heads.growing.late_reader import LateReader
 from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache

@@ -6,7 +6,7 @@ import torch
 from alone import Alone
 
 from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.growing.late_reader import Unread, joined
+from drafthead.heads.families.late_reader import Unread, joined
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
